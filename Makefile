@@ -10,6 +10,8 @@ $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
+	# rsl_rl asks for ONNX and a TensorBoard server, which our tests of it never import; what they import is in [dev].
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard
 	touch $@
 
 demo: $(VENV)/ready
