@@ -15,7 +15,6 @@ from rlstore.errors import InvalidInputError
 
 # The way into a nest of dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
-Nest = Tensor | TensorDict | tuple["Nest", ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Field:
         shape: The shape of one lane's entry; ``()`` for a scalar.
         dtype: The dtype in memory.
         origin: Where shape and dtype came from, for errors: "the obs given to RolloutStorage()".
-        is_flag: True for a one-byte yes or no: any dtype is taken and stored as 0 or 1.
+        is_flag: True for a yes or no: any dtype is taken and stored as 0 or 1, in a byte or (``dtype``) a float32.
         lane_axis: Where the lanes stand in a row: row shape is ``shape`` with the lanes put in there.
     """
 
@@ -57,7 +56,7 @@ class Field:
                 self._refuse(given, lanes)
             given = given.reshape(row_shape)
         if self.is_flag:
-            held = _as_flags(given, self.name)
+            held = _as_flags(given, self.name)  # one byte each; the writer makes them what the block holds
         else:
             if not can_hold(given, self.dtype):
                 self._refuse(given, lanes)
@@ -171,7 +170,7 @@ class Structure:
             f"this storage holds {list(self.names)}. Nothing was written."
         )
 
-    def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Nest:
+    def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Any:
         """The leaves put together again; dicts become TensorDicts of ``batch_size``."""
         if self.is_leaf:
             return next(iter(leaves))
@@ -187,11 +186,11 @@ class Structure:
         return _assemble(nest, torch.Size(batch_size))
 
 
-def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Nest:
+def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
     parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return TensorDict(parts, batch_size=batch_size)  # type: ignore[arg-type]
+    return TensorDict(parts, batch_size=batch_size)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
