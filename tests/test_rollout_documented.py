@@ -176,7 +176,13 @@ def test_rewards_and_log_probabilities_come_flat_or_as_columns(shape):
     assert torch.equal(storage.actions_log_prob[0], -ids - 0.125)
 
 
-@pytest.mark.parametrize("convert", [np.asarray, lambda tensor: tensor.tolist()], ids=["numpy", "lists"])
+def read_only(tensor):
+    array = np.asarray(tensor)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("convert", [np.asarray, read_only, torch.Tensor.tolist], ids=["numpy", "read-only", "lists"])
 def test_arrays_and_lists_are_taken_as_tensors_are(convert):
     storage, ids = build(), ids_of_step(0, offset=40)
     transition = transition_of(ids)
@@ -211,6 +217,15 @@ def test_strided_input_is_stored_by_value():
     assert torch.equal(storage.actions[0], fields_of(ids)["actions"])
     assert torch.equal(storage.rewards[0], ids + 0.375)
     assert torch.equal(storage.values[0], torch.full((ENVS, 1), 7.0))
+
+
+def test_a_lazily_negated_tensor_is_stored_with_its_sign():
+    storage = build(envs=1)
+    transition = transition_of(ids_of_step(0, envs=1))
+    # The imaginary part of a conjugate is the old memory with a bit that says "negate when read".
+    transition.rewards = torch.complex(torch.zeros(1), torch.full((1,), 5.0)).conj().imag
+    storage.add_transition(transition)
+    assert storage.rewards[0].item() == -5.0
 
 
 def test_data_given_are_copied_and_leave_no_graph():

@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from rollout_ids import (
@@ -19,17 +20,13 @@ from rollout_ids import (
     observations_of,
     snapshot,
     tensors_of,
+    transition_of,
 )
+from tensordict import TensorDict
+
+from rlstore import RolloutStorage
 
 ROWS = ENVS * STEPS
-DTYPES = {
-    "policy": torch.float32,
-    "scalar": torch.float32,
-    "double": torch.float64,
-    "count": torch.int64,
-    "odd": torch.bool,
-    "image": torch.uint8,
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,6 +109,46 @@ def test_only_rows_written_since_clear_are_served(written):
     drawn = [ids_in(batch) for batch in batches[:2]]
     assert [len(part) for part in drawn] == [written * ENVS // 2] * 2
     assert set(drawn[0] + drawn[1]) <= set(range(700, 700 + written * ENVS))
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 5, 7, 8, 9, 15, 17, 31, 33, 63, 64, 65, 100, 511, 512, 513, 700])
+def test_rows_of_any_number_of_bytes_are_served_whole(width):
+    envs, steps = 3, 4
+    rows = (torch.arange(envs * steps * width) * 37 % 251).to(torch.uint8).view(steps, envs, width)
+    example = TensorDict({"bytes": rows[0], "id": torch.zeros(envs)}, batch_size=[envs])
+    storage = RolloutStorage("rl", envs, steps, example, [ACTIONS], "cpu")
+    for step in range(steps):
+        ids = ids_of_step(step, envs=envs)
+        transition = transition_of(ids)
+        transition.observations = TensorDict({"bytes": rows[step], "id": ids.squeeze(1)}, batch_size=[envs])
+        storage.add_transition(transition)
+    for batch in storage.mini_batch_generator(5, 2):
+        expected = rows.flatten(0, 1)[batch.observations["id"].long()]
+        assert torch.equal(batch.observations["bytes"], expected)
+    (batch,) = storage.recurrent_mini_batch_generator(1, 1)
+    assert torch.equal(batch.observations["bytes"], rows)
+
+
+def test_batches_of_megabytes_stay_whole_in_every_epoch():
+    envs, steps, width = 32, 64, 2048
+    example = TensorDict({"wide": torch.zeros(envs, width)}, batch_size=[envs])
+    storage = RolloutStorage("rl", envs, steps, example, [ACTIONS], "cpu", seed=0)
+    for step in range(steps):
+        ids = ids_of_step(step, envs=envs)
+        transition = transition_of(ids)
+        transition.observations = TensorDict({"wide": ids.expand(envs, width).contiguous()}, batch_size=[envs])
+        storage.add_transition(transition)
+    for count in (1, 6, 300):
+        drawn = []
+        for index, batch in enumerate(storage.mini_batch_generator(count, 2)):
+            ids = batch.values - 0.5
+            assert torch.equal(batch.observations["wide"], ids.expand(-1, width))
+            drawn += ids.flatten().tolist()
+            if index % 3 == 0:
+                batch.observations["wide"].zero_()
+        half = len(drawn) // 2
+        assert drawn[:half] == drawn[half:]
+        assert len(set(drawn)) == half == envs * steps // count * count
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,6 +295,39 @@ def test_batches_kept_until_the_end_do_not_share_memory(kind, how):
     change(kept[-1], add_one)
     assert_equal(kept[0], changed)
     assert_equal(snapshot(storage), before)
+
+
+@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
+@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.flatten, torch.Tensor.numpy])
+def test_views_kept_until_the_end_do_not_share_memory(kind, view):
+    storage = fill(build(seed=3), hidden=state_of)
+    kept = [view(batch.advantages) for batch in generators(storage)[kind]()]
+    expected = copy.deepcopy(kept)
+    for i, part in enumerate(kept):
+        assert np.array_equal(part, expected[i])
+        part[...] = 0
+
+
+@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
+def test_a_batch_asked_for_gradients_comes_back_plain(kind):
+    for batch in generators(fill(build(seed=3), hidden=state_of))[kind]():
+        for name, tensor in tensors_of(batch).items():
+            assert not tensor.requires_grad, name
+            assert tensor.grad is None, name
+        # As a gradient penalty does.
+        inputs = batch.observations["policy"].requires_grad_()
+        inputs.square().sum().backward()
+        del inputs
+
+
+@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
+def test_a_batch_can_take_part_in_a_graph_by_a_change_in_place(kind):
+    scale = torch.ones(1, requires_grad=True)
+    for batch in generators(fill(build(seed=3), hidden=state_of))[kind]():
+        expected = batch.advantages.sum()
+        batch.advantages.mul_(scale)
+        (gradient,) = torch.autograd.grad(batch.advantages.sum(), scale)
+        torch.testing.assert_close(gradient.squeeze(), expected)
 
 
 def test_keys_changed_in_a_batch_are_not_seen_again():

@@ -217,6 +217,14 @@ def test_dones_written_or_rebound_decide_the_trajectories():
     assert_batches(storage, [[0] * ENVS] * STEPS, states, 2)
 
 
+def test_an_item_of_the_saved_states_can_be_replaced():
+    storage = fill(build(), hidden=lambda _, ids: MEMORIES["lstm"](ids))
+    storage.saved_hidden_state_a[1] = torch.full_like(storage.saved_hidden_state_a[1], 7.0)
+    states = [MEMORIES["lstm"](ids_of_step(step)) for step in range(STEPS)]
+    states = [((actor[0], torch.full_like(actor[1], 7.0)), critic) for actor, critic in states]
+    assert_batches(storage, DEFAULT_DONES, states.__getitem__, 2)
+
+
 def test_rebound_fields_and_states_are_served():
     storage = fill(build(), hidden=lambda _, ids: MEMORIES["gru"](ids))
     ids = torch.stack([ids_of_step(step, 800) for step in range(STEPS)])

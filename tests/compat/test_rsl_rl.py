@@ -345,6 +345,14 @@ def rows_of(batch, size):
     return ids.flatten().tolist()
 
 
+def test_their_transitions_are_taken_too():
+    theirs, ours = build(RolloutStorage), build(RolloutStorage)
+    theirs.Transition = TheirStorage.Transition
+    for storage in (theirs, ours):
+        fill(storage, memory="lstm")
+    assert_same_batches(theirs.recurrent_mini_batch_generator(2, 1), ours.recurrent_mini_batch_generator(2, 1))
+
+
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_backward_works_on_what_was_collected_in_inference_mode(recurrent):
     storage = build(RolloutStorage)
