@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 import pytest
