@@ -69,6 +69,7 @@ class RolloutStorage(OnPolicyStorage):
 
     _fractions: ClassVar[tuple[str, ...]] = ("gamma", "lam")
     _size_name: ClassVar[str] = "num_transitions_per_env"
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "last_observations")
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class RolloutStorage(OnPolicyStorage):
             self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
-    def create_factory(
+    def create_factory(  # type: ignore[override]
         cls,
         size: int,
         training_type: str = "rl",
-        *args: Any,
+        *,
         gamma: float = 0.99,
         lam: float = 0.95,
         seed: int | None = None,
@@ -134,7 +135,7 @@ class RolloutStorage(OnPolicyStorage):
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
 
-    def init_tensors(self, sample: Sample, *args: Any) -> None:
+    def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
         self._check_names(sample)
         if self._ring is not None:
@@ -173,8 +174,9 @@ class RolloutStorage(OnPolicyStorage):
     def clear(self) -> None:
         """Begin a new rollout: the cursor goes back to the first step."""
         self._ready_ring().restart()
+        self._spent = False
 
-    def reset(self, *args: Any) -> None:
+    def reset(self) -> None:
         """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
         if self._ring is not None:
             groups = self._layout.groups
@@ -381,20 +383,20 @@ class RolloutStorage(OnPolicyStorage):
     def _sample_names(self) -> tuple[str, ...]:
         return SAMPLE_NAMES[self.training_type]
 
-    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """For "rl", make returns and advantages (see the base class). Distillation needs none."""
         if self.training_type == "distillation":
             self._require_rows()
         else:
-            super().before_gradients(actor, algo, *args)
+            super().before_gradients(actor, algo)
 
-    def generate_batches(
+    def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,
         mini_batch_size: int | None = None,
         num_epochs: int = 1,
-        *args: Any,
         shuffle: bool = True,
+        *,
         recurrent: bool = False,
     ) -> Iterator[BatchDict]:
         """Batches in the words of the vocabulary.
@@ -403,7 +405,7 @@ class RolloutStorage(OnPolicyStorage):
         ``mini_batch_size`` must be None, and they are never shuffled.
         """
         if not recurrent:
-            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, *args, shuffle=shuffle)
+            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle)
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
