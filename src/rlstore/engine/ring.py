@@ -121,11 +121,15 @@ class Ring:
         row = (self.written.item(0) - self._begin) % self.steps
         if self._writer is None:
             self._writer = self._make_writer()
-        if self._writer.write(row, values) >= 0:
-            # Not ready to be copied byte for byte: convert what can be, refuse what cannot.
-            misfit = self._writer.write(row, self.fit(values))
-            if misfit >= 0:
-                raise RuntimeError(f"{self.columns[misfit].field.name} was checked and still does not fit its block")
+        misfit, fitted = self._writer.write(row, values), -1
+        while misfit >= 0:
+            # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+            column = self.columns[misfit]
+            if misfit == fitted:
+                raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
+            fitting = column.field.fit(values[misfit], self.lanes, self.device)
+            values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
+            misfit = self._writer.write(row, values)
         self.written += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
