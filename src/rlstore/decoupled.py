@@ -71,6 +71,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
 
     _fractions: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda")
     _size_name: ClassVar[str] = "num_steps"
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "flags_before")
     _sample_names = (
         "observations",
         "actions",
@@ -113,13 +114,13 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             self._allocate(structure, fields, shape, int(num_envs or 0))
 
     @classmethod
-    def create_factory(
+    def create_factory(  # type: ignore[override]
         cls,
         size: int,
         observation_space: SpaceLike | None = None,
         action_space: SpaceLike | None = None,
         num_envs: int | None = None,
-        *args: Any,
+        *,
         discount: float = 0.99,
         gae_lambda: float = 0.95,
         seed: int | None = None,
@@ -143,7 +144,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Steps of a rollout."""
         return self.max_size
 
-    def init_tensors(self, sample: Sample, *args: Any) -> None:
+    def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
         self._check_names(sample)
         if self._ring is not None:
@@ -239,8 +240,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
         ring = self._ready_ring()
         if ring.size == ring.steps:
-            for name in ("terminateds", "truncateds"):
-                block = ring.writable(name)
+            ring.make_writable("terminateds", "truncateds")
+            for block in (self.terminateds, self.truncateds):
                 block[0].copy_(block[-1])
 
     # ---------------------------------------------------------------------------------------------- learning
@@ -265,7 +266,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         last = Field("last_values", (), torch.float32, f"{ring.lanes} environments").fit(
             last_values, ring.lanes, ring.device
         )
-        out = (ring.writable("advantages"), ring.writable("returns"))
+        ring.make_writable("advantages", "returns")
+        out = (self.advantages, self.returns)
         flags = (self.terminateds[1:], self.truncateds[1:])
         returns.gae(self.rewards, self.values, last, *flags, ring.blocks["final_values"], gamma=gamma, lam=lam, out=out)
         returns.normalize(out[0], 1e-5)

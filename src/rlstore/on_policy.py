@@ -14,7 +14,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.gather import gather_batches
 from rlstore.engine.ring import Ring
-from rlstore.engine.schema import Structure, as_tensor
+from rlstore.engine.schema import Structure, as_tensor, walk
 from rlstore.engine.select import epoch_rows
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.storage import BatchDict, Sample, Storage
@@ -27,9 +27,11 @@ class OnPolicyStorage(Storage):
     made (:meth:`_compute`).
     """
 
-    # What update_storage_parameter may change: name to the attribute that holds it.
+    # What update_storage_parameter may change.
     _fractions: ClassVar[tuple[str, ...]] = ()
     _size_name: ClassVar[str] = ""
+    # What get_all_buffer_data gives and a sample does not hold.
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages")
 
     _observations: Structure
     _observation_view: Any = None  # the observations as a caller sees them; None until asked for
@@ -131,7 +133,7 @@ class OnPolicyStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def insert_transition(self, sample: Sample, *args: Any) -> None:
+    def insert_transition(self, sample: Sample) -> None:
         """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
 
         The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
@@ -163,14 +165,13 @@ class OnPolicyStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- learning
 
-    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Make returns and advantages, with the value of what follows the newest step from the actor.
 
         Args:
             actor: A :class:`~rlstore.storage.Critic`; without one, the actor given to the factory's function.
             algo: Its ``gamma`` (or ``discount``) and ``lam`` (or ``gae_lambda``) are taken where it has them; else the
                 storage's own.
-            *args: Not used.
         """
         self._require_rows()
         actor = actor if actor is not None else self._given_actor
@@ -186,11 +187,7 @@ class OnPolicyStorage(Storage):
         self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
 
     def after_gradients(
-        self,
-        actor: Any = None,
-        algo: Any = None,
-        info: dict[str, Any] | None = None,
-        *args: Any,
+        self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The rollout is learnt from: the next sample begins a new one.
 
@@ -206,12 +203,7 @@ class OnPolicyStorage(Storage):
         return info
 
     def generate_batches(
-        self,
-        num_mini_batch: int,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        *args: Any,
-        shuffle: bool = True,
+        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
     ) -> Iterator[BatchDict]:
         """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
 
@@ -219,7 +211,6 @@ class OnPolicyStorage(Storage):
             num_mini_batch: Batches in each epoch.
             mini_batch_size: Rows in each; None shares the rows out. No row comes twice in an epoch.
             num_epochs: Epochs, each with an order of its own.
-            *args: Not used.
             shuffle: False serves the rows in the order of time.
 
         Yields:
@@ -298,7 +289,7 @@ class OnPolicyStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- the whole
 
-    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> BatchDict:
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary."""
         if self._ring is None or self._ring.size == 0:
             return {}
@@ -306,28 +297,30 @@ class OnPolicyStorage(Storage):
         data = {**self._columns(rows), **self._apart(rows)}
         return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
 
-    def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
+    def insert_data_slice(self, new_data: Sample) -> None:
         """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives."""
+        unknown = [name for name in new_data if name not in (*self._sample_names, *self._data_names)]
+        if unknown or (new_data and "observations" not in new_data):
+            problem = f"cannot hold {unknown}" if unknown else "needs 'observations' [steps, envs, ...]"
+            raise InvalidInputError(f"new_data for {type(self).__name__} {problem}. Nothing was changed.")
         twin = copy.deepcopy(self)
         twin.reset()
         if new_data:
-            per_step = {name: value for name, value in new_data.items() if name in self._sample_names}
-            if "observations" not in per_step:
-                raise InvalidInputError("new_data needs 'observations' [steps, envs, ...]. Nothing was changed.")
-            steps = len(
-                as_tensor(
-                    Structure.of(per_step["observations"], "observations").leaves(per_step["observations"])[0],
-                    "observations",
+            samples = {name: value for name, value in new_data.items() if name in self._sample_names}
+            steps = len(walk(new_data["observations"])[0][1])
+            if steps > self.max_size:
+                raise InvalidInputError(
+                    f"new_data has {steps} steps; there is room for {self.max_size}. Nothing was changed."
                 )
-            )
             for t in range(steps):
-                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in per_step.items()})
+                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in samples.items()})
             twin._restore(new_data, steps)
         self.__dict__ = twin.__dict__
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are no part of a row back into the first ``rows`` of a block."""
-        block = self._ready_ring().writable(name)[:rows]
+        self._ready_ring().make_writable(name)
+        block = self._ready_ring().first(name, rows)
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(
@@ -335,13 +328,13 @@ class OnPolicyStorage(Storage):
             )
         block.copy_(given.reshape(block.shape))
 
-    def reset(self, *args: Any) -> None:
+    def reset(self) -> None:
         """Make the storage empty, every tensor zero."""
         if self._ring is not None:
             self._ring.zero()
         self._spent = False
 
-    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
         owner = type(self).__name__
         if parameter_name in self._fractions:

@@ -69,6 +69,7 @@ class RolloutStorage(OnPolicyStorage):
 
     _fractions: ClassVar[tuple[str, ...]] = ("gamma", "lam")
     _size_name: ClassVar[str] = "num_transitions_per_env"
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "last_observations")
 
     def __init__(
         self,
@@ -101,11 +102,11 @@ class RolloutStorage(OnPolicyStorage):
             self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
-    def create_factory(
+    def create_factory(  # type: ignore[override]
         cls,
         size: int,
         training_type: str = "rl",
-        *args: Any,
+        *,
         gamma: float = 0.99,
         lam: float = 0.95,
         seed: int | None = None,
@@ -134,7 +135,7 @@ class RolloutStorage(OnPolicyStorage):
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
 
-    def init_tensors(self, sample: Sample, *args: Any) -> None:
+    def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
         self._check_names(sample)
         if self._ring is not None:
@@ -173,8 +174,9 @@ class RolloutStorage(OnPolicyStorage):
     def clear(self) -> None:
         """Begin a new rollout: the cursor goes back to the first step."""
         self._ready_ring().restart()
+        self._spent = False
 
-    def reset(self, *args: Any) -> None:
+    def reset(self) -> None:
         """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
         if self._ring is not None:
             groups = self._layout.groups
@@ -246,21 +248,20 @@ class RolloutStorage(OnPolicyStorage):
             last_values, ring.lanes, ring.device
         )
         terminated, truncated = self._end_flags(rows)
-        final = ring.blocks["final_values"][:rows] if "final_values" in ring.blocks else None
-        out = (ring.writable("advantages")[:rows], ring.writable("returns")[:rows])
-        returns.gae(
-            self.rewards[:rows], self.values[:rows], last, terminated, truncated, final, gamma=gamma, lam=lam, out=out
-        )
+        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
+        ring.make_writable("advantages", "returns")
+        rewards, values, *out = (ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns"))
+        returns.gae(rewards, values, last, terminated, truncated, final, gamma=gamma, lam=lam, out=(out[0], out[1]))
         if normalize_advantage:
             returns.normalize(out[0], 1e-8)
 
     def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""
-        blocks = self._ready_ring().blocks
-        dones = blocks["dones"][:rows]
-        if "truncated" not in blocks:
+        ring = self._ready_ring()
+        dones = ring.first("dones", rows)
+        if "truncated" not in ring.blocks:
             return dones, None
-        truncated = blocks["truncated"][:rows]
+        truncated = ring.first("truncated", rows)
         return (dones != 0) & (truncated == 0), truncated
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
@@ -306,10 +307,10 @@ class RolloutStorage(OnPolicyStorage):
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
         self._follow_callers()
-        blocks = self._ready_ring().blocks
+        ring = self._ready_ring()
         names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple(blocks[name][:steps] for name in names)
+        return tuple(ring.first(name, steps) for name in names)
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
@@ -341,9 +342,9 @@ class RolloutStorage(OnPolicyStorage):
 
     def _recurrent_tensors(self, rows: int, first: int, last: int) -> tuple[Tensor, ...]:
         """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
-        blocks = self._ready_ring().blocks
+        ring = self._ready_ring()
         leaves, sources = len(self._observations.paths), self._batch_sources(rows)
-        trajectories = segments.split(blocks["dones"][:rows], first, last)
+        trajectories = segments.split(ring.first("dones", rows), first, last)
         empty = self._outputs.empty
         padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
         others = [
@@ -351,7 +352,7 @@ class RolloutStorage(OnPolicyStorage):
             for source in sources[leaves:]
         ]
         states = [
-            segments.first_states(blocks[name][:rows], trajectories, empty)
+            segments.first_states(ring.first(name, rows), trajectories, empty)
             for group in ("saved_hidden_state_a", "saved_hidden_state_c")
             for name in group_blocks(group, self._layout.groups.get(group, 0))
         ]
@@ -382,20 +383,20 @@ class RolloutStorage(OnPolicyStorage):
     def _sample_names(self) -> tuple[str, ...]:
         return SAMPLE_NAMES[self.training_type]
 
-    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """For "rl", make returns and advantages (see the base class). Distillation needs none."""
         if self.training_type == "distillation":
             self._require_rows()
         else:
-            super().before_gradients(actor, algo, *args)
+            super().before_gradients(actor, algo)
 
-    def generate_batches(
+    def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,
         mini_batch_size: int | None = None,
         num_epochs: int = 1,
-        *args: Any,
         shuffle: bool = True,
+        *,
         recurrent: bool = False,
     ) -> Iterator[BatchDict]:
         """Batches in the words of the vocabulary.
@@ -404,7 +405,7 @@ class RolloutStorage(OnPolicyStorage):
         ``mini_batch_size`` must be None, and they are never shuffled.
         """
         if not recurrent:
-            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, *args, shuffle=shuffle)
+            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle)
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")

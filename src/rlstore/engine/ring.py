@@ -121,11 +121,15 @@ class Ring:
         row = (self.written.item(0) - self._begin) % self.steps
         if self._writer is None:
             self._writer = self._make_writer()
-        if self._writer.write(row, values) >= 0:
-            # Not ready to be copied byte for byte: convert what can be, refuse what cannot.
-            misfit = self._writer.write(row, self.fit(values))
-            if misfit >= 0:
-                raise RuntimeError(f"{self.columns[misfit].field.name} was checked and still does not fit its block")
+        misfit, fitted = self._writer.write(row, values), -1
+        while misfit >= 0:
+            # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+            column = self.columns[misfit]
+            if misfit == fitted:
+                raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
+            fitting = column.field.fit(values[misfit], self.lanes, self.device)
+            values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
+            misfit = self._writer.write(row, values)
         self.written += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -146,14 +150,19 @@ class Ring:
             self.blocks[name] = block.zero_() if not block.is_inference() else torch.zeros_like(block)
         self._writer = None
 
-    def writable(self, block: str) -> Tensor:
-        """The block, for a kernel to write into; a caller's inference tensor is replaced by a plain copy first."""
-        if self.blocks[block].is_inference():
-            with torch.inference_mode(False):
-                self.blocks[block] = self.blocks[block].clone()
-            self._writer = None
+    def first(self, block: str, rows: int) -> Tensor:
+        """The first ``rows`` rows of a block."""
+        held = self.blocks[block]
+        return held if rows == held.shape[0] else held[:rows]
+
+    def make_writable(self, *blocks: str) -> None:
+        """Make blocks ready for a kernel to write into: a caller's inference tensor gives way to a plain copy."""
+        for block in blocks:
+            if self.blocks[block].is_inference():
+                with torch.inference_mode(False):
+                    self.blocks[block] = self.blocks[block].clone()
+                self._writer = None
         self._revision += 1
-        return self.blocks[block]
 
     def stamp(self) -> tuple[object, ...]:
         """Differs from an earlier stamp if a block was replaced or written since.
