@@ -90,6 +90,8 @@ class RowWriter {
       field.rows = static_cast<size_t>(block.shape[0]);
       field.lead = nb::cast<size_t>(target[1]);
       field.is_flag = nb::cast<bool>(target[2]);
+      if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
+        throw nb::value_error("flags are held in bytes or in float32");
       fields_.push_back(field);
       keep_.push_back(nb::borrow(target[0]));
     }
@@ -112,8 +114,11 @@ class RowWriter {
       if (!sources_[i]) continue;
       const Field& field = fields_[i];
       char* target = field.base + (row + field.lead) * field.bytes;
-      if (field.is_flag)
-        copy_flags(reinterpret_cast<uint8_t*>(target), reinterpret_cast<const uint8_t*>(sources_[i]), field.bytes);
+      const uint8_t* flags = reinterpret_cast<const uint8_t*>(sources_[i]);
+      if (field.is_flag && field.dtype.bits == 8)
+        copy_flags(reinterpret_cast<uint8_t*>(target), flags, field.bytes);
+      else if (field.is_flag)
+        copy_flags(reinterpret_cast<float*>(target), flags, field.bytes / sizeof(float));
       else
         memmove(target, sources_[i], field.bytes);
     }

@@ -43,6 +43,11 @@ void copy_flags(uint8_t* target, const uint8_t* source, size_t count) {
 }
 
 RLSTORE_CLONES
+void copy_flags(float* target, const uint8_t* source, size_t count) {
+  for (size_t i = 0; i < count; i++) target[i] = source[i] ? 1.0f : 0.0f;
+}
+
+RLSTORE_CLONES
 bool rows_in_range(const int64_t* rows, size_t count, int64_t limit) {
   bool ok = true;
   for (size_t i = 0; i < count; i++) ok &= static_cast<uint64_t>(rows[i]) < static_cast<uint64_t>(limit);

@@ -6,8 +6,9 @@
 
 namespace rlstore {
 
-// target[i] = source[i] != 0, for one-byte flags.
+// target[i] = source[i] != 0, for one-byte flags into bytes or floats.
 void copy_flags(uint8_t* target, const uint8_t* source, size_t count);
+void copy_flags(float* target, const uint8_t* source, size_t count);
 
 // target[i] = source[rows[i]], rows of `row_bytes` bytes.
 void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);

@@ -1,5 +1,6 @@
 """rlstore stores the experience of reinforcement-learning agents and serves it to learners."""
 
+from rlstore.decoupled import DecoupledRolloutStorage
 from rlstore.errors import (
     InvalidInputError,
     NotReadyError,
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Critic",
+    "DecoupledRolloutStorage",
     "InvalidInputError",
     "NotReadyError",
     "RolloutFullError",

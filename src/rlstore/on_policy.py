@@ -20,58 +20,6 @@ from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterErr
 from rlstore.storage import Batch, Sample, Storage
 
 
-class BlockAttribute:
-    """A block of the ring as an attribute: read it, write into it, or put another tensor in its place."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
-        if storage is None:
-            return self
-        if storage._ring is None or self._name not in storage._ring.blocks:
-            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
-        return storage._ring.blocks[self._name]
-
-    def __set__(self, storage: OnPolicyStorage, value: Tensor) -> None:
-        if storage._ring is None or self._name not in storage._ring.blocks:
-            raise AttributeError(f"this {type(storage).__name__} has no {self._name!r}")
-        storage._ring.bind(self._name, value)
-
-
-class BlockGroup:
-    """Several blocks as one attribute, a tuple or a list of tensors; None while there are none.
-
-    Args:
-        container: ``tuple`` or ``list``.
-        mode: The training_type that has it; None for all.
-    """
-
-    def __init__(self, container: type[tuple[Any, ...]] | type[list[Any]], mode: str | None = None) -> None:
-        self._container, self._mode = container, mode
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
-        if storage is None:
-            return self
-        if self._mode is not None and getattr(storage, "training_type", None) != self._mode:
-            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
-        blocks = self._blocks(storage)
-        return self._container(blocks.values()) if blocks else None
-
-    def __set__(self, storage: OnPolicyStorage, value: Sequence[Tensor]) -> None:
-        blocks = self._blocks(storage)
-        if not blocks or len(value) != len(blocks):
-            raise InvalidInputError(f"{self._name} is {len(blocks)} tensors and cannot be replaced by {len(value)}")
-        storage._ready_ring().bind_all(list(blocks), value)
-
-    def _blocks(self, storage: OnPolicyStorage) -> dict[str, Tensor]:
-        blocks = {} if storage._ring is None else storage._ring.blocks
-        return {name: block for name, block in blocks.items() if name.startswith(f"{self._name}[")}
-
-
 class OnPolicyStorage(Storage):
     """A rollout of ``max_size`` steps, and the ten methods on it.
 
@@ -84,7 +32,7 @@ class OnPolicyStorage(Storage):
     _size_name: ClassVar[str] = ""
 
     _observations: Structure
-    _last_observations: list[Tensor] | None = None
+    _observation_view: Any = None  # the observations as a caller sees them; None until asked for
     _spent = False  # the rollout was learnt from: the next sample begins a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
@@ -103,8 +51,20 @@ class OnPolicyStorage(Storage):
         """Refuse a sample that cannot be written, and write nothing."""
 
     @abstractmethod
-    def _columns(self) -> dict[str, Any]:
-        """What is held now, by the names of the vocabulary: ``[steps, envs, ...]`` tensors and nests of them."""
+    def _columns(self, rows: int) -> dict[str, Any]:
+        """The first ``rows`` steps by the names of the vocabulary: ``[rows, envs, ...]`` tensors and nests of them."""
+
+    @abstractmethod
+    def _apart(self, rows: int) -> dict[str, Any]:
+        """What ``get_all_buffer_data`` gives besides the columns."""
+
+    @abstractmethod
+    def _restore(self, data: Sample, rows: int) -> None:
+        """Put back what ``get_all_buffer_data`` gives and a sample does not hold."""
+
+    @abstractmethod
+    def _following(self) -> list[Tensor]:
+        """The leaves of the observations that follow the newest step."""
 
     @abstractmethod
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
@@ -113,14 +73,6 @@ class OnPolicyStorage(Storage):
     @abstractmethod
     def _discounts(self) -> tuple[float, float]:
         """The storage's own gamma and lambda."""
-
-    @abstractmethod
-    def _apart(self) -> dict[str, Any]:
-        """What is held besides the columns, for ``get_all_buffer_data``."""
-
-    @abstractmethod
-    def _restore(self, data: Sample) -> None:
-        """Put back the parts of ``get_all_buffer_data`` that are no samples."""
 
     def _begin_rollout(self) -> None:
         self._ready_ring().restart()
@@ -139,6 +91,43 @@ class OnPolicyStorage(Storage):
             )
         return self._ring
 
+    # ---------------------------------------------------------------------------------------------- observations
+
+    def _view_observations(self) -> Any:
+        ring = self._ready_ring()
+        if self._observation_view is None:
+            blocks = [ring.blocks[name] for name in self._observations.names]
+            self._observation_view = self._observations.build(blocks, blocks[0].shape[:2])
+        return self._observation_view
+
+    def _bind_observations(self, value: Any) -> None:
+        self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
+        self._observation_view = value
+        self._follow_observations()
+
+    def _follow_observations(self) -> None:
+        """Bind what a caller has put into the observations' TensorDict since it was last looked at."""
+        if self._observation_view is None:
+            return
+        blocks = self._ready_ring().blocks
+        held = self._observations.leaves(self._observation_view)
+        if any(leaf is not blocks[name] for name, leaf in zip(self._observations.names, held, strict=True)):
+            self._ready_ring().bind_all(self._observations.names, held)
+            self._observation_view = None  # what is held may be a converted copy: show that one
+
+    def _fit_observations(self, value: Any) -> list[Tensor]:
+        """The leaves of observations of one step, checked and copied: an environment may write over its own."""
+        ring = self._ready_ring()
+        fields = {column.field.name: column.field for column in ring.columns}
+        return [
+            fields[name].fit(leaf, ring.lanes, self._torch_device).clone()
+            for name, leaf in zip(self._observations.names, self._observations.leaves(value), strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_observations()
+        return {**super().__getstate__(), "_observation_view": None}
+
     # ---------------------------------------------------------------------------------------------- writing
 
     def insert_transition(self, sample: Sample, *args: Any) -> None:
@@ -147,26 +136,19 @@ class OnPolicyStorage(Storage):
         The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
         """
         self._check_names(sample)
-        if self._ring is None:
-            blank = dict(self.__dict__)
-            self.init_tensors(sample)
-            try:
-                self._insert_checked(sample)
-            except Exception:
-                self.__dict__ = blank
-                raise
-            return
-        self._insert_checked(sample)
-
-    def _insert_checked(self, sample: Sample) -> None:
-        nexts = sample.get("next_observations")
-        following = None if nexts is None else self._fit_observations(nexts)
-        if self._spent:
-            self._check(sample)  # before the old rollout is given up
-            self._begin_rollout()
-            self._spent = False
-        self._insert(sample)
-        self._last_observations = following
+        blank = dict(self.__dict__) if self._ring is None else None
+        try:
+            if self._ring is None:
+                self.init_tensors(sample)
+            if self._spent:
+                self._check(sample)  # before the old rollout is given up
+                self._begin_rollout()
+                self._spent = False
+            self._insert(sample)
+        except Exception:
+            if blank is not None:
+                self.__dict__ = blank  # a first sample that is refused leaves no shapes behind
+            raise
 
     def _check_names(self, sample: Sample) -> None:
         unknown = [name for name in sample if name not in self._sample_names]
@@ -177,16 +159,6 @@ class OnPolicyStorage(Storage):
             )
         if "observations" not in sample:
             raise InvalidInputError("a sample needs 'observations'. Nothing was written.")
-
-    def _fit_observations(self, value: Any) -> list[Tensor]:
-        """The leaves of next observations, checked and copied: the environment may write over its own."""
-        ring = self._ready_ring()
-        leaves = self._observations.leaves(value)
-        fields = {column.field.name: column.field for column in ring.columns}
-        return [
-            fields[name].fit(leaf, ring.lanes, self._torch_device).clone()
-            for name, leaf in zip(self._observations.names, leaves, strict=True)
-        ]
 
     # ---------------------------------------------------------------------------------------------- learning
 
@@ -207,17 +179,10 @@ class OnPolicyStorage(Storage):
                 "before_gradients() needs an actor with get_values(observations): give it here or to the factory's function"
             )
         with torch.no_grad():
-            last_values = actor.get_values(self._following())
+            following = self._observations.build(self._following(), (self._ready_ring().lanes,))
+            last_values = actor.get_values(following)
         gamma, lam = self._discounts()
         self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
-
-    def _following(self) -> Any:
-        """What follows the newest step."""
-        if self._last_observations is None:
-            raise NotReadyError(
-                "the newest sample had no 'next_observations', whose values before_gradients() asks for"
-            )
-        return self._observations.build(self._last_observations, (self._ready_ring().lanes,))
 
     def after_gradients(
         self,
@@ -262,7 +227,7 @@ class OnPolicyStorage(Storage):
         check_positive("generate_batches()", num_epochs=num_epochs)
 
         def sources() -> tuple[dict[str, Structure], tuple[Tensor, ...]]:
-            columns = self._columns()
+            columns = self._columns(self._require_rows())
             structures = {name: Structure.of(column, name) for name, column in columns.items()}
             leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
             return structures, tuple(leaf.contiguous() for leaf in leaves)
@@ -327,9 +292,8 @@ class OnPolicyStorage(Storage):
         """Copies of everything held: ``[steps, envs, ...]`` by the names of the vocabulary, and ``last_observations``."""
         if self._ring is None or self._ring.size == 0:
             return {}
-        data = {**self._columns(), **self._apart()}
-        if self._last_observations is not None:
-            data["last_observations"] = self._observations.build(self._last_observations, (self._ring.lanes,))
+        rows = self._ring.size
+        data = {**self._columns(rows), **self._apart(rows)}
         return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
 
     def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
@@ -348,7 +312,7 @@ class OnPolicyStorage(Storage):
             )
             for t in range(steps):
                 twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in per_step.items()})
-            twin._restore(new_data)
+            twin._restore(new_data, steps)
         self.__dict__ = twin.__dict__
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
@@ -365,7 +329,6 @@ class OnPolicyStorage(Storage):
         """Make the storage empty, every tensor zero."""
         if self._ring is not None:
             self._ring.zero()
-        self._last_observations = None
         self._spent = False
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:

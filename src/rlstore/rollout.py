@@ -9,13 +9,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlstore.attributes import BlockAttribute, BlockGroup, ObservationAttribute
 from rlstore.engine import returns, segments
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
 from rlstore.engine.gather import KeptBatches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
-from rlstore.errors import InvalidInputError, RolloutFullError
-from rlstore.on_policy import BlockAttribute, BlockGroup, OnPolicyStorage
+from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.on_policy import OnPolicyStorage
 from rlstore.storage import Batch as DictBatch
 from rlstore.storage import Sample
 from rlstore.transition import (
@@ -53,6 +54,7 @@ class RolloutStorage(OnPolicyStorage):
     Transition = Transition
     Batch = Batch
 
+    observations = ObservationAttribute()
     rewards = BlockAttribute()
     actions = BlockAttribute()
     dones = BlockAttribute()
@@ -90,7 +92,7 @@ class RolloutStorage(OnPolicyStorage):
         self.training_type = training_type
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
-        self._observation_view: Any = None
+        self._last_observations: list[Tensor] | None = None
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
@@ -130,31 +132,6 @@ class RolloutStorage(OnPolicyStorage):
     def step(self) -> int:
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
-
-    @property
-    def observations(self) -> Any:
-        """The observations, a TensorDict with batch size ``[steps, envs]``."""
-        ring = self._ready_ring()
-        if self._observation_view is None:
-            blocks = (ring.blocks[name] for name in self._observations.names)
-            self._observation_view = self._observations.build(blocks, (ring.steps, ring.lanes))
-        return self._observation_view
-
-    @observations.setter
-    def observations(self, value: Any) -> None:
-        self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
-        self._observation_view = value
-        self._follow_observations()
-
-    def _follow_observations(self) -> None:
-        """Bind what a caller has put into the observations' TensorDict since."""
-        if self._observation_view is None:
-            return
-        blocks = self._ready_ring().blocks
-        held = self._observations.leaves(self._observation_view)
-        if any(leaf is not blocks[name] for name, leaf in zip(self._observations.names, held, strict=True)):
-            self._ready_ring().bind_all(self._observations.names, held)
-            self._observation_view = None
 
     def init_tensors(self, sample: Sample, *args: Any) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
@@ -202,11 +179,8 @@ class RolloutStorage(OnPolicyStorage):
             groups = self._layout.groups
             self._ring.drop([block for group, count in groups.items() for block in group_blocks(group, count)])
             groups.clear()
+        self._last_observations = None
         super().reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._follow_observations()
-        return {**super().__getstate__(), "_observation_view": None}
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -436,19 +410,31 @@ class RolloutStorage(OnPolicyStorage):
             yield {VOCABULARY.get(name, name): value for name, value in vars(batch).items() if value is not None}
 
     def _insert(self, sample: Sample) -> None:
+        nexts = sample.get("next_observations")
+        following = None if nexts is None else self._fit_observations(nexts)
         self.add_transition(self._layout.transition(sample))
+        self._last_observations = following
 
     def _check(self, sample: Sample) -> None:
         values, optional = self._layout.row(self._layout.transition(sample))
         self._ready_ring().fit(values)
         self._layout.first_met(optional)
+        if sample.get("next_observations") is not None:
+            self._fit_observations(sample["next_observations"])
+
+    def _following(self) -> list[Tensor]:
+        if self._last_observations is None:
+            raise NotReadyError(
+                "the newest sample had no 'next_observations', whose values before_gradients() asks for"
+            )
+        return self._last_observations
 
     def _discounts(self) -> tuple[float, float]:
         return self.gamma, self.lam
 
-    def _columns(self) -> dict[str, Any]:
+    def _columns(self, rows: int) -> dict[str, Any]:
         self._follow_observations()
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
+        blocks = self._ready_ring().blocks
         terminated, truncated = self._end_flags(rows)
         leaves = (blocks[name][:rows] for name in self._observations.names)
         columns = {
@@ -465,18 +451,19 @@ class RolloutStorage(OnPolicyStorage):
             columns["distribution_params"] = tuple(params[:rows] for params in self.distribution_params)
         return columns
 
-    def _apart(self) -> dict[str, Any]:
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
+    def _apart(self, rows: int) -> dict[str, Any]:
+        blocks = self._ready_ring().blocks
         apart: dict[str, Any] = {}
         if "final_values" in blocks:
             apart["final_values"] = blocks["final_values"][:rows]
         saved = (self.saved_hidden_state_a, self.saved_hidden_state_c)
         if saved != (None, None):
             apart["hidden_states"] = tuple(_hidden_state([s[:rows] for s in states or ()]) for states in saved)
+        if self._last_observations is not None:
+            apart["last_observations"] = self._observations.build(self._last_observations, (self._ready_ring().lanes,))
         return apart
 
-    def _restore(self, data: Sample) -> None:
-        rows = self._require_rows()
+    def _restore(self, data: Sample, rows: int) -> None:
         for name in ("returns", "advantages"):
             if name in data:
                 self._restore_block(name, data[name], rows)

@@ -27,7 +27,7 @@ class Field:
         shape: The shape of one lane's entry; ``()`` for a scalar.
         dtype: The dtype in memory.
         origin: Where shape and dtype came from, for errors: "the obs given to RolloutStorage()".
-        is_flag: True for a one-byte yes or no: any dtype is taken and stored as 0 or 1.
+        is_flag: True for a yes or no: any dtype is taken and stored as 0 or 1, in a byte or (``dtype``) a float32.
         lane_axis: Where the lanes stand in a row: row shape is ``shape`` with the lanes put in there.
     """
 
@@ -57,7 +57,7 @@ class Field:
                 self._refuse(given, lanes)
             given = given.reshape(row_shape)
         if self.is_flag:
-            held = _as_flags(given, self.name)
+            held = _as_flags(given, self.name)  # one byte each; the writer makes them what the block holds
         else:
             if not can_hold(given, self.dtype):
                 self._refuse(given, lanes)
