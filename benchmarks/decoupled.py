@@ -46,7 +46,8 @@ class RlstoreDecoupled(Contender):
         return served
 
     def returns(self) -> torch.Tensor:
-        return self._storage.returns
+        returns: torch.Tensor = self._storage.returns
+        return returns
 
 
 def workload() -> Workload:
@@ -56,7 +57,8 @@ def workload() -> Workload:
         title="Decoupled rollout 128 x 16, observations 4, actions 2",
         labels={
             "add": "128 adds",
-            "returns": "GAE, normalised",
+            "returns": "GAE",
+            "returns again": "GAE, data in cache",
             "batches": "10 x 8 mini-batches",
             CYCLE: "whole cycle",
         },

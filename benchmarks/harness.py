@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 
 Role = Literal["ours", "peer", "floor"]
-PHASES = ("add", "returns", "batches")
+PHASES = ("add", "returns", "returns again", "batches")
 CYCLE = "cycle"
 WARM_UP_ROUNDS = 3
 
@@ -27,7 +27,8 @@ WARM_UP_ROUNDS = 3
 class Contender(ABC):
     """A buffer together with the way in which its own training loop drives it.
 
-    A round is one training cycle: ``add``, then ``compute_returns``, then ``serve``, each timed.
+    A round is one training cycle: ``add``, then ``compute_returns``, then ``serve``, each timed. Between the last two
+    ``compute_returns`` runs once more, with its data in the cache; that is timed apart and no part of the cycle.
     """
 
     role: ClassVar[Role] = "peer"
@@ -177,11 +178,19 @@ def _time_rounds(contenders: list[Contender], rounds: int) -> dict[str, dict[str
 
 
 def _time_cycle(contender: Contender) -> dict[str, float]:
-    start = thread_time()
+    begun = thread_time()
     contender.add()
     added = thread_time()
     contender.compute_returns()
     computed = thread_time()
+    contender.compute_returns()
+    computed_again = thread_time()
     contender.serve()
     served = thread_time()
-    return {"add": added - start, "returns": computed - added, "batches": served - computed, CYCLE: served - start}
+    return {
+        "add": added - begun,
+        "returns": computed - added,
+        "returns again": computed_again - computed,
+        "batches": served - computed_again,
+        CYCLE: (computed - begun) + (served - computed_again),
+    }

@@ -21,6 +21,7 @@ def workload() -> Workload:
         labels={
             "add": "24 adds with hidden states",
             "returns": "GAE",
+            "returns again": "GAE, data in cache",
             "batches": "5 x 4 padded mini-batches",
             CYCLE: "whole cycle",
         },

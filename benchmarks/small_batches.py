@@ -14,7 +14,13 @@ def workload() -> Workload:
     return Workload(
         name="small_batches",
         title="Rollout 2048 x 8, observations 17, actions 6, mini-batches of 64",
-        labels={"add": "2048 adds", "returns": "GAE", "batches": "10 x 256 mini-batches", CYCLE: "whole cycle"},
+        labels={
+            "add": "2048 adds",
+            "returns": "GAE",
+            "returns again": "GAE, data in cache",
+            "batches": "10 x 256 mini-batches",
+            CYCLE: "whole cycle",
+        },
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rlstore, reshuffled": partial(Rlstore, rollout, reshuffle=True),
