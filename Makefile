@@ -7,11 +7,13 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .PHONY: demo test bench lint learn clean
 
-# The environment is made on first use and again when the build inputs change.
+# The environment is made on first use and again when the build inputs change. rsl_rl, which the tests train with, asks for
+# ONNX and for TensorBoard's server, neither of which they import: it comes without dependencies, and [dev] has those it needs.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard
 	touch $@
 
 demo: $(VENV)/ready

@@ -38,7 +38,7 @@ size_t element_count(const DLTensor& tensor, int from = 0) {
 }
 
 bool is_contiguous(const DLTensor& tensor) {
-  if (!tensor.strides) return true;
+  if (!tensor.strides || element_count(tensor) == 0) return true;
   int64_t expected = 1;
   for (int i = tensor.ndim; i-- > 0;) {
     if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
@@ -54,7 +54,7 @@ DLTensor describe(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
-  if (element_count(tensor) && !is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
+  if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
   return tensor;
 }
 
@@ -74,7 +74,8 @@ T* typed_or_null(nb::handle object, size_t count) {
 // ---------------------------------------------------------------------------------------------------- write
 
 // Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused
-// row leaves no trace. Pointers and shapes are bound once, when the blocks are.
+// row leaves no trace. Shapes are bound once; addresses are asked for at every write, because a caller may move a
+// block's memory (share_memory_(), set_data) under the same tensor.
 class RowWriter {
  public:
   // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
@@ -83,7 +84,6 @@ class RowWriter {
       nb::tuple target = nb::cast<nb::tuple>(item);
       DLTensor block = describe(target[0]);
       Field field;
-      field.base = address(block);
       field.dtype = block.dtype;
       field.shape.assign(block.shape + 1, block.shape + block.ndim);
       field.bytes = element_count(block, 1) * element_bytes(block);
@@ -104,6 +104,10 @@ class RowWriter {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
     sources_.resize(fields_.size());
     for (size_t i = 0; i < fields_.size(); i++) {
+      DLTensor block = describe(keep_[i]);
+      if (element_count(block) * element_bytes(block) != fields_[i].bytes * fields_[i].rows)
+        throw nb::value_error("a block has changed its size");
+      fields_[i].base = address(block);
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
       sources_[i] = nullptr;
       if (value == Py_None && fields_[i].optional) continue;
@@ -144,6 +148,8 @@ class RowWriter {
     }
     const bool same_type = field.is_flag ? tensor.dtype.bits == 8 && tensor.dtype.code != kFloat : tensor.dtype == field.dtype;
     if (tensor.device.type != kCpu || !same_type || !same_shape(tensor, field.shape) || !is_contiguous(tensor)) return nullptr;
+    // A lazily negated tensor looks like any other here; only a single element of one can be contiguous.
+    if (element_count(tensor) == 1 && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return nullptr;
     static const char empty = 0;  // a row of no bytes has no memory, and is still a row
     return field.bytes ? address(tensor) : &empty;
   }

@@ -12,7 +12,8 @@ from torch import Tensor
 from rlstore.attributes import BlockAttribute, ObservationAttribute
 from rlstore.engine import returns
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.ring import Column, Ring, allocate
+from rlstore.engine.memory import allocate
+from rlstore.engine.ring import Column, Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.engine.spaces import SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -101,6 +102,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         super().__init__(num_steps, device, seed=seed)
         self.observation_space, self.action_space = observation_space, action_space
         self.num_envs, self.discount, self.gae_lambda = num_envs, discount, gae_lambda
+        self._handed_lists = {}
         # Both None: a storage from create_factory(), which learns them from its first sample.
         if observation_space is not None or action_space is not None:
             check_positive(owner, num_envs=num_envs)
@@ -206,7 +208,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
                 where it is not known: the advantage of that step is then 0.
         """
         ring = self._ready_ring()
-        self._follow_observations()
+        self._follow_callers()
         row = self._row(
             obs, next_obs, (actions, rewards, log_probs, values, adv_preds), final_values, terminateds, truncateds
         )
@@ -278,13 +280,13 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batch)
         leaves = len(self._observations.paths)
         dtypes = [torch.float32] * (leaves + 8)
-        for tensors, _ in self._serve(self._batch_sources, held, held // size, size, 1, reshuffle=True, dtypes=dtypes):
+        for _, tensors in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
             yield DecoupledBatch(self._observations.build(tensors[:leaves], (size,)), *tensors[leaves:])
 
-    def _batch_sources(self) -> tuple[Tensor, ...]:
+    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch, in its order; flags of rows 0 to T - 1, those before each step."""
-        self._follow_observations()
-        blocks, steps = self._ready_ring().blocks, self.max_size
+        self._follow_callers()
+        blocks = self._ready_ring().blocks
         names = ("actions", "values", "adv_preds", "returns", "terminateds", "truncateds", "log_probs", "advantages")
         return (
             *(blocks[name][:steps] for name in self._observations.names),
@@ -322,7 +324,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         return [blocks[name][rows] for name in self._observations.names]
 
     def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_observations()
+        self._follow_callers()
         ring = self._ready_ring()
         leaves = (ring.blocks[name][:rows] for name in self._observations.names)
         names = ("actions", "rewards", "values", "log_probs", "adv_preds", "returns", "advantages")

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.gather import MiniBatches
+from rlstore.engine.gather import gather_batches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Structure, as_tensor
 from rlstore.engine.select import epoch_rows
@@ -33,6 +33,7 @@ class OnPolicyStorage(Storage):
 
     _observations: Structure
     _observation_view: Any = None  # the observations as a caller sees them; None until asked for
+    _handed_lists: dict[str, list[Tensor]]  # lists of blocks as a caller sees them
     _spent = False  # the rollout was learnt from: the next sample begins a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
@@ -103,17 +104,17 @@ class OnPolicyStorage(Storage):
     def _bind_observations(self, value: Any) -> None:
         self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
         self._observation_view = value
-        self._follow_observations()
+        self._follow_callers()
 
-    def _follow_observations(self) -> None:
-        """Bind what a caller has put into the observations' TensorDict since it was last looked at."""
-        if self._observation_view is None:
-            return
-        blocks = self._ready_ring().blocks
-        held = self._observations.leaves(self._observation_view)
-        if any(leaf is not blocks[name] for name, leaf in zip(self._observations.names, held, strict=True)):
-            self._ready_ring().bind_all(self._observations.names, held)
-            self._observation_view = None  # what is held may be a converted copy: show that one
+    def _follow_callers(self) -> None:
+        """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
+        if self._observation_view is not None:
+            held = self._observations.leaves(self._observation_view)
+            if self._ready_ring().bind_all(self._observations.names, held):
+                self._observation_view = None  # what is held may be a converted copy: show that one
+        for group, blocks in list(self._handed_lists.items()):
+            if self._ready_ring().bind_all([f"{group}[{index}]" for index in range(len(blocks))], blocks):
+                del self._handed_lists[group]
 
     def _fit_observations(self, value: Any) -> list[Tensor]:
         """The leaves of observations of one step, checked and copied: an environment may write over its own."""
@@ -125,8 +126,8 @@ class OnPolicyStorage(Storage):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        self._follow_observations()
-        return {**super().__getstate__(), "_observation_view": None}
+        self._follow_callers()
+        return {**super().__getstate__(), "_observation_view": None, "_handed_lists": {}}
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -228,21 +229,21 @@ class OnPolicyStorage(Storage):
         size = self._batch_rows(held, num_mini_batch, mini_batch_size)
         check_positive("generate_batches()", num_epochs=num_epochs)
 
-        def sources() -> tuple[dict[str, Structure], tuple[Tensor, ...]]:
-            columns = self._columns(self._require_rows())
-            structures = {name: Structure.of(column, name) for name, column in columns.items()}
-            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
-            return structures, tuple(leaf.contiguous() for leaf in leaves)
+        structures: dict[str, Structure] = {}
 
-        structures, _ = sources()
-        epochs = self._serve(lambda: sources()[1], held, num_mini_batch, size, num_epochs, shuffle, reshuffle=True)
-        for leaves, (batches, index) in epochs:
-            batch: BatchDict = {}
+        def sources(steps: int) -> tuple[Tensor, ...]:
+            columns = self._columns(steps)
+            structures.update({name: Structure.of(column, name) for name, column in columns.items()})
+            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
+            return tuple(leaf.contiguous() for leaf in leaves)
+
+        for rows, leaves in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
             remaining = iter(leaves)
-            for name, structure in structures.items():
-                parts = [next(remaining) for _ in structure.paths]
-                batch[name] = structure.build(parts, (size,))
-            batch["rows"] = batches.rows(index).clone()
+            batch: BatchDict = {
+                name: structure.build([next(remaining) for _ in structure.paths], (size,))
+                for name, structure in structures.items()
+            }
+            batch["rows"] = rows.clone()
             yield batch
 
     @staticmethod
@@ -261,32 +262,39 @@ class OnPolicyStorage(Storage):
 
     def _serve(
         self,
-        sources: Callable[[], tuple[Tensor, ...]],
-        held: int,
+        sources: Callable[[int], tuple[Tensor, ...]],
         count: int,
         size: int,
         num_epochs: int,
-        shuffle: bool = True,
         *,
-        reshuffle: bool,
+        shuffle: bool = True,
+        reshuffle: bool = True,
         dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[MiniBatches, int]]]:
-        """Mini-batches of ``size`` rows, epoch after epoch, each with where it came from.
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Mini-batches of ``size`` rows, epoch after epoch: their row ids, and what the sources hold there now.
 
-        The sources are asked for again when a block has changed since, so what the blocks hold is what is served.
+        Args:
+            sources: Gives the blocks to gather from, of the steps that it is asked for.
+            count: Mini-batches in each epoch.
+            size: Rows in each.
+            num_epochs: Epochs.
+            shuffle: False for the order of time.
+            reshuffle: A new order for every epoch.
+            dtypes: The dtypes to serve; None for those of the sources.
         """
-        ring = self._ready_ring()
-        batches: MiniBatches | None = None
-        rows, stamp = None, None
-        keep = num_epochs > 1 and not (shuffle and reshuffle)
+        ring, steps = self._ready_ring(), self._require_rows()
+        self._outputs.begin()
+        rows = None
         for _ in range(num_epochs):
+            if ring.size < steps:
+                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
             if rows is None or (shuffle and reshuffle):
-                rows, batches = epoch_rows(held, count * size, self._generator, shuffle=shuffle), None
-            if batches is None or stamp != ring.stamp():
-                blocks, stamp = sources(), ring.stamp()
-                batches = MiniBatches(blocks, rows, count, dtypes or [block.dtype for block in blocks], keep=keep)
-            for index in range(count):
-                yield batches[index], (batches, index)
+                rows = epoch_rows(steps * ring.lanes, count * size, self._generator, shuffle=shuffle)
+            blocks = sources(steps)
+            types = dtypes or [block.dtype for block in blocks]
+            batches = gather_batches(blocks, rows, count, types, self._outputs.empty)
+            for index, batch in enumerate(batches):
+                yield rows[index * size : (index + 1) * size], batch
 
     # ---------------------------------------------------------------------------------------------- the whole
 

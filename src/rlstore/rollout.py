@@ -93,6 +93,7 @@ class RolloutStorage(OnPolicyStorage):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
+        self._handed_lists = {}
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
@@ -179,6 +180,7 @@ class RolloutStorage(OnPolicyStorage):
             groups = self._layout.groups
             self._ring.drop([block for group, count in groups.items() for block in group_blocks(group, count)])
             groups.clear()
+            self._handed_lists.clear()
         self._last_observations = None
         super().reset()
 
@@ -197,7 +199,7 @@ class RolloutStorage(OnPolicyStorage):
                 f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, "
                 "or raise num_transitions_per_env. Nothing was written."
             )
-        self._follow_observations()
+        self._follow_callers()
         values, optional = self._layout.row(transition)
         if optional:
             values = self._extend(values, optional)
@@ -270,7 +272,7 @@ class RolloutStorage(OnPolicyStorage):
         """Yield one batch for each written step, in order: observations, privileged actions and dones."""
         self._require_mode("distillation")
         rows, ring = self._require_rows(), self._ready_ring()
-        self._follow_observations()
+        self._follow_callers()
         for t in range(rows):
             leaves = [ring.blocks[name][t].clone() for name in self._observations.names]
             yield RolloutBatch(
@@ -296,19 +298,18 @@ class RolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batches)
         check_positive("mini_batch_generator()", num_epochs=num_epochs)
         leaves = len(self._observations.paths)
-        epochs = self._serve(self._batch_sources, held, num_mini_batches, size, num_epochs, reshuffle=reshuffle)
-        for tensors, _ in epochs:
+        for _, tensors in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
             observations = self._observations.build(tensors[:leaves], (size,))
             actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
             yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
 
-    def _batch_sources(self) -> tuple[Tensor, ...]:
+    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
-        self._follow_observations()
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
+        self._follow_callers()
+        blocks = self._ready_ring().blocks
         names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple(blocks[name][:rows] for name in names)
+        return tuple(blocks[name][:steps] for name in names)
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
@@ -320,7 +321,7 @@ class RolloutStorage(OnPolicyStorage):
         """
         self._require_mode("rl")
         ring = self._ready_ring()
-        self._require_rows()
+        rows = self._require_rows()
         check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(
@@ -328,22 +329,29 @@ class RolloutStorage(OnPolicyStorage):
             )
         width = ring.lanes // num_mini_batches
         kept = KeptBatches(keep=num_epochs > 1)
+        self._outputs.begin()
         for _ in range(num_epochs):
-            self._follow_observations()
+            if ring.size < rows:
+                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
+            self._follow_callers()
             kept.follow(ring.stamp())
             for index in range(num_mini_batches):
                 lanes = (index * width, (index + 1) * width)
-                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, *lanes)))
+                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, rows, *lanes)))
 
-    def _recurrent_tensors(self, first: int, last: int) -> tuple[Tensor, ...]:
+    def _recurrent_tensors(self, rows: int, first: int, last: int) -> tuple[Tensor, ...]:
         """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
-        leaves, sources = len(self._observations.paths), self._batch_sources()
+        blocks = self._ready_ring().blocks
+        leaves, sources = len(self._observations.paths), self._batch_sources(rows)
         trajectories = segments.split(blocks["dones"][:rows], first, last)
-        padded, masks = segments.pad(sources[:leaves], trajectories, rows)
-        others = [source[:, first:last].clone(memory_format=torch.contiguous_format) for source in sources[leaves:]]
+        empty = self._outputs.empty
+        padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
+        others = [
+            empty((rows, last - first, *source.shape[2:]), source.dtype, source.device).copy_(source[:, first:last])
+            for source in sources[leaves:]
+        ]
         states = [
-            segments.first_states(blocks[name][:rows], trajectories)
+            segments.first_states(blocks[name][:rows], trajectories, empty)
             for group in ("saved_hidden_state_a", "saved_hidden_state_c")
             for name in group_blocks(group, self._layout.groups.get(group, 0))
         ]
@@ -427,7 +435,7 @@ class RolloutStorage(OnPolicyStorage):
         return self.gamma, self.lam
 
     def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_observations()
+        self._follow_callers()
         blocks = self._ready_ring().blocks
         terminated, truncated = self._end_flags(rows)
         leaves = (blocks[name][:rows] for name in self._observations.names)

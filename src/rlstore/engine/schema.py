@@ -75,12 +75,17 @@ class Field:
 def as_tensor(value: Any, name: str) -> Tensor:
     """A plain detached tensor of the value, or an error that names the field."""
     if isinstance(value, Tensor):
-        return value.detach()
+        if value.is_meta or value.layout != torch.strided:
+            raise InvalidInputError(
+                f"{name} is a {value.layout} tensor on {value.device}, which has no plain memory. Nothing was written."
+            )
+        return value.detach().resolve_conj().resolve_neg()
     if value is None:
         raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
     try:
         if isinstance(value, np.ndarray):
-            return torch.from_numpy(np.ascontiguousarray(value))
+            array = np.ascontiguousarray(value)
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
         if isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Tensor):
             return torch.stack([element.detach() for element in value])
         return torch.as_tensor(np.asarray(value))
