@@ -239,8 +239,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
         ring = self._ready_ring()
         if ring.size == ring.steps:
-            for name in ("terminateds", "truncateds"):
-                block = ring.writable(name)
+            ring.make_writable("terminateds", "truncateds")
+            for block in (self.terminateds, self.truncateds):
                 block[0].copy_(block[-1])
 
     # ---------------------------------------------------------------------------------------------- learning
@@ -265,7 +265,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         last = Field("last_values", (), torch.float32, f"{ring.lanes} environments").fit(
             last_values, ring.lanes, ring.device
         )
-        out = (ring.writable("advantages"), ring.writable("returns"))
+        ring.make_writable("advantages", "returns")
+        out = (self.advantages, self.returns)
         flags = (self.terminateds[1:], self.truncateds[1:])
         returns.gae(self.rewards, self.values, last, *flags, ring.blocks["final_values"], gamma=gamma, lam=lam, out=out)
         returns.normalize(out[0], 1e-5)

@@ -327,7 +327,8 @@ class OnPolicyStorage(Storage):
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are no part of a row back into the first ``rows`` of a block."""
-        block = self._ready_ring().writable(name)[:rows]
+        self._ready_ring().make_writable(name)
+        block = self._ready_ring().first(name, rows)
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(

@@ -246,21 +246,20 @@ class RolloutStorage(OnPolicyStorage):
             last_values, ring.lanes, ring.device
         )
         terminated, truncated = self._end_flags(rows)
-        final = ring.blocks["final_values"][:rows] if "final_values" in ring.blocks else None
-        out = (ring.writable("advantages")[:rows], ring.writable("returns")[:rows])
-        returns.gae(
-            self.rewards[:rows], self.values[:rows], last, terminated, truncated, final, gamma=gamma, lam=lam, out=out
-        )
+        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
+        ring.make_writable("advantages", "returns")
+        rewards, values, *out = (ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns"))
+        returns.gae(rewards, values, last, terminated, truncated, final, gamma=gamma, lam=lam, out=(out[0], out[1]))
         if normalize_advantage:
             returns.normalize(out[0], 1e-8)
 
     def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""
-        blocks = self._ready_ring().blocks
-        dones = blocks["dones"][:rows]
-        if "truncated" not in blocks:
+        ring = self._ready_ring()
+        dones = ring.first("dones", rows)
+        if "truncated" not in ring.blocks:
             return dones, None
-        truncated = blocks["truncated"][:rows]
+        truncated = ring.first("truncated", rows)
         return (dones != 0) & (truncated == 0), truncated
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
@@ -306,10 +305,10 @@ class RolloutStorage(OnPolicyStorage):
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
         self._follow_callers()
-        blocks = self._ready_ring().blocks
+        ring = self._ready_ring()
         names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple(blocks[name][:steps] for name in names)
+        return tuple(ring.first(name, steps) for name in names)
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
@@ -341,9 +340,9 @@ class RolloutStorage(OnPolicyStorage):
 
     def _recurrent_tensors(self, rows: int, first: int, last: int) -> tuple[Tensor, ...]:
         """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
-        blocks = self._ready_ring().blocks
+        ring = self._ready_ring()
         leaves, sources = len(self._observations.paths), self._batch_sources(rows)
-        trajectories = segments.split(blocks["dones"][:rows], first, last)
+        trajectories = segments.split(ring.first("dones", rows), first, last)
         empty = self._outputs.empty
         padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
         others = [
@@ -351,7 +350,7 @@ class RolloutStorage(OnPolicyStorage):
             for source in sources[leaves:]
         ]
         states = [
-            segments.first_states(blocks[name][:rows], trajectories, empty)
+            segments.first_states(ring.first(name, rows), trajectories, empty)
             for group in ("saved_hidden_state_a", "saved_hidden_state_c")
             for name in group_blocks(group, self._layout.groups.get(group, 0))
         ]

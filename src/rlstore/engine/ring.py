@@ -146,14 +146,19 @@ class Ring:
             self.blocks[name] = block.zero_() if not block.is_inference() else torch.zeros_like(block)
         self._writer = None
 
-    def writable(self, block: str) -> Tensor:
-        """The block, for a kernel to write into; a caller's inference tensor is replaced by a plain copy first."""
-        if self.blocks[block].is_inference():
-            with torch.inference_mode(False):
-                self.blocks[block] = self.blocks[block].clone()
-            self._writer = None
+    def first(self, block: str, rows: int) -> Tensor:
+        """The first ``rows`` rows of a block."""
+        held = self.blocks[block]
+        return held if rows == held.shape[0] else held[:rows]
+
+    def make_writable(self, *blocks: str) -> None:
+        """Make blocks ready for a kernel to write into: a caller's inference tensor gives way to a plain copy."""
+        for block in blocks:
+            if self.blocks[block].is_inference():
+                with torch.inference_mode(False):
+                    self.blocks[block] = self.blocks[block].clone()
+                self._writer = None
         self._revision += 1
-        return self.blocks[block]
 
     def stamp(self) -> tuple[object, ...]:
         """Differs from an earlier stamp if a block was replaced or written since.

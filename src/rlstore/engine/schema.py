@@ -49,9 +49,10 @@ class Field:
         Raises:
             InvalidInputError: If the value cannot be held; see :meth:`_refuse` for what it says.
         """
-        row_shape, scalar_rows = self.row_shape(lanes), ((lanes,), (lanes, 1))
+        row_shape = self.row_shape(lanes)
         given = as_tensor(value, self.name)
         if given.shape != row_shape:
+            scalar_rows = ((lanes,), (lanes, 1))
             if not (tuple(given.shape) in scalar_rows and row_shape in scalar_rows):
                 self._refuse(given, lanes)
             given = given.reshape(row_shape)
