@@ -1,13 +1,15 @@
 """Times contenders side by side: every round runs each of them once, in an order that rotates.
 
-The clock is the processor time of the one thread that works, so that what else runs on a shared machine counts less.
-Reading it costs up to a microsecond, which is part of each figure.
+The clock is the processor time of the one thread that works, so that waiting for a processor does not count. Reading it
+costs up to a microsecond, which is part of each figure. It does not hide that other work takes cache and memory
+bandwidth: that slows contenders unequally, those that move most memory the most. So each result carries the load.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -88,13 +90,14 @@ class Timing:
 
 @dataclass
 class Result:
-    """What one workload gave."""
+    """What one workload gave; ``load`` is the machine's load average before and after, our own work included."""
 
     name: str
     title: str
     labels: Mapping[str, str]
     targets: tuple[Target, ...]
     rounds: int
+    load: tuple[float, float] = (0.0, 0.0)
     timings: list[Timing] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -124,7 +127,9 @@ def measure(make_workload: Callable[[], Workload]) -> Result:
         for contender in contenders:
             _time_cycle(contender)
     _check(workload, contenders)
+    before = os.getloadavg()[0]
     laps = _time_rounds(contenders, workload.rounds)
+    result.load = before, os.getloadavg()[0]
     for contender in contenders:
         for phase, seconds in laps[contender.name].items():
             low, median, high = statistics.quantiles(seconds, n=4)

@@ -59,7 +59,8 @@ def versions() -> dict[str, str]:
 
 def table(result: Result) -> Table:
     """One workload: a line per phase and contender."""
-    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds)", title_justify="left")
+    load = "load {:.1f} to {:.1f}".format(*result.load)
+    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds, {load})", title_justify="left")
     drawn.add_column("phase")
     drawn.add_column("contender")
     for heading in ("median", "to best peer", "to memcpy"):
@@ -111,6 +112,7 @@ def _workload_json(result: Result) -> dict[str, Any]:
         "name": result.name,
         "title": result.title,
         "rounds": result.rounds,
+        "load": result.load,
         "missing": result.missing,
         "timings": [_timing_json(result, timing) for timing in result.timings],
     }
