@@ -164,7 +164,7 @@ class Run:
             self._live.update(self._line())
         elif time.perf_counter() - self._printed >= 5.0:
             self._printed = time.perf_counter()
-            self._console.print(self._line())
+            self._console.print(self._line(), soft_wrap=True)
 
     def finish(self, **extra: float) -> Result:
         """Close the progress line and sum up."""
