@@ -167,7 +167,7 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, memory: str
 
 def main() -> None:
     """Read the command line, train, and report."""
-    parser = arguments(__doc__, steps=600_000, threshold=400.0)
+    parser = arguments(__doc__, steps=200_000, threshold=400.0)
     parser.add_argument("--memory", choices=["gru", "lstm"], default="gru", help="default: %(default)s")
     parser.add_argument("--feedforward", action="store_true", help="the same, without memory")
     options = parser.parse_args()
