@@ -1,0 +1,57 @@
+// The part of the DLPack C interface that this module uses: how a tensor describes its memory, and the table of
+// functions through which torch describes a tensor in tens of nanoseconds without our linking to it.
+// Layouts are fixed by DLPack 1.x (https://dmlc.github.io/dlpack/latest/).
+#pragma once
+
+#include <cstdint>
+
+namespace rlstore {
+
+enum DeviceType : int32_t { kCpu = 1 };
+enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBool = 6 };
+
+struct DLDevice {
+  int32_t type;
+  int32_t id;
+};
+
+struct DLDataType {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+  bool operator==(const DLDataType& other) const {
+    return code == other.code && bits == other.bits && lanes == other.lanes;
+  }
+};
+
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+struct DLVersion {
+  uint32_t major;
+  uint32_t minor;
+};
+
+struct DLExchangeHeader {
+  DLVersion version;
+  DLExchangeHeader* previous;
+};
+
+// Only describe() is called; the others keep its place in the table.
+struct DLExchangeApi {
+  DLExchangeHeader header;
+  void* allocate;
+  void* export_managed;
+  void* import_managed;
+  int (*describe)(void* py_object, DLTensor* out);
+  void* current_stream;
+};
+
+}  // namespace rlstore

@@ -1,0 +1,113 @@
+#include "rows.h"
+
+#include <cstring>
+
+#include "simd.h"
+
+namespace rlstore {
+
+namespace {
+
+constexpr size_t kPrefetchAhead = 12;   // rows; far enough to hide a cache miss, near enough to stay in L1
+constexpr size_t kSmallRow = 512;       // bytes; beyond this the library's memcpy wins
+
+// A row of a size known only at run time, in chunks, the last one overlapping the one before: no byte loop, no call.
+template <size_t Chunk>
+RLSTORE_INLINE void copy_chunks(char* target, const char* source, size_t bytes) {
+  for (size_t i = 0; i + Chunk < bytes; i += Chunk) memcpy(target + i, source + i, Chunk);
+  memcpy(target + bytes - Chunk, source + bytes - Chunk, Chunk);
+}
+
+template <size_t Bytes>
+RLSTORE_INLINE void gather_fixed(char* target, const char* source, const int64_t* rows, size_t count) {
+  for (size_t i = 0; i < count; i++) memcpy(target + i * Bytes, source + rows[i] * Bytes, Bytes);
+}
+
+template <size_t Chunk>
+RLSTORE_INLINE void gather_chunks(char* target, const char* source, const int64_t* rows, size_t count,
+                                                         size_t bytes) {
+  for (size_t i = 0; i < count; i++) {
+    if (i + kPrefetchAhead < count) {
+      const char* next = source + rows[i + kPrefetchAhead] * bytes;
+      for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
+    }
+    copy_chunks<Chunk>(target + i * bytes, source + rows[i] * bytes, bytes);
+  }
+}
+
+}  // namespace
+
+RLSTORE_CLONES
+void copy_flags(uint8_t* target, const uint8_t* source, size_t count) {
+  for (size_t i = 0; i < count; i++) target[i] = source[i] != 0;
+}
+
+RLSTORE_CLONES
+void copy_flags(float* target, const uint8_t* source, size_t count) {
+  for (size_t i = 0; i < count; i++) target[i] = source[i] ? 1.0f : 0.0f;
+}
+
+RLSTORE_CLONES
+bool rows_in_range(const int64_t* rows, size_t count, int64_t limit) {
+  bool ok = true;
+  for (size_t i = 0; i < count; i++) ok &= static_cast<uint64_t>(rows[i]) < static_cast<uint64_t>(limit);
+  return ok;
+}
+
+RLSTORE_CLONES
+void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t bytes) {
+  switch (bytes) {
+    case 0: return;
+    case 1: return gather_fixed<1>(target, source, rows, count);
+    case 2: return gather_fixed<2>(target, source, rows, count);
+    case 4: return gather_fixed<4>(target, source, rows, count);
+    case 8: return gather_fixed<8>(target, source, rows, count);
+    case 16: return gather_fixed<16>(target, source, rows, count);
+  }
+  if (bytes > kSmallRow) {
+    for (size_t i = 0; i < count; i++) memcpy(target + i * bytes, source + rows[i] * bytes, bytes);
+  } else if (bytes >= 64) {
+    gather_chunks<64>(target, source, rows, count, bytes);
+  } else if (bytes >= 32) {
+    gather_chunks<32>(target, source, rows, count, bytes);
+  } else if (bytes >= 16) {
+    gather_chunks<16>(target, source, rows, count, bytes);
+  } else if (bytes >= 8) {
+    gather_chunks<8>(target, source, rows, count, bytes);
+  } else if (bytes >= 4) {
+    gather_chunks<4>(target, source, rows, count, bytes);
+  } else {
+    gather_chunks<1>(target, source, rows, count, bytes);
+  }
+}
+
+namespace {
+
+template <typename Source>
+RLSTORE_INLINE void convert_rows(float* target, const Source* source, const int64_t* rows, size_t count,
+                                                        size_t width) {
+  for (size_t i = 0; i < count; i++) {
+    const Source* from = source + rows[i] * width;
+    float* to = target + i * width;
+    for (size_t k = 0; k < width; k++) to[k] = static_cast<float>(from[k]);
+  }
+}
+
+}  // namespace
+
+// target_clones does not apply to templates, so each instance is written out.
+#define RLSTORE_CONVERT(Source)                                                                                \
+  template <>                                                                                                  \
+  RLSTORE_CLONES void gather_as_float<Source>(float* target, const Source* source, const int64_t* rows,       \
+                                              size_t count, size_t width) {                                   \
+    convert_rows(target, source, rows, count, width);                                                          \
+  }
+RLSTORE_CONVERT(uint8_t)
+RLSTORE_CONVERT(int8_t)
+RLSTORE_CONVERT(int16_t)
+RLSTORE_CONVERT(int32_t)
+RLSTORE_CONVERT(int64_t)
+RLSTORE_CONVERT(double)
+#undef RLSTORE_CONVERT
+
+}  // namespace rlstore

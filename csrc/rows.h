@@ -1,0 +1,23 @@
+// Rows of bytes: write them at a cursor, gather them by index.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rlstore {
+
+// target[i] = source[i] != 0, for one-byte flags into bytes or floats.
+void copy_flags(uint8_t* target, const uint8_t* source, size_t count);
+void copy_flags(float* target, const uint8_t* source, size_t count);
+
+// target[i] = source[rows[i]], rows of `row_bytes` bytes.
+void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);
+
+// As gather_rows, each of the `width` elements of a row converted to float.
+template <typename Source>
+void gather_as_float(float* target, const Source* source, const int64_t* rows, size_t count, size_t width);
+
+// True if every row is in [0, limit).
+bool rows_in_range(const int64_t* rows, size_t count, int64_t limit);
+
+}  // namespace rlstore

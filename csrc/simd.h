@@ -1,0 +1,12 @@
+// One source, several instruction sets: the loader picks the best version for the machine at run time.
+// Elsewhere than on x86-64 Linux with GCC the plain version is compiled.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define RLSTORE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define RLSTORE_CLONES
+#endif
+
+// Helpers must be inlined into each version, or they would be compiled for the plain one only.
+#define RLSTORE_INLINE inline __attribute__((always_inline))

@@ -1,0 +1,75 @@
+"""The blocks of an on-policy storage as its attributes: read them, write into them, or put other tensors in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rlstore.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from rlstore.on_policy import OnPolicyStorage
+
+
+class BlockAttribute:
+    """A block of the ring as an attribute: read it, write into it, or put another tensor in its place."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
+        if storage is None:
+            return self
+        if storage._ring is None or self._name not in storage._ring.blocks:
+            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
+        return storage._ring.blocks[self._name]
+
+    def __set__(self, storage: OnPolicyStorage, value: Tensor) -> None:
+        if storage._ring is None or self._name not in storage._ring.blocks:
+            raise AttributeError(f"this {type(storage).__name__} has no {self._name!r}")
+        storage._ring.bind(self._name, value)
+
+
+class BlockGroup:
+    """Several blocks as one attribute, a tuple or a list of tensors; None while there are none.
+
+    Args:
+        container: ``tuple`` or ``list``.
+        mode: The training_type that has it; None for all.
+    """
+
+    def __init__(self, container: type[tuple[Any, ...]] | type[list[Any]], mode: str | None = None) -> None:
+        self._container, self._mode = container, mode
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
+        if storage is None:
+            return self
+        if self._mode is not None and getattr(storage, "training_type", None) != self._mode:
+            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
+        blocks = self._blocks(storage)
+        return self._container(blocks.values()) if blocks else None
+
+    def __set__(self, storage: OnPolicyStorage, value: Sequence[Tensor]) -> None:
+        blocks = self._blocks(storage)
+        if not blocks or len(value) != len(blocks):
+            raise InvalidInputError(f"{self._name} is {len(blocks)} tensors and cannot be replaced by {len(value)}")
+        storage._ready_ring().bind_all(list(blocks), value)
+
+    def _blocks(self, storage: OnPolicyStorage) -> dict[str, Tensor]:
+        blocks = {} if storage._ring is None else storage._ring.blocks
+        return {name: block for name, block in blocks.items() if name.startswith(f"{self._name}[")}
+
+
+class ObservationAttribute:
+    """The observations as one attribute: a tensor, or a TensorDict or tuple whose leaves are the blocks."""
+
+    def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
+        return self if storage is None else storage._view_observations()
+
+    def __set__(self, storage: OnPolicyStorage, value: Any) -> None:
+        storage._bind_observations(value)

@@ -1,0 +1,59 @@
+"""Checks of plain arguments, each with an error that says what was given and what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlstore.errors import InvalidInputError
+
+
+def check_positive(owner: str, **sizes: object) -> None:
+    """Refuse sizes that are not whole numbers of at least 1, by name."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise InvalidInputError(f"{name} is {size!r}; {owner} needs a whole number of at least 1")
+
+
+def check_fraction(owner: str, **fractions: object) -> None:
+    """Refuse numbers outside [0, 1], by name: discounts, lambdas."""
+    for name, value in fractions.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= float(value) <= 1:
+            raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number between 0 and 1")
+
+
+def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple of whole numbers that are not negative."""
+    try:
+        sizes = tuple(int(size) for size in shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{name} is {shape!r}; {owner} needs a sequence of whole numbers") from error
+    if any(size < 0 for size in sizes):
+        raise InvalidInputError(f"{name} is {sizes}; {owner} needs sizes that are not negative")
+    return sizes
+
+
+def check_device(owner: str, device: str | torch.device) -> torch.device:
+    """The device, if torch knows it and it is there."""
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(
+            f"device is {device!r}; {owner} needs one that torch knows, as 'cpu' or 'cuda:0'"
+        ) from error
+    if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
+        raise InvalidInputError(
+            f"device is {device!r}; torch sees {torch.cuda.device_count()} CUDA devices on this machine"
+        )
+    return known
+
+
+def check_seed(owner: str, seed: object) -> int:
+    """The seed, or one drawn from torch's own generator, so that ``torch.manual_seed`` reaches the storage too."""
+    if seed is None:
+        return int(torch.randint(2**62, ()).item())
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**63:
+        raise InvalidInputError(f"seed is {seed!r}; {owner} needs a whole number from 0 up to 2**63 - 1, or None")
+    return int(seed)

@@ -1,0 +1,227 @@
+"""Targets and advantages: tensors in, tensors out, each one backward scan.
+
+All of them read an episode's end in the same way (terminated and truncated are never one flag):
+
+- ``terminated``: no bootstrap, and nothing flows in from later steps;
+- ``truncated`` and not terminated: bootstrap from ``final_values``, the value of the observation in which the episode
+  was cut, and nothing flows in from later steps. Where it is not known (``final_values`` is None, or NaN there) the
+  step takes the neutral choice: its target is its own value, its advantage 0;
+- neither: bootstrap from the value of the next step; after the last step from ``last_values``. If an episode ended with
+  the last step, ``last_values`` (the value of the next episode's start) is not read there.
+
+Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, float32 or float64 and the same for all; ``last_values`` ``[lanes]`` or
+``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.ring import allocate_empty
+from rlstore.errors import InvalidInputError
+from rlstore.kernels import kernel
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    *,
+    gamma: float,
+    lam: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016).
+
+    ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``.
+
+    Args:
+        rewards: ``r``.
+        values: ``V``.
+        last_values: The value of the observation after the last step.
+        terminated: The episode really ended with this step.
+        truncated: The episode was cut off after this step.
+        final_values: The value of the observation in which the episode was cut; read where truncated.
+        gamma: The discount.
+        lam: The weight of longer estimates.
+        out: Tensors to write advantages and returns into.
+
+    Returns:
+        Advantages and returns.
+    """
+    inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
+    advantages, returns = out if out is not None else (inputs.empty(), inputs.empty())
+    kernel("gae", inputs.device_type)(*inputs.all, gamma, lam, advantages, returns)
+    return advantages, returns
+
+
+def lambda_returns(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    *,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """TD(lambda) targets: ``G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1})``. Arguments as for :func:`gae`."""
+    return gae(rewards, values, last_values, terminated, truncated, final_values, gamma=gamma, lam=lam)[1]
+
+
+def discounted_returns(
+    rewards: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    *,
+    gamma: float,
+) -> Tensor:
+    """``R_t = r_t + gamma * R_{t+1}``. Arguments as for :func:`gae`.
+
+    There are no values to fall back on here: where the final value is not known it counts as 0.
+    """
+    inputs = _Inputs(rewards, None, last_values, terminated, truncated, final_values)
+    returns = inputs.empty()
+    rewards, _, *others = inputs.all
+    kernel("discounted_returns", inputs.device_type)(rewards, *others, gamma, returns)
+    return returns
+
+
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    *,
+    gamma: float,
+    n: int,
+) -> Tensor:
+    """``G_t = r_t + gamma * r_{t+1} + ... + gamma^(k-1) * r_{t+k-1} + gamma^k * V_{t+k}``.
+
+    ``k`` is n, or fewer where the episode or the rollout ends before; the bootstrap is then the one that the end asks
+    for. Other arguments as for :func:`gae`.
+    """
+    if n < 1:
+        raise InvalidInputError(f"n is {n}; n-step returns need at least 1 step")
+    inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
+    returns = inputs.empty()
+    kernel("n_step_returns", inputs.device_type)(*inputs.all, gamma, n, returns)
+    return returns
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None = None,
+    final_values: Tensor | None = None,
+    *,
+    log_rhos: Tensor,
+    gamma: float,
+    lam: float = 1.0,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+    clip_pg_rho: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace targets and policy-gradient advantages (Espeholt et al. 2018).
+
+    ``delta_t = min(clip_rho, rho_t) * (r_t + gamma * V_{t+1} - V_t)``,
+    ``v_t = V_t + delta_t + gamma * lam * min(clip_c, rho_t) * (v_{t+1} - V_{t+1})``,
+    ``A_t = min(clip_pg_rho, rho_t) * (r_t + gamma * v_{t+1} - V_t)``.
+
+    Args:
+        rewards: As for :func:`gae`, and so the other arguments not named here.
+        values: As for :func:`gae`.
+        last_values: As for :func:`gae`.
+        terminated: As for :func:`gae`.
+        truncated: As for :func:`gae`.
+        final_values: As for :func:`gae`.
+        log_rhos: ``log(pi(a|s) / mu(a|s))``, the target policy's log-probability less the behaviour policy's.
+        gamma: The discount.
+        lam: The weight of longer corrections.
+        clip_rho: The bound of the ratio in the temporal difference.
+        clip_c: The bound of the ratio in the trace.
+        clip_pg_rho: The bound of the ratio in the advantage.
+
+    Returns:
+        Targets and advantages.
+    """
+    inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
+    ratios = inputs.like_rewards(log_rhos, "log_rhos")
+    targets, advantages = inputs.empty(), inputs.empty()
+    arguments = (ratios, gamma, lam, clip_rho, clip_c, clip_pg_rho, targets, advantages)
+    kernel("vtrace", inputs.device_type)(*inputs.all, *arguments)
+    return targets, advantages
+
+
+def normalize(x: Tensor, epsilon: float) -> None:
+    """``x = (x - mean) / (std + epsilon)`` in place, over all entries, std unbiased.
+
+    A single entry has no spread to divide by: it becomes 0.
+    """
+    if x.numel() < 2:
+        x.zero_()
+        return
+    kernel("normalize", x.device.type)(x, epsilon)
+
+
+class _Inputs:
+    """The arguments that all scans share, checked and brought into the form that kernels take."""
+
+    def __init__(
+        self,
+        rewards: Tensor,
+        values: Tensor | None,
+        last_values: Tensor,
+        terminated: Tensor,
+        truncated: Tensor | None,
+        final_values: Tensor | None,
+    ) -> None:
+        if rewards.dtype not in (torch.float32, torch.float64) or rewards.dim() < 2:
+            raise InvalidInputError(
+                f"rewards are {tuple(rewards.shape)} {rewards.dtype}; returns need [steps, lanes] of float32 or float64"
+            )
+        self._rewards = rewards.detach().contiguous()
+        self.device_type = rewards.device.type
+        lanes = rewards[0].numel() if rewards.shape[0] else rewards.shape[1]
+        if last_values.numel() != lanes:
+            raise InvalidInputError(f"last_values are {tuple(last_values.shape)}; the rewards have {lanes} lanes")
+        self.all = (
+            self._rewards,
+            None if values is None else self.like_rewards(values, "values"),
+            last_values.detach().to(self._rewards).contiguous(),
+            self._flags(terminated, "terminated"),
+            None if truncated is None else self._flags(truncated, "truncated"),
+            None if final_values is None else self.like_rewards(final_values, "final_values"),
+        )
+
+    def empty(self) -> Tensor:
+        return allocate_empty(self._rewards.shape, self._rewards.dtype, self._rewards.device)
+
+    def like_rewards(self, given: Tensor, name: str) -> Tensor:
+        self._check_size(given, name)
+        return given.detach().to(self._rewards).contiguous().view_as(self._rewards)
+
+    def _flags(self, given: Tensor, name: str) -> Tensor:
+        self._check_size(given, name)
+        flags = given if given.dtype in (torch.bool, torch.uint8) else given != 0
+        return flags.to(self._rewards.device).contiguous().view_as(self._rewards)
+
+    def _check_size(self, given: Tensor, name: str) -> None:
+        if _plain(given.shape) != _plain(self._rewards.shape):
+            raise InvalidInputError(f"{name} are {tuple(given.shape)}; the rewards are {tuple(self._rewards.shape)}")
+
+
+def _plain(shape: torch.Size) -> torch.Size:
+    """``[steps, lanes]`` for ``[steps, lanes, 1]`` too."""
+    return shape[:-1] if len(shape) == 3 and shape[-1] == 1 else shape

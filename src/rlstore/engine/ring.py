@@ -1,0 +1,183 @@
+"""The memory: one block ``[time, lane, ...]`` for each field, and one counter a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlstore.engine.schema import Field
+from rlstore.errors import InvalidInputError
+from rlstore.kernels import kernel
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
+    """A filled tensor that is never an inference tensor, whatever mode the caller is in.
+
+    An inference tensor could not be written in place, nor take part in a backward pass, once the mode is left.
+    """
+    with torch.inference_mode(False):
+        return torch.full(tuple(shape), fill, dtype=dtype, device=device)
+
+
+def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`allocate`, with whatever was in the memory before: for outputs that are written at once."""
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where a value of a row goes: row t of the value is row ``t + lead`` of the block.
+
+    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it.
+    """
+
+    field: Field
+    block: str
+    lead: int = 0
+
+
+class Ring:
+    """Blocks of ``steps`` rows for ``lanes`` lanes, written row by row.
+
+    Args:
+        columns: What a row consists of, in the order in which :meth:`write` takes the values.
+        steps: Rows before the oldest is overwritten.
+        lanes: Environments, or slots, side by side.
+        device: Where the blocks lie.
+    """
+
+    def __init__(self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device) -> None:
+        self.steps, self.lanes, self.device = steps, lanes, device
+        self.columns: list[Column] = []
+        self.blocks: dict[str, Tensor] = {}
+        # written[lane] counts every row ever written to the lane and never wraps; on-policy lanes move together.
+        self.written = np.zeros(lanes, dtype=np.int64)
+        self._begin = 0  # the count at which the present rollout began, at row 0
+        self._revision = 0  # writes by kernels, which torch's own version counters do not see
+        self._writer: Any = None
+        self.extend(columns)
+
+    @property
+    def size(self) -> int:
+        """Rows held in each lane."""
+        return min(int(self.written[0]) - self._begin, self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks.values())
+
+    def extend(self, columns: Sequence[Column], fills: Mapping[str, float] | None = None) -> None:
+        """Add columns, with new blocks for those that name one not there yet."""
+        extra = max((column.lead for column in [*self.columns, *columns]), default=0)
+        for column in columns:
+            if column.block not in self.blocks:
+                # A block that is written ahead has a row more, for what follows the last step.
+                rows = self.steps + (extra if any(c.lead for c in columns if c.block == column.block) else 0)
+                shape = (rows, *column.field.row_shape(self.lanes))
+                fill = (fills or {}).get(column.block, 0.0)
+                self.blocks[column.block] = allocate(shape, column.field.dtype, self.device, fill)
+        self.columns.extend(columns)
+        self._writer = None
+
+    def reserve(self, fields: Sequence[Field]) -> None:
+        """Add blocks that are no part of a row: what is computed later."""
+        for field in fields:
+            self.blocks[field.name] = allocate((self.steps, *field.row_shape(self.lanes)), field.dtype, self.device)
+
+    def drop(self, blocks: Sequence[str]) -> None:
+        """Forget blocks and the columns that fill them."""
+        self.columns = [column for column in self.columns if column.block not in blocks]
+        for block in blocks:
+            self.blocks.pop(block, None)
+        self._writer = None
+
+    def bind(self, block: str, tensor: Tensor) -> None:
+        """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
+        self.bind_all([block], [tensor])
+
+    def bind_all(self, blocks: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """:meth:`bind` for several blocks: all of them, or none."""
+        for block, tensor in zip(blocks, tensors, strict=True):
+            shape = tuple(self.blocks[block].shape)
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+                given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InvalidInputError(f"{block} cannot become {given}; it is a tensor {shape}. It was not changed.")
+        for block, tensor in zip(blocks, tensors, strict=True):
+            held = self.blocks[block]
+            if tensor is not held:
+                plain = tensor.detach() if tensor.requires_grad else tensor
+                self.blocks[block] = plain.to(held.device, held.dtype).contiguous()
+                self._writer = None
+
+    def write(self, values: tuple[Any, ...]) -> None:
+        """Write one row for all lanes at the cursor; every value fits, or nothing is written.
+
+        Args:
+            values: One for each column, in order; None leaves that column's row as it was.
+
+        Raises:
+            InvalidInputError: If a value does not fit its column.
+        """
+        row = (int(self.written[0]) - self._begin) % self.steps
+        if self._writer is None:
+            self._writer = self._make_writer()
+        if self._writer.write(row, values) >= 0:
+            # Not ready to be copied byte for byte: convert what can be, refuse what cannot.
+            misfit = self._writer.write(row, self.fit(values))
+            if misfit >= 0:
+                raise RuntimeError(f"{self.columns[misfit].field.name} was checked and still does not fit its block")
+        self.written += 1
+
+    def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
+        return tuple(
+            None if value is None else column.field.fit(value, self.lanes, self.device)
+            for column, value in zip(self.columns, values, strict=True)
+        )
+
+    def restart(self) -> None:
+        """Begin anew at row 0. What is in the blocks stays until it is overwritten."""
+        self._begin = int(self.written[0])
+
+    def zero(self) -> None:
+        """Begin anew, every block zero."""
+        self.restart()
+        for name, block in self.blocks.items():
+            self.blocks[name] = block.zero_() if not block.is_inference() else torch.zeros_like(block)
+        self._writer = None
+
+    def writable(self, block: str) -> Tensor:
+        """The block, for a kernel to write into; a caller's inference tensor is replaced by a plain copy first."""
+        if self.blocks[block].is_inference():
+            with torch.inference_mode(False):
+                self.blocks[block] = self.blocks[block].clone()
+            self._writer = None
+        self._revision += 1
+        return self.blocks[block]
+
+    def stamp(self) -> tuple[object, ...]:
+        """Differs from an earlier stamp if a block was replaced or written since.
+
+        A change that a caller makes to an inference tensor in place cannot be seen: torch does not count those.
+        """
+        versions = tuple(
+            (block.data_ptr(), None if block.is_inference() else block._version) for block in self.blocks.values()
+        )
+        return (self._revision, int(self.written[0]), *versions)
+
+    def _make_writer(self) -> Any:
+        targets = [(self.blocks[column.block], column.lead, column.field.is_flag) for column in self.columns]
+        return kernel("RowWriter", self.device.type)(targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The writer holds raw pointers into this object's own blocks.
+        return {**self.__dict__, "_writer": None}

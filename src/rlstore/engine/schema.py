@@ -1,0 +1,203 @@
+"""What a row holds: each field's shape and dtype, and the check that a value fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from rlstore.errors import InvalidInputError
+
+# The way into a nest of dicts (by name) and tuples (by position).
+Path = tuple[str | int, ...]
+Nest = Tensor | TensorDict | tuple["Nest", ...]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a row, for all lanes together.
+
+    Attributes:
+        name: How errors call it, and the key of its block: ``rewards``, ``observations["policy"]``.
+        shape: The shape of one lane's entry; ``()`` for a scalar.
+        dtype: The dtype in memory.
+        origin: Where shape and dtype came from, for errors: "the obs given to RolloutStorage()".
+        is_flag: True for a yes or no: any dtype is taken and stored as 0 or 1, in a byte or (``dtype``) a float32.
+        lane_axis: Where the lanes stand in a row: row shape is ``shape`` with the lanes put in there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    origin: str
+    is_flag: bool = False
+    lane_axis: int = 0
+
+    def row_shape(self, lanes: int) -> tuple[int, ...]:
+        """The shape of a row of this field over all lanes."""
+        return (*self.shape[: self.lane_axis], lanes, *self.shape[self.lane_axis :])
+
+    def fit(self, value: Any, lanes: int, device: torch.device) -> Tensor:
+        """The value as a contiguous tensor of this field's row shape and dtype, on ``device``.
+
+        Tensors, numpy arrays, lists and numbers are taken. ``(n,)`` and ``(n, 1)`` are the same row of scalars.
+
+        Raises:
+            InvalidInputError: If the value cannot be held; see :meth:`_refuse` for what it says.
+        """
+        row_shape, scalar_rows = self.row_shape(lanes), ((lanes,), (lanes, 1))
+        given = as_tensor(value, self.name)
+        if given.shape != row_shape:
+            if not (tuple(given.shape) in scalar_rows and row_shape in scalar_rows):
+                self._refuse(given, lanes)
+            given = given.reshape(row_shape)
+        if self.is_flag:
+            held = _as_flags(given, self.name)  # one byte each; the writer makes them what the block holds
+        else:
+            if not can_hold(given, self.dtype):
+                self._refuse(given, lanes)
+            held = given.to(self.dtype)
+        return held.to(device).contiguous()
+
+    def _refuse(self, given: Tensor, lanes: int) -> None:
+        want = f"{self.row_shape(lanes)} {dtype_name(self.dtype)}"
+        hint = "" if given.shape != self.row_shape(lanes) else _dtype_hint(given.dtype, self.dtype)
+        raise InvalidInputError(
+            f"{self.name} is {tuple(given.shape)} {dtype_name(given.dtype)}; this storage holds {want}, "
+            f"fixed by {self.origin}.{hint} Nothing was written. If the data changed, build a new storage."
+        )
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A plain detached tensor of the value, or an error that names the field."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None:
+        raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
+    try:
+        if isinstance(value, np.ndarray):
+            return torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Tensor):
+            return torch.stack([element.detach() for element in value])
+        return torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"{name} is no tensor and cannot become one: {error}. Nothing was written.") from error
+
+
+def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
+    """True if the values can be stored as ``dtype`` and mean the same: no fraction, sign or size is lost.
+
+    Rounding a float to a shorter float is allowed, and an integer may be held as a float.
+    """
+    if given.dtype == dtype:
+        return True
+    if given.dtype.is_complex or not torch.can_cast(given.dtype, dtype):
+        return False
+    if dtype.is_floating_point or given.dtype == torch.bool:
+        return True
+    return bool(torch.equal(given.to(dtype).to(given.dtype), given))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_hint(given: torch.dtype, held: torch.dtype) -> str:
+    if not held.is_floating_point and not held.is_complex and not given.is_floating_point and not given.is_complex:
+        return f" Some values do not fit into {dtype_name(held)}."
+    return f" {dtype_name(given)} cannot be held as {dtype_name(held)} without loss."
+
+
+def _as_flags(given: Tensor, name: str) -> Tensor:
+    if given.dtype.is_complex:
+        raise InvalidInputError(f"{name} is complex; a flag is yes or no. Nothing was written.")
+    if given.dtype.is_floating_point:
+        bad = given.isnan().flatten().nonzero()
+        if len(bad):
+            raise InvalidInputError(
+                f"{name} is nan at {len(bad)} of {given.numel()} entries, first at {int(bad[0])}; "
+                "a flag is 0 or 1. Nothing was written."
+            )
+    return (given != 0).to(torch.uint8)
+
+
+class Structure:
+    """How the leaves of an observation hang together: one tensor, or a nest of dicts and tuples.
+
+    Leaves are in the order of :attr:`paths`. Dicts come back as ``TensorDict``, tuples as tuples.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        self.paths = tuple(paths)
+        self.names = tuple(
+            name + "".join(f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path) for path in paths
+        )
+        self._name = name
+
+    @classmethod
+    def of(cls, example: Any, name: str) -> Structure:
+        """The structure of an example observation."""
+        return cls([path for path, _ in walk(example)], name)
+
+    @property
+    def is_leaf(self) -> bool:
+        """True for a single tensor."""
+        return self.paths == ((),)
+
+    def leaves(self, value: Any) -> list[Any]:
+        """The leaves of a value of this structure, in order.
+
+        Raises:
+            InvalidInputError: If a leaf is missing or unknown.
+        """
+        if self.is_leaf and not isinstance(value, (Mapping, TensorDictBase)):
+            return [value]
+        found = dict(walk(value))
+        if len(found) == len(self.paths):
+            try:
+                return [found[path] for path in self.paths]
+            except KeyError:
+                pass
+        missing = [name for path, name in zip(self.paths, self.names, strict=True) if path not in found]
+        unknown = [Structure([path], self._name).names[0] for path in found if path not in self.paths]
+        raise InvalidInputError(
+            f"{self._name} has the wrong keys: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+            f"this storage holds {list(self.names)}. Nothing was written."
+        )
+
+    def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Nest:
+        """The leaves put together again; dicts become TensorDicts of ``batch_size``."""
+        if self.is_leaf:
+            return next(iter(leaves))
+        nest: dict[str | int, Any] = {}
+        for path, leaf in zip(self.paths, leaves, strict=True):
+            if len(path) == 1:  # the common case, on the way of every batch
+                nest[path[0]] = leaf
+                continue
+            inner = nest
+            for step in path[:-1]:
+                inner = inner.setdefault(step, {})
+            inner[path[-1]] = leaf
+        return _assemble(nest, torch.Size(batch_size))
+
+
+def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Nest:
+    parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
+    if all(isinstance(key, int) for key in parts):
+        return tuple(parts[index] for index in range(len(parts)))
+    return TensorDict(parts, batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Every leaf of a nest of mappings and tuples, with the path to it."""
+    if isinstance(value, (Mapping, TensorDictBase)):
+        return [found for key in value.keys() for found in walk(value[key], (*path, key))]  # noqa: SIM118
+    if isinstance(value, tuple):
+        return [found for index, part in enumerate(value) for found in walk(part, (*path, index))]
+    return [(path, value)]

@@ -1,0 +1,27 @@
+"""The errors of rlstore. Each is also the builtin that a caller would catch."""
+
+from __future__ import annotations
+
+
+class StorageError(Exception):
+    """The base of every error that rlstore raises on purpose."""
+
+
+class InvalidInputError(StorageError, ValueError):
+    """A value that a storage cannot take: its shape, dtype, name or range is wrong. Nothing was changed."""
+
+
+class RolloutFullError(StorageError, OverflowError):
+    """A rollout already holds all the steps it has room for. Nothing was written."""
+
+
+class NotReadyError(StorageError, RuntimeError, ValueError):
+    """A call that came too early: there is no data yet, or the rollout is not finished."""
+
+
+class UnknownParameterError(StorageError, AttributeError, ValueError):
+    """A parameter name that the storage does not have."""
+
+
+class UnsupportedSpaceError(StorageError, NotImplementedError):
+    """A space that no storage can hold."""

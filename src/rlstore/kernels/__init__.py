@@ -1,0 +1,35 @@
+"""Which implementation an operation has on which device: the whole dispatch is this table.
+
+Every operation exists in :mod:`rlstore.kernels.reference`, in plain torch, for any device. Where a faster version is
+listed here it has the same signature and agrees with the reference on every input (``tests/kernels``). All of them
+write into tensors that the caller gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlstore.kernels import _native, reference
+
+_TABLE: dict[str, dict[str, Callable[..., Any]]] = {
+    "RowWriter": {"cpu": _native.RowWriter},
+    "gather": {"cpu": _native.gather},
+    "gae": {"cpu": _native.gae},
+    "discounted_returns": {"cpu": _native.discounted_returns},
+    "n_step_returns": {"cpu": _native.n_step_returns},
+    "vtrace": {"cpu": _native.vtrace},
+    "normalize": {"cpu": _native.normalize},
+    "count_segments": {"cpu": _native.count_segments},
+    "split_segments": {"cpu": _native.split_segments},
+    "pad_segments": {"cpu": _native.pad_segments},
+    "first_states": {"cpu": _native.first_states},
+}
+
+OPERATIONS = tuple(_TABLE)
+
+
+def kernel(operation: str, device_type: str) -> Callable[..., Any]:
+    """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
+    listed = _TABLE[operation].get(device_type)
+    return listed if listed is not None else getattr(reference, operation)  # type: ignore[no-any-return]

@@ -1,0 +1,225 @@
+"""Every operation in plain torch, on any device: the truth that each faster kernel is tested against.
+
+The end of an episode means the same in every scan here:
+
+- terminated: no bootstrap, and nothing flows in from later steps;
+- truncated and not terminated: bootstrap from ``final_values``, and nothing flows in from later steps; where the final
+  value is not known (``final_values`` is None, or NaN there) the target of the step is its own value;
+- neither: bootstrap from the next step's value; after the last step from ``last_values``.
+
+Shapes: ``[steps, lanes]`` (a trailing dimension of 1 is fine), ``last_values`` ``[lanes]``. Flags are one-byte tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RowWriter:
+    """Writes one time row into several blocks ``[rows, ...]`` at once, or into none of them.
+
+    Each target is ``(block, lead, is_flag)``: a value given for row t goes to ``block[t + lead]``.
+    """
+
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool]]) -> None:
+        self._targets = list(targets)
+
+    def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
+        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
+
+        None leaves that field's row as it was.
+        """
+        if len(values) != len(self._targets):
+            raise ValueError("a row has one value for each field")
+        for index, (value, (block, lead, is_flag)) in enumerate(zip(values, self._targets, strict=True)):
+            if value is None:
+                continue
+            if row + lead >= block.shape[0]:
+                raise IndexError("a row beyond the end of its block")
+            if not self._fits(value, block, is_flag):
+                return index
+        for value, (block, lead, is_flag) in zip(values, self._targets, strict=True):
+            if value is not None:
+                target = block[row + lead]
+                target.copy_((value != 0 if is_flag else value).reshape(target.shape))
+        return -1
+
+    @staticmethod
+    def _fits(value: object, block: Tensor, is_flag: bool) -> bool:
+        if not isinstance(value, Tensor) or value.requires_grad or value.device != block.device:
+            return False
+        same_type = value.dtype in (torch.bool, torch.uint8, torch.int8) if is_flag else value.dtype == block.dtype
+        given, held = value.shape, block.shape[1:]
+        scalar_rows = ((held[0],), (held[0], 1)) if len(held) else ()
+        same_shape = given == held or (given in scalar_rows and held in scalar_rows)
+        return same_type and same_shape and value.is_contiguous()
+
+
+def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...]) -> None:
+    """``targets[k][i] = sources[k].flatten(0, 1)[rows[i]]``, converted to the target's dtype."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source.flatten(0, 1).index_select(0, rows))
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    gamma: float,
+    lam: float,
+    advantages: Tensor,
+    returns: Tensor,
+) -> None:
+    """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
+    ends = _Ends(rewards, terminated, truncated, final_values)
+    carried = torch.zeros_like(rewards[0])
+    next_value = last_values.reshape(rewards[0].shape)
+    for t in reversed(range(rewards.shape[0])):
+        delta = rewards[t] + gamma * ends.bootstrap(t, next_value) - values[t]
+        carried = delta + gamma * lam * torch.where(ends.cut[t], 0.0, carried)
+        carried = torch.where(ends.unknown[t], 0.0, carried)
+        advantages[t] = carried
+        returns[t] = carried + values[t]
+        next_value = values[t]
+
+
+def discounted_returns(
+    rewards: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    gamma: float,
+    returns: Tensor,
+) -> None:
+    """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
+    ends = _Ends(rewards, terminated, truncated, final_values)
+    after = last_values.reshape(rewards[0].shape)
+    for t in reversed(range(rewards.shape[0])):
+        after = torch.where(ends.unknown[t], rewards[t], rewards[t] + gamma * ends.bootstrap(t, after))
+        returns[t] = after
+
+
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    gamma: float,
+    n: int,
+    returns: Tensor,
+) -> None:
+    """``G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}``, k the smaller of n and the steps to the end."""
+    ends = _Ends(rewards, terminated, truncated, final_values)
+    steps = rewards.shape[0]
+    for start in range(steps):
+        stop = min(start + n, steps)
+        after = values[stop] if stop < steps else last_values.reshape(rewards[0].shape)
+        for t in reversed(range(start, stop)):
+            after = torch.where(ends.unknown[t], values[t], rewards[t] + gamma * ends.bootstrap(t, after))
+        returns[start] = after
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    log_rhos: Tensor,
+    gamma: float,
+    lam: float,
+    clip_rho: float,
+    clip_c: float,
+    clip_pg_rho: float,
+    targets: Tensor,
+    advantages: Tensor,
+) -> None:
+    """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
+    ends = _Ends(rewards, terminated, truncated, final_values)
+    rhos = log_rhos.exp()
+    next_value = next_target = last_values.reshape(rewards[0].shape)
+    for t in reversed(range(rewards.shape[0])):
+        delta = rhos[t].clamp(max=clip_rho) * (rewards[t] + gamma * ends.bootstrap(t, next_value) - values[t])
+        carried = torch.where(ends.cut[t], 0.0, next_target - next_value)
+        target = values[t] + delta + gamma * lam * rhos[t].clamp(max=clip_c) * carried
+        pg = rhos[t].clamp(max=clip_pg_rho) * (rewards[t] + gamma * ends.bootstrap(t, next_target) - values[t])
+        targets[t] = torch.where(ends.unknown[t], values[t], target)
+        advantages[t] = torch.where(ends.unknown[t], 0.0, pg)
+        next_value, next_target = values[t], targets[t]
+
+
+class _Ends:
+    """What the end flags of a rollout say of each step."""
+
+    def __init__(self, like: Tensor, terminated: Tensor, truncated: Tensor | None, final_values: Tensor | None) -> None:
+        self._terminated = terminated.reshape(like.shape) != 0
+        self._truncated = (
+            torch.zeros_like(self._terminated) if truncated is None else truncated.reshape(like.shape) != 0
+        )
+        self._final = torch.full_like(like, torch.nan) if final_values is None else final_values.reshape(like.shape)
+        self.cut = self._terminated | self._truncated
+        self.unknown = self._truncated & ~self._terminated & self._final.isnan()
+
+    def bootstrap(self, t: int, next_value: Tensor) -> Tensor:
+        value = torch.where(self._truncated[t], self._final[t], next_value)
+        return torch.where(self._terminated[t], 0.0, value)
+
+
+def normalize(x: Tensor, epsilon: float) -> None:
+    """``x = (x - mean) / (std + epsilon)`` in place, std unbiased, moments in float64."""
+    wide = x.double()
+    x.copy_((wide - wide.mean()) / (wide.std() + epsilon))
+
+
+def count_segments(dones: Tensor, first: int, last: int) -> int:
+    """How many trajectories the lanes ``[first, last)`` of ``dones`` fall into."""
+    if dones.shape[0] == 0:
+        return 0
+    return int((dones[:-1, first:last] != 0).sum()) + last - first
+
+
+def split_segments(dones: Tensor, first: int, last: int, lanes: Tensor, starts: Tensor, lengths: Tensor) -> None:
+    """Each trajectory's lane, first step and length, lane by lane."""
+    ends = (dones[:, first:last] != 0).reshape(dones.shape[0], last - first).t().clone()
+    ends[:, -1] = True
+    found = ends.nonzero()
+    stops = found[:, 1] + 1
+    is_first = torch.ones_like(stops, dtype=torch.bool)
+    is_first[1:] = found[1:, 0] != found[:-1, 0]
+    starts.copy_(torch.where(is_first, 0, stops.roll(1)))
+    lanes.copy_(found[:, 0] + first)
+    lengths.copy_(stops - starts)
+
+
+def pad_segments(
+    sources: tuple[Tensor, ...],
+    lanes: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    targets: tuple[Tensor, ...],
+    mask: Tensor,
+) -> None:
+    """``target[t, s] = source[starts[s] + t, lanes[s]]`` within the trajectory, else zeros; and the mask of it."""
+    t = torch.arange(mask.shape[0], device=mask.device)[:, None]
+    inside = t < lengths
+    mask.copy_(inside)
+    where = (starts + t).clamp(max=max(mask.shape[0] - 1, 0))
+    for source, target in zip(sources, targets, strict=True):
+        picked = source[where, lanes]
+        within = inside.reshape(inside.shape + (1,) * (picked.dim() - 2))
+        target.copy_(torch.where(within, picked, picked.new_zeros(())))
+
+
+def first_states(states: Tensor, lanes: Tensor, starts: Tensor, target: Tensor) -> None:
+    """``target[l, s] = states[starts[s], l, lanes[s]]`` for states ``[steps, layers, lanes, hidden]``."""
+    target.copy_(states[starts, :, lanes].transpose(0, 1))

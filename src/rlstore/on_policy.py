@@ -1,0 +1,388 @@
+"""What the on-policy storages share: a rollout of all environments, turned into batches through the ten methods."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.gather import MiniBatches
+from rlstore.engine.ring import Ring
+from rlstore.engine.schema import Structure, as_tensor
+from rlstore.engine.select import epoch_rows
+from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
+from rlstore.storage import Batch, Sample, Storage
+
+
+class OnPolicyStorage(Storage):
+    """A rollout of ``max_size`` steps, and the ten methods on it.
+
+    A subclass says what a sample is (:meth:`_insert`), which columns there are (:meth:`_columns`), and how targets are
+    made (:meth:`_compute`).
+    """
+
+    # What update_storage_parameter may change: name to the attribute that holds it.
+    _fractions: ClassVar[tuple[str, ...]] = ()
+    _size_name: ClassVar[str] = ""
+
+    _observations: Structure
+    _observation_view: Any = None  # the observations as a caller sees them; None until asked for
+    _spent = False  # the rollout was learnt from: the next sample begins a new one
+
+    # ---------------------------------------------------------------------------------------------- for subclasses
+
+    @property
+    @abstractmethod
+    def _sample_names(self) -> tuple[str, ...]:
+        """The names that a sample may hold."""
+
+    @abstractmethod
+    def _insert(self, sample: Sample) -> None:
+        """Write a sample whose names are already checked."""
+
+    @abstractmethod
+    def _check(self, sample: Sample) -> None:
+        """Refuse a sample that cannot be written, and write nothing."""
+
+    @abstractmethod
+    def _columns(self, rows: int) -> dict[str, Any]:
+        """The first ``rows`` steps by the names of the vocabulary: ``[rows, envs, ...]`` tensors and nests of them."""
+
+    @abstractmethod
+    def _apart(self, rows: int) -> dict[str, Any]:
+        """What ``get_all_buffer_data`` gives besides the columns."""
+
+    @abstractmethod
+    def _restore(self, data: Sample, rows: int) -> None:
+        """Put back what ``get_all_buffer_data`` gives and a sample does not hold."""
+
+    @abstractmethod
+    def _following(self) -> list[Tensor]:
+        """The leaves of the observations that follow the newest step."""
+
+    @abstractmethod
+    def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
+        """Make ``returns`` and ``advantages``."""
+
+    @abstractmethod
+    def _discounts(self) -> tuple[float, float]:
+        """The storage's own gamma and lambda."""
+
+    def _begin_rollout(self) -> None:
+        self._ready_ring().restart()
+
+    def _require_rows(self) -> int:
+        """The rows held by each environment, at least one."""
+        rows = 0 if self._ring is None else self._ring.size
+        if rows == 0:
+            raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
+        return rows
+
+    def _ready_ring(self) -> Ring:
+        if self._ring is None:
+            raise NotReadyError(
+                f"this {type(self).__name__} waits for its first sample: call init_tensors() or insert one"
+            )
+        return self._ring
+
+    # ---------------------------------------------------------------------------------------------- observations
+
+    def _view_observations(self) -> Any:
+        ring = self._ready_ring()
+        if self._observation_view is None:
+            blocks = [ring.blocks[name] for name in self._observations.names]
+            self._observation_view = self._observations.build(blocks, blocks[0].shape[:2])
+        return self._observation_view
+
+    def _bind_observations(self, value: Any) -> None:
+        self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
+        self._observation_view = value
+        self._follow_observations()
+
+    def _follow_observations(self) -> None:
+        """Bind what a caller has put into the observations' TensorDict since it was last looked at."""
+        if self._observation_view is None:
+            return
+        blocks = self._ready_ring().blocks
+        held = self._observations.leaves(self._observation_view)
+        if any(leaf is not blocks[name] for name, leaf in zip(self._observations.names, held, strict=True)):
+            self._ready_ring().bind_all(self._observations.names, held)
+            self._observation_view = None  # what is held may be a converted copy: show that one
+
+    def _fit_observations(self, value: Any) -> list[Tensor]:
+        """The leaves of observations of one step, checked and copied: an environment may write over its own."""
+        ring = self._ready_ring()
+        fields = {column.field.name: column.field for column in ring.columns}
+        return [
+            fields[name].fit(leaf, ring.lanes, self._torch_device).clone()
+            for name, leaf in zip(self._observations.names, self._observations.leaves(value), strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_observations()
+        return {**super().__getstate__(), "_observation_view": None}
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def insert_transition(self, sample: Sample, *args: Any) -> None:
+        """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
+
+        The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
+        """
+        self._check_names(sample)
+        blank = dict(self.__dict__) if self._ring is None else None
+        try:
+            if self._ring is None:
+                self.init_tensors(sample)
+            if self._spent:
+                self._check(sample)  # before the old rollout is given up
+                self._begin_rollout()
+                self._spent = False
+            self._insert(sample)
+        except Exception:
+            if blank is not None:
+                self.__dict__ = blank  # a first sample that is refused leaves no shapes behind
+            raise
+
+    def _check_names(self, sample: Sample) -> None:
+        unknown = [name for name in sample if name not in self._sample_names]
+        if unknown:
+            raise InvalidInputError(
+                f"a sample for {type(self).__name__} cannot hold {unknown}; it takes {list(self._sample_names)}. "
+                "Nothing was written."
+            )
+        if "observations" not in sample:
+            raise InvalidInputError("a sample needs 'observations'. Nothing was written.")
+
+    # ---------------------------------------------------------------------------------------------- learning
+
+    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+        """Make returns and advantages, with the value of what follows the newest step from the actor.
+
+        Args:
+            actor: A :class:`~rlstore.storage.Critic`; without one, the actor given to the factory's function.
+            algo: Its ``gamma`` (or ``discount``) and ``lam`` (or ``gae_lambda``) are taken where it has them; else the
+                storage's own.
+            *args: Not used.
+        """
+        self._require_rows()
+        actor = actor if actor is not None else self._given_actor
+        algo = algo if algo is not None else self._given_algorithm
+        if actor is None:
+            raise NotReadyError(
+                "before_gradients() needs an actor with get_values(observations): give it here or to the factory's function"
+            )
+        with torch.no_grad():
+            following = self._observations.build(self._following(), (self._ready_ring().lanes,))
+            last_values = actor.get_values(following)
+        gamma, lam = self._discounts()
+        self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
+
+    def after_gradients(
+        self,
+        actor: Any = None,
+        algo: Any = None,
+        info: dict[str, Any] | None = None,
+        *args: Any,
+    ) -> dict[str, Any]:
+        """The rollout is learnt from: the next sample begins a new one. Also called as ``after_gradients(batch, info)``.
+
+        Returns:
+            ``info`` with ``storage_size``, the transitions held.
+        """
+        if info is None:
+            info = algo if isinstance(algo, dict) else {}
+        self._spent = True
+        info["storage_size"] = len(self)
+        return info
+
+    def generate_batches(
+        self,
+        num_mini_batch: int,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        *args: Any,
+        shuffle: bool = True,
+    ) -> Iterator[Batch]:
+        """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
+
+        Args:
+            num_mini_batch: Batches in each epoch.
+            mini_batch_size: Rows in each; None shares the rows out. No row comes twice in an epoch.
+            num_epochs: Epochs, each with an order of its own.
+            *args: Not used.
+            shuffle: False serves the rows in the order of time.
+
+        Yields:
+            Dicts, with the row ids as ``rows``.
+        """
+        held = self._require_rows() * self._ready_ring().lanes
+        size = self._batch_rows(held, num_mini_batch, mini_batch_size)
+        check_positive("generate_batches()", num_epochs=num_epochs)
+
+        def sources() -> tuple[dict[str, Structure], tuple[Tensor, ...]]:
+            columns = self._columns(self._require_rows())
+            structures = {name: Structure.of(column, name) for name, column in columns.items()}
+            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
+            return structures, tuple(leaf.contiguous() for leaf in leaves)
+
+        structures, _ = sources()
+        epochs = self._serve(lambda: sources()[1], held, num_mini_batch, size, num_epochs, shuffle, reshuffle=True)
+        for leaves, rows in epochs:
+            batch: Batch = {}
+            remaining = iter(leaves)
+            for name, structure in structures.items():
+                parts = [next(remaining) for _ in structure.paths]
+                batch[name] = structure.build(parts, (size,))
+            batch["rows"] = rows.clone()
+            yield batch
+
+    @staticmethod
+    def _batch_rows(held: int, count: int, size: int | None = None) -> int:
+        """The rows of each of ``count`` mini-batches out of ``held``."""
+        check_positive("a batch generator", **{"the number of mini-batches": count})
+        if size is None:
+            size = held // count
+        elif count <= held:
+            check_positive("a batch generator", **{"the rows of a mini-batch": size})
+        if count > held or count * size > held:
+            raise InvalidInputError(
+                f"{count} mini-batches of {max(size, 1)} rows were asked for, and there are {held} rows"
+            )
+        return size
+
+    def _serve(
+        self,
+        sources: Callable[[], tuple[Tensor, ...]],
+        held: int,
+        count: int,
+        size: int,
+        num_epochs: int,
+        shuffle: bool = True,
+        *,
+        reshuffle: bool,
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        """Mini-batches of ``size`` rows and their row ids, epoch after epoch.
+
+        The sources are asked for again when a block has changed since, so what the blocks hold is what is served.
+        """
+        ring = self._ready_ring()
+        batches: MiniBatches | None = None
+        rows, stamp = None, None
+        keep = num_epochs > 1 and not (shuffle and reshuffle)
+        for _ in range(num_epochs):
+            if rows is None or (shuffle and reshuffle):
+                rows, batches = epoch_rows(held, count * size, self._generator, shuffle=shuffle), None
+            if batches is None or stamp != ring.stamp():
+                blocks, stamp = sources(), ring.stamp()
+                batches = MiniBatches(blocks, rows, count, dtypes or [block.dtype for block in blocks], keep=keep)
+            for index in range(count):
+                yield batches[index], batches.rows(index)
+
+    # ---------------------------------------------------------------------------------------------- the whole
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> Batch:
+        """Copies of everything held: ``[steps, envs, ...]`` by the names of the vocabulary, and ``last_observations``."""
+        if self._ring is None or self._ring.size == 0:
+            return {}
+        rows = self._ring.size
+        data = {**self._columns(rows), **self._apart(rows)}
+        return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
+
+    def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
+        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives."""
+        twin = copy.deepcopy(self)
+        twin.reset()
+        if new_data:
+            per_step = {name: value for name, value in new_data.items() if name in self._sample_names}
+            if "observations" not in per_step:
+                raise InvalidInputError("new_data needs 'observations' [steps, envs, ...]. Nothing was changed.")
+            steps = len(
+                as_tensor(
+                    Structure.of(per_step["observations"], "observations").leaves(per_step["observations"])[0],
+                    "observations",
+                )
+            )
+            for t in range(steps):
+                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in per_step.items()})
+            twin._restore(new_data, steps)
+        self.__dict__ = twin.__dict__
+
+    def _restore_block(self, name: str, value: Any, rows: int) -> None:
+        """Put values that are no part of a row back into the first ``rows`` of a block."""
+        block = self._ready_ring().writable(name)[:rows]
+        given = as_tensor(value, name)
+        if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
+            raise InvalidInputError(
+                f"{name} is {tuple(given.shape)}, and {tuple(block.shape)} is needed. Nothing was changed."
+            )
+        block.copy_(given.reshape(block.shape))
+
+    def reset(self, *args: Any) -> None:
+        """Make the storage empty, every tensor zero."""
+        if self._ring is not None:
+            self._ring.zero()
+        self._spent = False
+
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
+        """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
+        owner = type(self).__name__
+        if parameter_name in self._fractions:
+            check_fraction(owner, **{parameter_name: new_parameter_value})
+            setattr(self, parameter_name, float(new_parameter_value))
+        elif parameter_name == self._size_name:
+            check_positive(owner, **{parameter_name: new_parameter_value})
+            if len(self):
+                raise NotReadyError(
+                    f"{parameter_name} can change only while the storage is empty; it holds {len(self)} transitions. "
+                    "Call reset() first. Nothing was changed."
+                )
+            self._resize(int(new_parameter_value))
+        else:
+            known = [*self._fractions, self._size_name]
+            raise UnknownParameterError(
+                f"{owner} has no parameter {parameter_name!r}; it has {known}. Nothing was changed."
+            )
+
+    def _resize(self, steps: int) -> None:
+        if self._ring is not None:
+            columns = self._ring.columns
+            self._ring = Ring(columns, steps, self._ring.lanes, self._torch_device)
+        self.max_size = steps
+
+
+def _algorithm_discounts(algo: object, gamma: float, lam: float) -> tuple[float, float]:
+    for name in ("gamma", "discount"):
+        gamma = getattr(algo, name, gamma)
+    for name in ("lam", "gae_lambda"):
+        lam = getattr(algo, name, lam)
+    return float(gamma), float(lam)
+
+
+def _copied(value: Any, device: str | torch.device) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return type(value)(_copied(part, device) for part in value)
+    copied = value.clone()
+    return copied.to(device)
+
+
+def _at_step(value: Any, t: int, steps: int, name: str) -> Any:
+    """Entry t of a tensor, or of each tensor in a nest."""
+    if value is None:
+        return None
+    if isinstance(value, (tuple, list)) and not (value and isinstance(value[0], (int, float))):
+        return tuple(_at_step(part, t, steps, name) for part in value)
+    if isinstance(value, dict):
+        return {key: _at_step(part, t, steps, name) for key, part in value.items()}
+    if len(value) != steps:
+        raise InvalidInputError(f"{name} has {len(value)} steps and observations {steps}. Nothing was changed.")
+    return value[t] if isinstance(value, (Tensor, TensorDictBase)) else as_tensor(value, name)[t]

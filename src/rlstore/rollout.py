@@ -1,0 +1,476 @@
+"""RolloutStorage: rollouts for PPO, recurrent PPO and distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlstore.attributes import BlockAttribute, BlockGroup, ObservationAttribute
+from rlstore.engine import returns, segments
+from rlstore.engine.checks import check_fraction, check_positive, check_shape
+from rlstore.engine.gather import KeptBatches
+from rlstore.engine.ring import Ring
+from rlstore.engine.schema import Field, Structure, as_tensor
+from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.on_policy import OnPolicyStorage
+from rlstore.storage import Batch as DictBatch
+from rlstore.storage import Sample
+from rlstore.transition import (
+    MODES,
+    SAMPLE_NAMES,
+    VOCABULARY,
+    Batch,
+    HiddenState,
+    Transition,
+    TransitionLayout,
+    group_blocks,
+)
+
+
+class RolloutStorage(OnPolicyStorage):
+    """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
+
+    The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
+    ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``, for
+    "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when a
+    generator runs is what is served.
+
+    Args:
+        training_type: "rl" or "distillation".
+        num_envs: Environments side by side.
+        num_transitions_per_env: Steps of a rollout.
+        obs: An example of the observations, TensorDict ``[envs]``; nested ones too.
+        actions_shape: The shape of one action.
+        device: Where the data lie.
+        gamma: The discount that ``before_gradients`` takes when the algorithm names none.
+        lam: The lambda that it takes then.
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+    """
+
+    Transition = Transition
+    Batch = Batch
+
+    observations = ObservationAttribute()
+    rewards = BlockAttribute()
+    actions = BlockAttribute()
+    dones = BlockAttribute()
+    values = BlockAttribute()
+    actions_log_prob = BlockAttribute()
+    returns = BlockAttribute()
+    advantages = BlockAttribute()
+    privileged_actions = BlockAttribute()
+    distribution_params = BlockGroup(tuple, mode="rl")
+    saved_hidden_state_a = BlockGroup(list)
+    saved_hidden_state_c = BlockGroup(list)
+
+    _fractions: ClassVar[tuple[str, ...]] = ("gamma", "lam")
+    _size_name: ClassVar[str] = "num_transitions_per_env"
+
+    def __init__(
+        self,
+        training_type: str,
+        num_envs: int | None,
+        num_transitions_per_env: int,
+        obs: TensorDict | None,
+        actions_shape: Sequence[int] | None,
+        device: str | torch.device = "cpu",
+        *,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        seed: int | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        if training_type not in MODES:
+            raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(MODES)}")
+        check_positive(owner, num_transitions_per_env=num_transitions_per_env)
+        check_fraction(owner, gamma=gamma, lam=lam)
+        super().__init__(num_transitions_per_env, device, seed=seed)
+        self.training_type = training_type
+        self.gamma, self.lam = gamma, lam
+        self.num_envs, self.actions_shape = num_envs, actions_shape
+        self._last_observations: list[Tensor] | None = None
+        # All three None: a storage from create_factory(), which learns them from its first sample.
+        if (num_envs, obs, actions_shape) != (None, None, None):
+            check_positive(owner, num_envs=num_envs)
+            shape = check_shape(owner, "actions_shape", actions_shape)
+            self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
+
+    @classmethod
+    def create_factory(
+        cls,
+        size: int,
+        training_type: str = "rl",
+        *args: Any,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        seed: int | None = None,
+    ) -> Callable[..., RolloutStorage]:
+        """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` steps.
+
+        They learn the number of environments and all shapes from their first sample.
+        """
+
+        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
+            storage = cls(training_type, None, size, None, None, device, gamma=gamma, lam=lam, seed=seed)
+            storage._given_actor, storage._given_algorithm = actor, algorithm
+            return storage
+
+        return create
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    @property
+    def num_transitions_per_env(self) -> int:
+        """Steps of a rollout."""
+        return self.max_size
+
+    @property
+    def step(self) -> int:
+        """Steps written since :meth:`clear`."""
+        return 0 if self._ring is None else self._ring.size
+
+    def init_tensors(self, sample: Sample, *args: Any) -> None:
+        """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
+        self._check_names(sample)
+        if self._ring is not None:
+            self._check(sample)
+            return
+        actions = as_tensor(sample.get("actions"), "actions")
+        num_envs = as_tensor(sample.get("rewards"), "rewards").reshape(-1).shape[0]
+        actions_shape = tuple(actions.shape[1:]) if actions.dim() > 1 else (1,)
+        self._allocate(num_envs, sample["observations"], actions_shape, "the first sample")
+
+    def _allocate(self, num_envs: int, obs: Any, actions_shape: tuple[int, ...], origin: str) -> None:
+        structure = Structure.of(obs, "observations")
+        fields = []
+        for name, leaf in zip(structure.names, structure.leaves(obs), strict=True):
+            example = as_tensor(leaf, name)
+            if example.dim() < 1 or example.shape[0] != num_envs:
+                raise InvalidInputError(
+                    f"{name} is {tuple(example.shape)}; its first dimension must be the {num_envs} environments"
+                )
+            fields.append(Field(name, tuple(example.shape[1:]), example.dtype, origin))
+        own = f"{type(self).__name__}() for {num_envs} environments"
+        actions_origin = f"the actions_shape {list(actions_shape)} and {num_envs} environments"
+        fields.append(Field("actions", actions_shape, torch.float32, actions_origin))
+        fields.append(Field("rewards", (1,), torch.float32, own))
+        fields.append(Field("dones", (1,), torch.uint8, own, is_flag=True))
+        if self.training_type == "distillation":
+            fields.append(Field("privileged_actions", actions_shape, torch.float32, actions_origin))
+        else:
+            fields.extend(Field(name, (1,), torch.float32, own) for name in MODES["rl"])
+        self._layout = TransitionLayout(structure, fields, self.training_type, num_envs, self._torch_device)
+        self._ring = Ring(self._layout.columns, self.max_size, num_envs, self._torch_device)
+        if self.training_type == "rl":
+            self._ring.reserve([Field(name, (1,), torch.float32, own) for name in ("returns", "advantages")])
+        self._observations, self.num_envs, self.actions_shape = structure, num_envs, actions_shape
+
+    def clear(self) -> None:
+        """Begin a new rollout: the cursor goes back to the first step."""
+        self._ready_ring().restart()
+
+    def reset(self, *args: Any) -> None:
+        """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
+        if self._ring is not None:
+            groups = self._layout.groups
+            self._ring.drop([block for group, count in groups.items() for block in group_blocks(group, count)])
+            groups.clear()
+        self._last_observations = None
+        super().reset()
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def add_transition(self, transition: Transition) -> None:
+        """Add one step of all environments at the cursor; everything is checked before anything is written.
+
+        Raises:
+            RolloutFullError: (an OverflowError) if the rollout is full.
+            InvalidInputError: (a ValueError) if a field is missing, unknown or does not fit.
+        """
+        ring = self._ready_ring()
+        if ring.size >= ring.steps:
+            raise RolloutFullError(
+                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, or "
+                "raise num_transitions_per_env. Nothing was written."
+            )
+        self._follow_observations()
+        values, optional = self._layout.row(transition)
+        if optional:
+            values = self._extend(values, optional)
+        ring.write(values)
+
+    def _extend(self, values: tuple[Any, ...], optional: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Make room for optional fields met for the first time, once the whole row is known to fit."""
+        ring = self._ready_ring()
+        if "distribution_params" in optional and ring.size:
+            raise InvalidInputError(
+                "distribution_params are given, and earlier steps of this rollout had none. Nothing was written."
+            )
+        columns, new = self._layout.first_met(optional)
+        values = (*ring.fit(values), *new)
+        ring.extend(columns, fills={"final_values": torch.nan})
+        self._layout.groups.update({group: len(parts) for group, parts in optional.items()})
+        return values
+
+    # ---------------------------------------------------------------------------------------------- targets
+
+    def compute_returns(
+        self,
+        last_values: Tensor,
+        gamma: float,
+        lam: float,
+        normalize_advantage: bool = True,
+    ) -> None:
+        """Fill ``returns`` and ``advantages`` of the steps written since :meth:`clear` by generalised advantage estimation.
+
+        ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of the step
+        after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there is no
+        bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`Transition`).
+
+        Args:
+            last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
+            gamma: The discount.
+            lam: The weight of longer estimates.
+            normalize_advantage: Bring the advantages to mean 0 and (unbiased) standard deviation 1, plus 1e-8.
+        """
+        self._require_mode("rl")
+        rows, ring = self._require_rows(), self._ready_ring()
+        check_fraction("compute_returns()", gamma=gamma, lam=lam)
+        last = Field("last_values", (1,), torch.float32, f"{ring.lanes} environments").fit(
+            last_values, ring.lanes, ring.device
+        )
+        terminated, truncated = self._end_flags(rows)
+        final = ring.blocks["final_values"][:rows] if "final_values" in ring.blocks else None
+        out = (ring.writable("advantages")[:rows], ring.writable("returns")[:rows])
+        returns.gae(
+            self.rewards[:rows], self.values[:rows], last, terminated, truncated, final, gamma=gamma, lam=lam, out=out
+        )
+        if normalize_advantage:
+            returns.normalize(out[0], 1e-8)
+
+    def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""
+        blocks = self._ready_ring().blocks
+        dones = blocks["dones"][:rows]
+        if "truncated" not in blocks:
+            return dones, None
+        truncated = blocks["truncated"][:rows]
+        return (dones != 0) & (truncated == 0), truncated
+
+    def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
+        self.compute_returns(last_values, gamma, lam)
+
+    # ---------------------------------------------------------------------------------------------- batches
+
+    def generator(self) -> Iterator[Batch]:
+        """Yield one batch for each written step, in order, for distillation: observations, privileged actions, dones."""
+        self._require_mode("distillation")
+        rows, ring = self._require_rows(), self._ready_ring()
+        self._follow_observations()
+        for t in range(rows):
+            leaves = [ring.blocks[name][t].clone() for name in self._observations.names]
+            yield Batch(
+                observations=self._observations.build(leaves, (ring.lanes,)),
+                privileged_actions=self.privileged_actions[t].clone(),
+                dones=self.dones[t].clone(),
+            )
+
+    def mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False
+    ) -> Iterator[Batch]:
+        """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
+
+        Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
+
+        Args:
+            num_mini_batches: Batches in each epoch.
+            num_epochs: Epochs.
+            reshuffle: Draw a new order for every epoch; otherwise one order serves them all.
+        """
+        self._require_mode("rl")
+        held = self._require_rows() * self._ready_ring().lanes
+        size = self._batch_rows(held, num_mini_batches)
+        check_positive("mini_batch_generator()", num_epochs=num_epochs)
+        leaves = len(self._observations.paths)
+        for tensors, _ in self._serve(
+            self._batch_sources, held, num_mini_batches, size, num_epochs, reshuffle=reshuffle
+        ):
+            observations = self._observations.build(tensors[:leaves], (size,))
+            yield Batch(observations, *tensors[leaves : leaves + 5], tensors[leaves + 5 :] or None)  # type: ignore[arg-type]
+
+    def _batch_sources(self) -> tuple[Tensor, ...]:
+        """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
+        self._follow_observations()
+        blocks, rows = self._ready_ring().blocks, self._require_rows()
+        names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
+        names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
+        return tuple(blocks[name][:rows] for name in names)
+
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Batch]:
+        """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
+
+        A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
+        episodes ended and padded with zeros to ``[steps, trajectories, ...]``, trajectories lane by lane; ``masks`` tells
+        data from padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
+        ``[steps, envs, ...]``.
+        """
+        self._require_mode("rl")
+        ring = self._ready_ring()
+        self._require_rows()
+        check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
+        if num_mini_batches > ring.lanes:
+            raise InvalidInputError(
+                f"{num_mini_batches} mini-batches were asked for, and there are {ring.lanes} environments"
+            )
+        width = ring.lanes // num_mini_batches
+        kept = KeptBatches(keep=num_epochs > 1)
+        for _ in range(num_epochs):
+            self._follow_observations()
+            kept.follow(ring.stamp())
+            for index in range(num_mini_batches):
+                first = index * width
+                yield self._recurrent_batch(
+                    kept.get(index, lambda first=first: self._recurrent_tensors(first, first + width))
+                )
+
+    def _recurrent_tensors(self, first: int, last: int) -> tuple[Tensor, ...]:
+        """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
+        blocks, rows = self._ready_ring().blocks, self._require_rows()
+        trajectories = segments.split(blocks["dones"][:rows], first, last)
+        leaves = len(self._observations.paths)
+        sources = self._batch_sources()
+        padded, masks = segments.pad(sources[:leaves], trajectories, rows)
+        others = [
+            source[:, first:last].contiguous() if last - first < source.shape[1] else source.clone()
+            for source in sources[leaves:]
+        ]
+        states = [
+            segments.first_states(blocks[name][:rows], trajectories)
+            for group in ("saved_hidden_state_a", "saved_hidden_state_c")
+            for name in group_blocks(group, self._layout.groups.get(group, 0))
+        ]
+        return (*padded, *others, masks, *states)
+
+    def _recurrent_batch(self, tensors: tuple[Tensor, ...]) -> Batch:
+        groups = self._layout.groups
+        leaves, params = len(self._observations.paths), groups.get("distribution_params", 0)
+        states_a, states_c = groups.get("saved_hidden_state_a", 0), groups.get("saved_hidden_state_c", 0)
+        observations, fields, masks = tensors[:leaves], tensors[leaves : leaves + 5], tensors[leaves + 5 + params]
+        states = tensors[leaves + 6 + params :]
+        return Batch(
+            self._observations.build(observations, masks.shape),  # type: ignore[arg-type]
+            *fields,
+            tensors[leaves + 5 : leaves + 5 + params] or None,
+            (_hidden_state(states[:states_a]), _hidden_state(states[states_a : states_a + states_c])),
+            masks,
+        )
+
+    def _require_mode(self, mode: str) -> None:
+        if self.training_type != mode:
+            raise InvalidInputError(
+                f"this is only for training_type {mode!r}; this storage was built for {self.training_type!r}"
+            )
+
+    # ---------------------------------------------------------------------------------------------- the ten methods
+
+    @property
+    def _sample_names(self) -> tuple[str, ...]:
+        return SAMPLE_NAMES[self.training_type]
+
+    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+        """For "rl", make returns and advantages (see the base class). Distillation needs none."""
+        if self.training_type == "distillation":
+            self._require_rows()
+        else:
+            super().before_gradients(actor, algo, *args)
+
+    def generate_batches(
+        self,
+        num_mini_batch: int,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        *args: Any,
+        shuffle: bool = True,
+        recurrent: bool = False,
+    ) -> Iterator[DictBatch]:
+        """Batches in the words of the vocabulary; with ``recurrent`` as :meth:`recurrent_mini_batch_generator` has them.
+
+        Recurrent batches hold whole environments, so ``mini_batch_size`` must be None and they are never shuffled.
+        """
+        if not recurrent:
+            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, *args, shuffle=shuffle)
+            return
+        if mini_batch_size is not None:
+            raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
+        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs):
+            yield {VOCABULARY.get(name, name): value for name, value in vars(batch).items() if value is not None}
+
+    def _insert(self, sample: Sample) -> None:
+        nexts = sample.get("next_observations")
+        following = None if nexts is None else self._fit_observations(nexts)
+        self.add_transition(self._layout.transition(sample))
+        self._last_observations = following
+
+    def _check(self, sample: Sample) -> None:
+        values, optional = self._layout.row(self._layout.transition(sample))
+        self._ready_ring().fit(values)
+        self._layout.first_met(optional)
+        if sample.get("next_observations") is not None:
+            self._fit_observations(sample["next_observations"])
+
+    def _following(self) -> list[Tensor]:
+        if self._last_observations is None:
+            raise NotReadyError(
+                "the newest sample had no 'next_observations', whose values before_gradients() asks for"
+            )
+        return self._last_observations
+
+    def _discounts(self) -> tuple[float, float]:
+        return self.gamma, self.lam
+
+    def _columns(self, rows: int) -> dict[str, Any]:
+        self._follow_observations()
+        blocks = self._ready_ring().blocks
+        terminated, truncated = self._end_flags(rows)
+        leaves = (blocks[name][:rows] for name in self._observations.names)
+        columns = {
+            "observations": self._observations.build(leaves, (rows, self._ready_ring().lanes)),
+            "actions": blocks["actions"][:rows],
+            "rewards": blocks["rewards"][:rows],
+            "terminated": terminated != 0,
+            "truncated": torch.zeros_like(terminated, dtype=torch.bool) if truncated is None else truncated != 0,
+        }
+        for name in (*MODES[self.training_type], "returns", "advantages"):
+            if name in blocks:
+                columns[VOCABULARY.get(name, name)] = blocks[name][:rows]
+        if self.training_type == "rl" and self.distribution_params is not None:
+            columns["distribution_params"] = tuple(params[:rows] for params in self.distribution_params)
+        return columns
+
+    def _apart(self, rows: int) -> dict[str, Any]:
+        blocks = self._ready_ring().blocks
+        apart: dict[str, Any] = {}
+        if "final_values" in blocks:
+            apart["final_values"] = blocks["final_values"][:rows]
+        saved = (self.saved_hidden_state_a, self.saved_hidden_state_c)
+        if saved != (None, None):
+            apart["hidden_states"] = tuple(_hidden_state([s[:rows] for s in states or ()]) for states in saved)
+        if self._last_observations is not None:
+            apart["last_observations"] = self._observations.build(self._last_observations, (self._ready_ring().lanes,))
+        return apart
+
+    def _restore(self, data: Sample, rows: int) -> None:
+        for name in ("returns", "advantages"):
+            if name in data:
+                self._restore_block(name, data[name], rows)
+        if data.get("last_observations") is not None:
+            self._last_observations = self._fit_observations(data["last_observations"])
+
+
+def _hidden_state(states: Sequence[Tensor]) -> HiddenState:
+    """A GRU's single state as a tensor, an LSTM's as a tuple, none as None."""
+    return None if not states else states[0] if len(states) == 1 else tuple(states)

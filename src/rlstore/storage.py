@@ -1,0 +1,187 @@
+"""Storage: the ten methods through which a trainer drives any storage, and what every storage shares.
+
+The vocabulary
+--------------
+The ten methods speak of experience in dicts. A name means the same in every storage; ``N`` is the number of
+environments, and a scalar is taken as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
+
+===================== ==================================================================================================
+``observations``      what the agent saw before acting: a tensor ``[N, ...]``, or a dict or TensorDict of them
+``actions``           what it did
+``rewards``           what it got for it
+``terminated``        the episode really ended with this step: nothing of value follows
+``truncated``         the episode was cut off after this step, by a time limit for instance
+``next_observations`` what the environment showed after the step (after an automatic reset: the new episode's start)
+``final_values``      the value of the observation in which an episode was truncated; NaN where it is not known
+``values``            the critic's estimate for ``observations``
+``log_probs``         the log-probability of ``actions`` under the policy that chose them
+``distribution_params`` a tuple of the parameters of that policy's distribution
+``adv_preds``         the actor's own prediction of the advantage (DAAC)
+``privileged_actions`` what a teacher would have done (distillation)
+``hidden_states``     the recurrent states before the step, ``(actor, critic)``, each None, a tensor or a tuple of tensors
+``returns``           value targets, made by ``before_gradients``
+``advantages``        made by ``before_gradients``
+``masks``             True where a padded sequence holds data, bool ``[steps, trajectories]``
+``weights``           importance weights of a batch that was not drawn uniformly
+``rows``              the row ids of a batch, int64: the language in which priorities come back
+``last_observations`` what follows the newest step, in ``get_all_buffer_data`` alone
+===================== ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.ring import Ring
+
+Sample = Mapping[str, Any]
+Batch = dict[str, Any]
+Self = TypeVar("Self", bound="Storage")
+
+
+class Critic(Protocol):
+    """What ``before_gradients`` asks of an actor: the value of the observations after the newest step."""
+
+    def get_values(self, observations: Any) -> Tensor:
+        """``V(observations)``, ``[N]`` or ``[N, 1]``."""
+        ...
+
+
+class Storage(ABC):
+    """The base class of every storage: ten methods to implement, and nothing that a subclass must call.
+
+    Args:
+        size: Capacity along the time axis.
+        device: Where the data lie.
+        actor: The actor that ``before_gradients`` asks when it is called without one.
+        algorithm: The algorithm whose discount it takes when it is called without one.
+        *args: For subclasses.
+        seed: The seed of the storage's own generator; None draws one from torch's.
+    """
+
+    max_size: int
+    _ring: Ring | None = None
+
+    def __init__(
+        self,
+        size: int,
+        device: str | torch.device = "cpu",
+        actor: Any = None,
+        algorithm: Any = None,
+        *args: Any,
+        seed: int | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        check_positive(owner, size=size)
+        self.max_size = int(size)
+        self.device = device
+        self._torch_device = check_device(owner, device)
+        self._given_actor, self._given_algorithm = actor, algorithm
+        self._generator = torch.Generator(self._torch_device)
+        self.seed(seed)
+
+    def seed(self, seed: int | None = None) -> None:
+        """Start the storage's generator anew: everything that is drawn at random comes from it."""
+        self._generator.manual_seed(check_seed(type(self).__name__, seed))
+
+    # ---------------------------------------------------------------------------------------------- the ten methods
+
+    @classmethod
+    @abstractmethod
+    def create_factory(cls, size: int, *args: Any) -> Callable[..., Storage]:
+        """A function ``f(device, actor, algorithm)`` that makes new storages.
+
+        Args:
+            size: Capacity along the time axis.
+            *args: For subclasses.
+        """
+
+    @abstractmethod
+    def init_tensors(self, sample: Sample, *args: Any) -> None:
+        """Allocate the data tensors from a sample of one environment step; the sample itself is not stored."""
+
+    @abstractmethod
+    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> Batch:
+        """All data stored now, as copies, on the CPU if ``data_to_cpu``."""
+
+    @abstractmethod
+    def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
+        """Add data of the form that ``get_all_buffer_data`` gives; each storage says whether it replaces or appends."""
+
+    @abstractmethod
+    def insert_transition(self, sample: Sample, *args: Any) -> None:
+        """Store one environment step."""
+
+    @abstractmethod
+    def before_gradients(self, actor: Any, algo: Any, *args: Any) -> None:
+        """What is to be done before the actor is updated."""
+
+    @abstractmethod
+    def after_gradients(self, actor: Any, algo: Any, info: dict[str, Any], *args: Any) -> dict[str, Any]:
+        """What is to be done after the actor was updated.
+
+        Returns:
+            ``info``, with what the storage has to add.
+        """
+
+    @abstractmethod
+    def generate_batches(
+        self,
+        num_mini_batch: int,
+        mini_batch_size: int,
+        num_epochs: int = 1,
+        *args: Any,
+    ) -> Iterator[Batch]:
+        """Batches to learn from: ``num_mini_batch`` of ``mini_batch_size`` in each of ``num_epochs``."""
+
+    @abstractmethod
+    def reset(self, *args: Any) -> None:
+        """Make the storage empty."""
+
+    @abstractmethod
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
+        """Change a parameter of the storage."""
+
+    # ---------------------------------------------------------------------------------------------- what all share
+
+    def __len__(self) -> int:
+        """Transitions held now, over all environments."""
+        return 0 if self._ring is None else self._ring.size * self._ring.lanes
+
+    def __bool__(self) -> bool:
+        """True, also when empty: ``if storage`` asks whether there is one."""
+        return True
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if "_torch_device" not in self.__dict__:
+            return object.__repr__(self)
+        if self._ring is None:
+            return f"{name}({self.max_size} steps on {self.device}: waits for its first sample)"
+        ring = self._ring
+        return (
+            f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
+            f"{ring.size} steps held, {ring.nbytes / 1e6:.1f} MB)"
+        )
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """A copy with data and generator of its own; actor and algorithm are not ours, and are shared."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__getstate__().items():
+            twin.__dict__[name] = self.__dict__[name] if name in _NOT_OURS else copy.deepcopy(value, memo)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but actor and algorithm, which are not ours; give them to ``before_gradients`` after loading."""
+        return {name: None if name in _NOT_OURS else value for name, value in self.__dict__.items()}
+
+
+_NOT_OURS = ("_given_actor", "_given_algorithm")
