@@ -50,7 +50,9 @@ def visible(obs: Tensor) -> Tensor:
     return obs[:, HideVelocities.VISIBLE]
 
 
-def update(student: Student, optimizer: torch.optim.Optimizer, storage: RolloutStorage, first: Tensor, run: Run) -> float:
+def update(
+    student: Student, optimizer: torch.optim.Optimizer, storage: RolloutStorage, first: Tensor, run: Run
+) -> float:
     """Go through the rollout in the order of time, from the states ``first``; returns the last loss."""
     loss = torch.zeros(())
     for _ in range(NUM_EPOCHS):
