@@ -1,4 +1,4 @@
-"""The blocks of an on-policy storage as its attributes: read them, write into them, or put other tensors in their place."""
+"""The blocks of an on-policy storage as its attributes, to be read, written into, or replaced."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class DecoupledRolloutStorage(OnPolicyStorage):
     """A rollout of ``num_steps`` steps of ``num_envs`` environments for DAAC (Raileanu and Fergus 2021).
 
     The blocks are attributes: ``obs`` ``[steps + 1, envs, ...]``, ``actions`` ``[steps, envs]`` for Discrete or
-    ``[steps, envs, ...]``, ``rewards``, ``log_probs``, ``values``, ``returns``, ``advantages`` and ``adv_preds`` ``[steps, envs]``,
-    ``terminateds`` and ``truncateds`` ``[steps + 1, envs]``: row t + 1 tells of step t, row 0 of the rollout before. All but
-    ``obs`` are float32. After ``num_steps`` adds the next add begins a new rollout.
+    ``[steps, envs, ...]``; ``rewards``, ``log_probs``, ``values``, ``returns``, ``advantages`` and ``adv_preds``, all
+    ``[steps, envs]``; ``terminateds`` and ``truncateds`` ``[steps + 1, envs]``: row t + 1 tells of step t, row 0 of the
+    rollout before. All but ``obs`` are float32. After ``num_steps`` adds the next add begins a new rollout.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
@@ -238,7 +238,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         self._ready_ring().restart()
 
     def update(self) -> None:
-        """Carry the end flags after the last step over to row 0, for the next rollout; nothing before it is complete."""
+        """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
         ring = self._ready_ring()
         if ring.size == ring.steps:
             for name in ("terminateds", "truncateds"):
@@ -250,10 +250,11 @@ class DecoupledRolloutStorage(OnPolicyStorage):
     def compute_returns_and_advantages(self, last_values: Tensor) -> None:
         """Fill ``returns`` and ``advantages`` by generalised advantage estimation.
 
-        ``delta_t = r_t + discount * V_{t+1} - V_t``, ``A_t = delta_t + discount * gae_lambda * A_{t+1}``, ``returns_t = A_t + V_t``; V of
-        the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps. Terminated:
-        no bootstrap. Truncated: bootstrap from ``final_values`` where given to :meth:`add`, else A of that step is 0. Both:
-        terminated. ``advantages`` are then normalised over the rollout: ``(A - mean) / (std + 1e-5)``, std unbiased.
+        ``delta_t = r_t + discount * V_{t+1} - V_t``, ``A_t = delta_t + discount * gae_lambda * A_{t+1}``,
+        ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended nothing flows in
+        from later steps. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to :meth:`add`,
+        else A of that step is 0. Both: terminated. ``advantages`` are then normalised over the rollout:
+        ``(A - mean) / (std + 1e-5)``, std unbiased.
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
@@ -272,7 +273,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         returns.normalize(out[0], 1e-5)
 
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
-        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, in a new order each call, until too few are left.
+        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order each call.
 
         Args:
             num_mini_batch: Mini-batches to cut the rollout into.

@@ -17,7 +17,7 @@ from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Structure, as_tensor
 from rlstore.engine.select import epoch_rows
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
-from rlstore.storage import Batch, Sample, Storage
+from rlstore.storage import BatchDict, Sample, Storage
 
 
 class OnPolicyStorage(Storage):
@@ -176,7 +176,7 @@ class OnPolicyStorage(Storage):
         algo = algo if algo is not None else self._given_algorithm
         if actor is None:
             raise NotReadyError(
-                "before_gradients() needs an actor with get_values(observations): give it here or to the factory's function"
+                "before_gradients() needs an actor with get_values(observations): give it here, or to the factory"
             )
         with torch.no_grad():
             following = self._observations.build(self._following(), (self._ready_ring().lanes,))
@@ -191,7 +191,9 @@ class OnPolicyStorage(Storage):
         info: dict[str, Any] | None = None,
         *args: Any,
     ) -> dict[str, Any]:
-        """The rollout is learnt from: the next sample begins a new one. Also called as ``after_gradients(batch, info)``.
+        """The rollout is learnt from: the next sample begins a new one.
+
+        It may also be called as ``after_gradients(batch, info)``.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
@@ -209,7 +211,7 @@ class OnPolicyStorage(Storage):
         num_epochs: int = 1,
         *args: Any,
         shuffle: bool = True,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[BatchDict]:
         """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
 
         Args:
@@ -235,7 +237,7 @@ class OnPolicyStorage(Storage):
         structures, _ = sources()
         epochs = self._serve(lambda: sources()[1], held, num_mini_batch, size, num_epochs, shuffle, reshuffle=True)
         for leaves, rows in epochs:
-            batch: Batch = {}
+            batch: BatchDict = {}
             remaining = iter(leaves)
             for name, structure in structures.items():
                 parts = [next(remaining) for _ in structure.paths]
@@ -288,8 +290,8 @@ class OnPolicyStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- the whole
 
-    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> Batch:
-        """Copies of everything held: ``[steps, envs, ...]`` by the names of the vocabulary, and ``last_observations``."""
+    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> BatchDict:
+        """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary."""
         if self._ring is None or self._ring.size == 0:
             return {}
         rows = self._ring.size

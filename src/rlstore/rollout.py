@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +18,14 @@ from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.on_policy import OnPolicyStorage
-from rlstore.storage import Batch as DictBatch
-from rlstore.storage import Sample
+from rlstore.storage import BatchDict, Sample
 from rlstore.transition import (
     MODES,
     SAMPLE_NAMES,
     VOCABULARY,
-    Batch,
     HiddenState,
-    Transition,
+    RolloutBatch,
+    RolloutTransition,
     TransitionLayout,
     group_blocks,
 )
@@ -35,8 +35,8 @@ class RolloutStorage(OnPolicyStorage):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
-    ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``, for
-    "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when a
+    ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
+    for "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when a
     generator runs is what is served.
 
     Args:
@@ -51,8 +51,8 @@ class RolloutStorage(OnPolicyStorage):
         seed: The seed of everything drawn at random; None draws one from torch's own generator.
     """
 
-    Transition = Transition
-    Batch = Batch
+    Transition = RolloutTransition
+    Batch = RolloutBatch
 
     observations = ObservationAttribute()
     rewards = BlockAttribute()
@@ -96,7 +96,7 @@ class RolloutStorage(OnPolicyStorage):
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
-            shape = check_shape(owner, "actions_shape", actions_shape)
+            shape = check_shape(owner, "actions_shape", actions_shape if actions_shape is not None else ())
             self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
@@ -184,7 +184,7 @@ class RolloutStorage(OnPolicyStorage):
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def add_transition(self, transition: Transition) -> None:
+    def add_transition(self, transition: RolloutTransition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
 
         Raises:
@@ -194,8 +194,8 @@ class RolloutStorage(OnPolicyStorage):
         ring = self._ready_ring()
         if ring.size >= ring.steps:
             raise RolloutFullError(
-                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, or "
-                "raise num_transitions_per_env. Nothing was written."
+                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, "
+                "or raise num_transitions_per_env. Nothing was written."
             )
         self._follow_observations()
         values, optional = self._layout.row(transition)
@@ -225,10 +225,10 @@ class RolloutStorage(OnPolicyStorage):
         lam: float,
         normalize_advantage: bool = True,
     ) -> None:
-        """Fill ``returns`` and ``advantages`` of the steps written since :meth:`clear` by generalised advantage estimation.
+        """Fill ``returns`` and ``advantages`` of the steps written since :meth:`clear`, by generalised advantage estimation.
 
-        ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of the step
-        after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there is no
+        ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of
+        the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there is no
         bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`Transition`).
 
         Args:
@@ -266,14 +266,14 @@ class RolloutStorage(OnPolicyStorage):
 
     # ---------------------------------------------------------------------------------------------- batches
 
-    def generator(self) -> Iterator[Batch]:
-        """Yield one batch for each written step, in order, for distillation: observations, privileged actions, dones."""
+    def generator(self) -> Iterator[RolloutBatch]:
+        """Yield one batch for each written step, in order: observations, privileged actions and dones."""
         self._require_mode("distillation")
         rows, ring = self._require_rows(), self._ready_ring()
         self._follow_observations()
         for t in range(rows):
             leaves = [ring.blocks[name][t].clone() for name in self._observations.names]
-            yield Batch(
+            yield RolloutBatch(
                 observations=self._observations.build(leaves, (ring.lanes,)),
                 privileged_actions=self.privileged_actions[t].clone(),
                 dones=self.dones[t].clone(),
@@ -281,7 +281,7 @@ class RolloutStorage(OnPolicyStorage):
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False
-    ) -> Iterator[Batch]:
+    ) -> Iterator[RolloutBatch]:
         """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
 
         Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
@@ -296,11 +296,11 @@ class RolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batches)
         check_positive("mini_batch_generator()", num_epochs=num_epochs)
         leaves = len(self._observations.paths)
-        for tensors, _ in self._serve(
-            self._batch_sources, held, num_mini_batches, size, num_epochs, reshuffle=reshuffle
-        ):
+        epochs = self._serve(self._batch_sources, held, num_mini_batches, size, num_epochs, reshuffle=reshuffle)
+        for tensors, _ in epochs:
             observations = self._observations.build(tensors[:leaves], (size,))
-            yield Batch(observations, *tensors[leaves : leaves + 5], tensors[leaves + 5 :] or None)  # type: ignore[arg-type]
+            actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
+            yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
 
     def _batch_sources(self) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
@@ -310,12 +310,12 @@ class RolloutStorage(OnPolicyStorage):
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
         return tuple(blocks[name][:rows] for name in names)
 
-    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[Batch]:
+    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
         A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
-        episodes ended and padded with zeros to ``[steps, trajectories, ...]``, trajectories lane by lane; ``masks`` tells
-        data from padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
+        episodes ended and padded with zeros to ``[steps, trajectories, ...]``, environment by environment; ``masks``
+        tells data from padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
         ``[steps, envs, ...]``.
         """
         self._require_mode("rl")
@@ -332,42 +332,35 @@ class RolloutStorage(OnPolicyStorage):
             self._follow_observations()
             kept.follow(ring.stamp())
             for index in range(num_mini_batches):
-                first = index * width
-                yield self._recurrent_batch(
-                    kept.get(index, lambda first=first: self._recurrent_tensors(first, first + width))
-                )
+                lanes = (index * width, (index + 1) * width)
+                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, *lanes)))
 
     def _recurrent_tensors(self, first: int, last: int) -> tuple[Tensor, ...]:
         """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
         blocks, rows = self._ready_ring().blocks, self._require_rows()
+        leaves, sources = len(self._observations.paths), self._batch_sources()
         trajectories = segments.split(blocks["dones"][:rows], first, last)
-        leaves = len(self._observations.paths)
-        sources = self._batch_sources()
         padded, masks = segments.pad(sources[:leaves], trajectories, rows)
-        others = [
-            source[:, first:last].contiguous() if last - first < source.shape[1] else source.clone()
-            for source in sources[leaves:]
-        ]
+        others = [source[:, first:last].clone(memory_format=torch.contiguous_format) for source in sources[leaves:]]
         states = [
             segments.first_states(blocks[name][:rows], trajectories)
             for group in ("saved_hidden_state_a", "saved_hidden_state_c")
             for name in group_blocks(group, self._layout.groups.get(group, 0))
         ]
-        return (*padded, *others, masks, *states)
+        return (*padded, masks, *states, *others)
 
-    def _recurrent_batch(self, tensors: tuple[Tensor, ...]) -> Batch:
-        groups = self._layout.groups
-        leaves, params = len(self._observations.paths), groups.get("distribution_params", 0)
-        states_a, states_c = groups.get("saved_hidden_state_a", 0), groups.get("saved_hidden_state_c", 0)
-        observations, fields, masks = tensors[:leaves], tensors[leaves : leaves + 5], tensors[leaves + 5 + params]
-        states = tensors[leaves + 6 + params :]
-        return Batch(
-            self._observations.build(observations, masks.shape),  # type: ignore[arg-type]
-            *fields,
-            tensors[leaves + 5 : leaves + 5 + params] or None,
-            (_hidden_state(states[:states_a]), _hidden_state(states[states_a : states_a + states_c])),
-            masks,
+    def _recurrent_batch(self, tensors: tuple[Tensor, ...]) -> RolloutBatch:
+        rest = iter(tensors)
+        observations = [next(rest) for _ in self._observations.paths]
+        masks = next(rest)
+        actor, critic = (
+            _hidden_state([next(rest) for _ in range(self._layout.groups.get(group, 0))])
+            for group in ("saved_hidden_state_a", "saved_hidden_state_c")
         )
+        actions, values, advantages, returns_, log_prob, *params = rest
+        nest = self._observations.build(observations, masks.shape)
+        fields = (actions, values, advantages, returns_, log_prob, tuple(params) or None)
+        return RolloutBatch(nest, *fields, hidden_states=(actor, critic), masks=masks)
 
     def _require_mode(self, mode: str) -> None:
         if self.training_type != mode:
@@ -396,10 +389,11 @@ class RolloutStorage(OnPolicyStorage):
         *args: Any,
         shuffle: bool = True,
         recurrent: bool = False,
-    ) -> Iterator[DictBatch]:
-        """Batches in the words of the vocabulary; with ``recurrent`` as :meth:`recurrent_mini_batch_generator` has them.
+    ) -> Iterator[BatchDict]:
+        """Batches in the words of the vocabulary.
 
-        Recurrent batches hold whole environments, so ``mini_batch_size`` must be None and they are never shuffled.
+        With ``recurrent`` they are those of :meth:`recurrent_mini_batch_generator`, which hold whole environments: then
+        ``mini_batch_size`` must be None, and they are never shuffled.
         """
         if not recurrent:
             yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, *args, shuffle=shuffle)

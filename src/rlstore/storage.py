@@ -18,7 +18,7 @@ environments, and a scalar is taken as ``[N]`` or ``[N, 1]`` and served as ``[..
 ``distribution_params`` a tuple of the parameters of that policy's distribution
 ``adv_preds``         the actor's own prediction of the advantage (DAAC)
 ``privileged_actions`` what a teacher would have done (distillation)
-``hidden_states``     the recurrent states before the step, ``(actor, critic)``, each None, a tensor or a tuple of tensors
+``hidden_states``     the recurrent states before the step, ``(actor, critic)``, each None, a tensor or a tuple
 ``returns``           value targets, made by ``before_gradients``
 ``advantages``        made by ``before_gradients``
 ``masks``             True where a padded sequence holds data, bool ``[steps, trajectories]``
@@ -42,7 +42,7 @@ from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.ring import Ring
 
 Sample = Mapping[str, Any]
-Batch = dict[str, Any]
+BatchDict = dict[str, Any]
 Self = TypeVar("Self", bound="Storage")
 
 
@@ -108,7 +108,7 @@ class Storage(ABC):
         """Allocate the data tensors from a sample of one environment step; the sample itself is not stored."""
 
     @abstractmethod
-    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> Batch:
+    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> BatchDict:
         """All data stored now, as copies, on the CPU if ``data_to_cpu``."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Storage(ABC):
         mini_batch_size: int,
         num_epochs: int = 1,
         *args: Any,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[BatchDict]:
         """Batches to learn from: ``num_mini_batch`` of ``mini_batch_size`` in each of ``num_epochs``."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What goes into a RolloutStorage, a Transition, how it becomes a row, and what comes out, a Batch."""
+"""What goes into a RolloutStorage, a transition, how it becomes a row, and what comes out, a batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VOCABULARY = {
 HiddenState = Tensor | tuple[Tensor, ...] | None
 
 
-class Transition:
+class RolloutTransition:
     """One step of all environments, filled in bit by bit and given to :meth:`RolloutStorage.add_transition`.
 
     Attributes:
@@ -71,11 +71,12 @@ class Transition:
         self.__init__()  # type: ignore[misc]
 
 
-class Batch:
+class RolloutBatch:
     """What the generators yield; fields that a mode does not have are None.
 
-    Flat batches hold ``[rows, ...]``, scalars ``[rows, 1]``. Recurrent ones hold observations ``[steps, trajectories, ...]``
-    with ``masks``, hidden states ``[layers, trajectories, hidden]``, and the other fields ``[steps, envs, ...]``.
+    Flat batches hold ``[rows, ...]``, scalars ``[rows, 1]``. Recurrent ones hold observations
+    ``[steps, trajectories, ...]`` with ``masks``, hidden states ``[layers, trajectories, hidden]``, and the other
+    fields ``[steps, envs, ...]``.
     """
 
     def __init__(
@@ -125,9 +126,9 @@ class TransitionLayout:
             "final_values": allocate((lanes, 1), torch.float32, device, torch.nan),
         }
 
-    def transition(self, sample: Mapping[str, Any]) -> Transition:
+    def transition(self, sample: Mapping[str, Any]) -> RolloutTransition:
         """A sample, in the words of the vocabulary, as a transition. Where both flags are set, termination wins."""
-        transition = Transition()
+        transition = RolloutTransition()
         for name, value in sample.items():
             if name not in ("terminated", "truncated", "next_observations"):
                 setattr(transition, "actions_log_prob" if name == "log_probs" else name, value)
@@ -141,7 +142,7 @@ class TransitionLayout:
             transition.truncated = truncated & (terminated ^ 1)
         return transition
 
-    def row(self, transition: Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
+    def row(self, transition: RolloutTransition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of the columns, and the optional fields that have no columns yet.
 
         Values are not yet checked against their columns; that is for the ring to do.
@@ -221,7 +222,7 @@ def group_blocks(group: str, count: int) -> list[str]:
     return [group] if group in ("truncated", "final_values") else [f"{group}[{index}]" for index in range(count)]
 
 
-def _optional_fields(transition: Transition) -> dict[str, tuple[Any, ...]]:
+def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     params = transition.distribution_params
     if params is not None:

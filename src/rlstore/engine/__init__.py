@@ -1,0 +1,1 @@
+"""The engine under every storage: schema, ring, select, gather, returns, segments."""

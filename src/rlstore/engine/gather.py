@@ -59,7 +59,7 @@ class MiniBatches:
         row_bytes = sum(source[0, 0].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
         self._per_group = max(1, min(count, GROUP_BYTES // max(1, self._size * row_bytes)))
         self._keep = keep and rows.shape[0] * row_bytes <= KEEP_BYTES
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, list[Kept]] = {}
 
     def rows(self, index: int) -> Tensor:
         """The row ids of mini-batch ``index``."""

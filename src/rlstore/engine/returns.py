@@ -9,8 +9,8 @@ All of them read an episode's end in the same way (terminated and truncated are 
 - neither: bootstrap from the value of the next step; after the last step from ``last_values``. If an episode ended with
   the last step, ``last_values`` (the value of the next episode's start) is not read there.
 
-Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, float32 or float64 and the same for all; ``last_values`` ``[lanes]`` or
-``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``.
+Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, float32 or float64, as the rewards are; ``last_values`` ``[lanes]``
+or ``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def lambda_returns(
     gamma: float,
     lam: float,
 ) -> Tensor:
-    """TD(lambda) targets: ``G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1})``. Arguments as for :func:`gae`."""
+    """TD(lambda) targets: ``G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1})``.
+
+    Arguments as for :func:`gae`.
+    """
     return gae(rewards, values, last_values, terminated, truncated, final_values, gamma=gamma, lam=lam)[1]
 
 
@@ -222,6 +225,6 @@ class _Inputs:
             raise InvalidInputError(f"{name} are {tuple(given.shape)}; the rewards are {tuple(self._rewards.shape)}")
 
 
-def _plain(shape: torch.Size) -> torch.Size:
+def _plain(shape: torch.Size) -> tuple[int, ...]:
     """``[steps, lanes]`` for ``[steps, lanes, 1]`` too."""
-    return shape[:-1] if len(shape) == 3 and shape[-1] == 1 else shape
+    return tuple(shape[:-1]) if len(shape) == 3 and shape[-1] == 1 else tuple(shape)

@@ -15,7 +15,6 @@ from rlstore.errors import InvalidInputError
 
 # The way into a nest of dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
-Nest = Tensor | TensorDict | tuple["Nest", ...]
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Structure:
             f"this storage holds {list(self.names)}. Nothing was written."
         )
 
-    def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Nest:
+    def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Any:
         """The leaves put together again; dicts become TensorDicts of ``batch_size``."""
         if self.is_leaf:
             return next(iter(leaves))
@@ -187,11 +186,11 @@ class Structure:
         return _assemble(nest, torch.Size(batch_size))
 
 
-def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Nest:
+def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
     parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return TensorDict(parts, batch_size=batch_size)  # type: ignore[arg-type]
+    return TensorDict(parts, batch_size=batch_size)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:

@@ -54,7 +54,15 @@ def pad(sources: tuple[Tensor, ...], trajectories: Trajectories, steps: int) -> 
 
 
 def first_states(states: Tensor, trajectories: Trajectories) -> Tensor:
-    """The hidden state at each trajectory's start: ``[steps, layers, lanes, hidden]`` to ``[layers, trajectories, hidden]``."""
+    """The hidden state at each trajectory's start.
+
+    Args:
+        states: ``[steps, layers, lanes, hidden]``.
+        trajectories: Where they start.
+
+    Returns:
+        ``[layers, trajectories, hidden]``, contiguous.
+    """
     shape = (states.shape[1], trajectories.lanes.shape[0], states.shape[3])
     out = allocate_empty(shape, states.dtype, states.device)
     kernel("first_states", states.device.type)(states, trajectories.lanes, trajectories.starts, out)

@@ -75,7 +75,7 @@ def action_spec(space: SpaceLike) -> ActionSpec:
     raise _unsupported(space)
 
 
-def _mapped_action_spec(space: Mapping[str, Any]) -> ActionSpec:
+def _mapped_action_spec(space: Any) -> ActionSpec:
     kind = space.get("type")
     mapped = _MappedSpace.of(space)
     if kind == "Discrete":
@@ -132,7 +132,7 @@ def _is_space(space: object) -> bool:
 
 
 def _is_space_like(space: object) -> bool:
-    return isinstance(space, spaces.Space) or isinstance(space, Mapping) or _looks_like_mapping(space)
+    return isinstance(space, (spaces.Space, Mapping)) or _looks_like_mapping(space)
 
 
 def _looks_like_mapping(space: object) -> bool:
@@ -157,6 +157,6 @@ def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
 
 def _unsupported(space: object) -> UnsupportedSpaceError:
     return UnsupportedSpaceError(
-        f"a space of type {type(space).__name__} cannot be held: {space}. Supported are Box, Discrete, MultiDiscrete and "
-        "MultiBinary, and for observations Dict and Tuple of them."
+        f"a space of type {type(space).__name__} cannot be held: {space}. Supported are Box, Discrete, MultiDiscrete "
+        "and MultiBinary, and for observations Dict and Tuple of them."
     )

@@ -32,4 +32,5 @@ OPERATIONS = tuple(_TABLE)
 def kernel(operation: str, device_type: str) -> Callable[..., Any]:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
     listed = _TABLE[operation].get(device_type)
-    return listed if listed is not None else getattr(reference, operation)  # type: ignore[no-any-return]
+    plain: Callable[..., Any] = getattr(reference, operation)
+    return listed or plain
