@@ -18,6 +18,9 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(PY) -m pytest
 
+learn: $(VENV)/ready
+	$(PY) examples/learn.py --out out/learn
+
 lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

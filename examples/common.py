@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import gymnasium as gym
 import matplotlib as mpl
@@ -28,7 +28,6 @@ import matplotlib.pyplot as plt
 torch.set_num_threads(1)
 
 Array = NDArray[Any]
-Item = TypeVar("Item")
 WINDOW = 100  # episodes in the mean return
 
 
@@ -89,8 +88,11 @@ class Stopwatch:
     ) -> None:
         self.seconds += time.perf_counter() - self._started
 
-    def around(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The same items, with the time each one takes to arrive counted."""
+    def around(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The same items, with the time each one takes to arrive counted.
+
+        They are Any because only the storage's mode, not its type, says which fields of a batch are there.
+        """
         iterator = iter(items)
         while True:
             with self:
@@ -211,7 +213,7 @@ def report(result: Result, out: Path | None) -> None:
     table = Table(title=result.name, show_header=False)
     table.add_row(f"mean return, last {WINDOW} episodes", f"{result.mean_return:.1f}")
     for name, value in result.extra.items():
-        table.add_row(name.replace("_", " "), f"{value:.1f}")
+        table.add_row(name.replace("_", " "), f"{value:,.1f}")
     table.add_row("episodes", f"{result.episodes:,}")
     table.add_row("environment steps", f"{result.env_steps:,}")
     table.add_row("steps per second", f"{result.env_steps / result.seconds:,.0f}")
@@ -219,12 +221,16 @@ def report(result: Result, out: Path | None) -> None:
     table.add_row("share of it in storage calls", f"{result.storage_seconds / result.seconds:.1%}")
     console = Console()
     console.print(table)
-    if out is None:
-        return
+    if out is not None:
+        save(result, out)
+        console.print(f"Learning curve: {out / result.name}.png")
+
+
+def save(result: Result, out: Path) -> None:
+    """Write the learning curve (PNG) and the result (JSON) into the folder ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{result.name}.json").write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
     plot_curve(result, out / f"{result.name}.png")
-    console.print(f"Learning curve: {out / result.name}.png")
 
 
 def plot_curve(result: Result, path: Path) -> None:

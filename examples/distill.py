@@ -72,7 +72,7 @@ def update(
 
 
 def evaluate(act: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], seed: int, episodes: int = 100) -> float:
-    """Mean return over one episode in each of ``episodes`` environments; ``act`` maps obs and state to logits and state."""
+    """Mean return of one episode in each of many environments; ``act``: obs and state to logits and state."""
     envs = make_envs(episodes)
     obs, _ = envs.reset(seed=seed)
     state = torch.zeros(episodes, HIDDEN)
