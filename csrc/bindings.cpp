@@ -77,7 +77,7 @@ T* typed_or_null(nb::handle object, size_t count) {
 // row leaves no trace. Pointers and shapes are bound once, when the blocks are.
 class RowWriter {
  public:
-  // Each target is (block, lead, is_flag): a value given for row t goes to block[t + lead].
+  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
   explicit RowWriter(nb::sequence targets) {
     for (nb::handle item : targets) {
       nb::tuple target = nb::cast<nb::tuple>(item);
@@ -90,6 +90,7 @@ class RowWriter {
       field.rows = static_cast<size_t>(block.shape[0]);
       field.lead = nb::cast<size_t>(target[1]);
       field.is_flag = nb::cast<bool>(target[2]);
+      field.optional = nb::cast<bool>(target[3]);
       if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
         throw nb::value_error("flags are held in bytes or in float32");
       fields_.push_back(field);
@@ -98,14 +99,14 @@ class RowWriter {
   }
 
   // Returns -1 when the row was written, else the index of the first value that does not fit as it is (nothing is
-  // written then). None leaves that field's row as it was.
+  // written then). None leaves an optional field's row as it was.
   int64_t write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
     sources_.resize(fields_.size());
     for (size_t i = 0; i < fields_.size(); i++) {
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
       sources_[i] = nullptr;
-      if (value == Py_None) continue;
+      if (value == Py_None && fields_[i].optional) continue;
       if (row + fields_[i].lead >= fields_[i].rows) throw nb::index_error("a row beyond the end of its block");
       sources_[i] = fitting_memory(value, fields_[i]);
       if (!sources_[i]) return static_cast<int64_t>(i);
@@ -131,7 +132,7 @@ class RowWriter {
     DLDataType dtype;
     std::vector<int64_t> shape;  // of one time row
     size_t bytes, rows, lead;
-    bool is_flag;
+    bool is_flag, optional;
   };
 
   // The value's memory if it can be copied byte for byte, else null.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "simd.h"
 
@@ -21,18 +22,30 @@ struct Ends {
         truncated(HasTruncated ? rollout.truncated + t * rollout.lanes : nullptr),
         final_values(HasFinal ? rollout.final_values + t * rollout.lanes : nullptr) {}
 
-  RLSTORE_INLINE bool cut(size_t i) const { return terminated[i] || (HasTruncated && truncated[i]); }
+  // No short-circuit in these: a load that always happens can be vectorised, one behind a branch cannot.
+
+  RLSTORE_INLINE bool cut(size_t i) const {
+    bool result = terminated[i] != 0;
+    if constexpr (HasTruncated) result |= truncated[i] != 0;
+    return result;
+  }
 
   // Truncated, not terminated, and nobody said what the final observation was worth.
   RLSTORE_INLINE bool unknown(size_t i) const {
-    if (!HasTruncated) return false;
-    return truncated[i] && !terminated[i] && (!HasFinal || final_values[i] != final_values[i]);
+    if constexpr (!HasTruncated) return false;
+    bool result = (truncated[i] != 0) & (terminated[i] == 0);
+    if constexpr (HasFinal) result &= final_values[i] != final_values[i];
+    return result;
   }
 
   // The value to bootstrap from, where it is known.
   RLSTORE_INLINE Real bootstrap(size_t i, Real next) const {
     Real chosen = next;
-    if (HasTruncated) chosen = truncated[i] ? (HasFinal ? final_values[i] : Real(0)) : chosen;
+    if constexpr (HasTruncated) {
+      Real final_value = 0;
+      if constexpr (HasFinal) final_value = final_values[i];
+      chosen = truncated[i] ? final_value : chosen;
+    }
     return terminated[i] ? Real(0) : chosen;
   }
 };
@@ -58,19 +71,19 @@ template <typename Real>
 RLSTORE_INLINE void gae_scan(const Rollout<Real>& rollout, Real gamma, Real lam, Real* advantages, Real* returns) {
   const size_t lanes = rollout.lanes;
   const Real decay = gamma * lam;
+  const std::vector<Real> nothing(lanes, Real(0));  // what follows the last step
   with_ends(rollout, [&](size_t t, auto ends) __attribute__((always_inline)) {
     const Real* __restrict reward = rollout.rewards + t * lanes;
     const Real* __restrict value = rollout.values + t * lanes;
     const Real* __restrict next_value = next_values(rollout, t);
     Real* __restrict advantage = advantages + t * lanes;
     Real* __restrict target = returns + t * lanes;
-    // The last step has no advantage after it; reading its own row there keeps the loop free of branches.
-    const bool last = t + 1 == rollout.steps;
-    const Real* next_advantage = last ? advantage : advantage + lanes;
+    const Real* __restrict next_advantage = t + 1 == rollout.steps ? nothing.data() : advantages + (t + 1) * lanes;
     for (size_t i = 0; i < lanes; i++) {
-      Real carried = (last || ends.cut(i)) ? Real(0) : next_advantage[i];
-      Real delta = reward[i] + gamma * ends.bootstrap(i, next_value[i]) - value[i];
-      Real result = ends.unknown(i) ? Real(0) : delta + decay * carried;
+      const Real after = next_advantage[i];
+      const Real carried = ends.cut(i) ? Real(0) : after;
+      const Real delta = reward[i] + gamma * ends.bootstrap(i, next_value[i]) - value[i];
+      const Real result = ends.unknown(i) ? Real(0) : delta + decay * carried;
       advantage[i] = result;
       target[i] = result + value[i];
     }
@@ -143,9 +156,11 @@ RLSTORE_INLINE void vtrace_scan(const Rollout<Real>& rollout, const Real* log_rh
 template <typename Real>
 RLSTORE_INLINE void normalize_all(Real* x, size_t count, double epsilon) {
   double sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (size_t i = 0; i < count; i++) sum += x[i];
   const double mean = sum / static_cast<double>(count);
   double squares = 0;
+#pragma omp simd reduction(+ : squares)
   for (size_t i = 0; i < count; i++) squares += (x[i] - mean) * (x[i] - mean);
   const double scale = 1.0 / (std::sqrt(squares / static_cast<double>(count - 1)) + epsilon);
   for (size_t i = 0; i < count; i++) x[i] = static_cast<Real>((x[i] - mean) * scale);

@@ -227,11 +227,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """The values of a step in the order of the columns."""
         leaves = (*self._observations.leaves(obs), *self._observations.leaves(next_obs))
         final = self._unknown if final_values is None else final_values
-        row = (*leaves, *values, final, terminateds, truncateds)
-        for column, value in zip(self._ready_ring().columns, row, strict=True):
-            if value is None:
-                raise InvalidInputError(f"{column.field.name} is missing (None). Nothing was written.")
-        return row
+        return (*leaves, *values, final, terminateds, truncateds)
 
     def _begin_rollout(self) -> None:
         self.update()
@@ -251,9 +247,9 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Fill ``returns`` and ``advantages`` by generalised advantage estimation.
 
         ``delta_t = r_t + discount * V_{t+1} - V_t``, ``A_t = delta_t + discount * gae_lambda * A_{t+1}``,
-        ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended nothing flows in
-        from later steps. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to :meth:`add`,
-        else A of that step is 0. Both: terminated. ``advantages`` are then normalised over the rollout:
+        ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended nothing flows
+        in from later steps. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to
+        :meth:`add`, else A of that step is 0. Both: terminated. ``advantages`` are then normalised over the rollout:
         ``(A - mean) / (std + 1e-5)``, std unbiased.
 
         Args:
@@ -273,7 +269,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         returns.normalize(out[0], 1e-5)
 
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
-        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order each call.
+        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order.
 
         Args:
             num_mini_batch: Mini-batches to cut the rollout into.

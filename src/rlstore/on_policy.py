@@ -236,13 +236,13 @@ class OnPolicyStorage(Storage):
 
         structures, _ = sources()
         epochs = self._serve(lambda: sources()[1], held, num_mini_batch, size, num_epochs, shuffle, reshuffle=True)
-        for leaves, rows in epochs:
+        for leaves, (batches, index) in epochs:
             batch: BatchDict = {}
             remaining = iter(leaves)
             for name, structure in structures.items():
                 parts = [next(remaining) for _ in structure.paths]
                 batch[name] = structure.build(parts, (size,))
-            batch["rows"] = rows.clone()
+            batch["rows"] = batches.rows(index).clone()
             yield batch
 
     @staticmethod
@@ -270,8 +270,8 @@ class OnPolicyStorage(Storage):
         *,
         reshuffle: bool,
         dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """Mini-batches of ``size`` rows and their row ids, epoch after epoch.
+    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[MiniBatches, int]]]:
+        """Mini-batches of ``size`` rows, epoch after epoch, each with where it came from.
 
         The sources are asked for again when a block has changed since, so what the blocks hold is what is served.
         """
@@ -286,7 +286,7 @@ class OnPolicyStorage(Storage):
                 blocks, stamp = sources(), ring.stamp()
                 batches = MiniBatches(blocks, rows, count, dtypes or [block.dtype for block in blocks], keep=keep)
             for index in range(count):
-                yield batches[index], batches.rows(index)
+                yield batches[index], (batches, index)
 
     # ---------------------------------------------------------------------------------------------- the whole
 

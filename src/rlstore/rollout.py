@@ -36,8 +36,8 @@ class RolloutStorage(OnPolicyStorage):
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
     ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
-    for "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when a
-    generator runs is what is served.
+    for "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when
+    a generator runs is what is served.
 
     Args:
         training_type: "rl" or "distillation".
@@ -225,11 +225,11 @@ class RolloutStorage(OnPolicyStorage):
         lam: float,
         normalize_advantage: bool = True,
     ) -> None:
-        """Fill ``returns`` and ``advantages`` of the steps written since :meth:`clear`, by generalised advantage estimation.
+        """Fill ``returns`` and ``advantages`` of the steps since :meth:`clear`, by generalised advantage estimation.
 
         ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of
-        the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there is no
-        bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`Transition`).
+        the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there
+        is no bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`RolloutTransition`).
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from rlstore.errors import InvalidInputError
 
 # What every transition of a mode has besides observations, actions, rewards and dones.
 MODES = {"rl": ("values", "actions_log_prob"), "distillation": ("privileged_actions",)}
+
+# The blocks of the hidden states of actor and critic.
+_HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
 # What a sample of a mode may hold (see rlstore.storage for the vocabulary).
 _ALWAYS = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations")
@@ -120,6 +124,7 @@ class TransitionLayout:
         self.groups: dict[str, int] = {}  # optional fields met so far, with their number of blocks, in column order
         self._observations, self._lanes, self._device = observations, lanes, device
         self._core = ("actions", "rewards", "dones", *MODES[training_type])
+        self._get_core = attrgetter(*self._core)
         # What is written for an optional field that a transition does not bring: no truncation, no known value.
         self._absent = {
             "truncated": allocate((lanes, 1), torch.uint8, device),
@@ -148,14 +153,12 @@ class TransitionLayout:
         Values are not yet checked against their columns; that is for the ring to do.
         """
         if transition.observations is None:
-            raise InvalidInputError("transition.observations is missing (None). Nothing was written.")
+            raise InvalidInputError("observations are missing (None). Nothing was written.")
         values = self._observations.leaves(transition.observations)
-        for name in self._core:
-            value = getattr(transition, name)
-            if value is None:
-                raise InvalidInputError(f"transition.{name} is missing (None). Nothing was written.")
-            values.append(value)
+        values.extend(self._get_core(transition))
         optional = _optional_fields(transition)
+        if not optional and not self.groups:
+            return tuple(values), optional
         if "truncated" in optional:
             self._end_truncated(values, optional["truncated"][0])
         elif "final_values" in optional:
@@ -169,7 +172,7 @@ class TransitionLayout:
     def first_met(self, optional: dict[str, tuple[Any, ...]]) -> tuple[list[Column], list[Tensor]]:
         """Columns for optional fields that have none yet, and their checked values."""
         columns = [
-            Column(self._optional_field(group, name, as_tensor(part, name)), name)
+            Column(self._optional_field(group, name, as_tensor(part, name)), name, optional=group in _HIDDEN_STATES)
             for group, parts in optional.items()
             for name, part in zip(group_blocks(group, len(parts)), parts, strict=True)
         ]
@@ -227,7 +230,7 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     params = transition.distribution_params
     if params is not None:
         found["distribution_params"] = tuple(params)
-    for name, state in zip(("saved_hidden_state_a", "saved_hidden_state_c"), transition.hidden_states, strict=True):
+    for name, state in zip(_HIDDEN_STATES, transition.hidden_states, strict=True):
         if state is not None:
             found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
     # A transition of the original class has neither of these two.

@@ -59,7 +59,8 @@ class MiniBatches:
         row_bytes = sum(source[0, 0].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
         self._per_group = max(1, min(count, GROUP_BYTES // max(1, self._size * row_bytes)))
         self._keep = keep and rows.shape[0] * row_bytes <= KEEP_BYTES
-        self._groups: dict[int, list[Kept]] = {}
+        self._groups: dict[int, list[tuple[Tensor, ...]]] = {}
+        self._versions: dict[int, list[int]] = {}  # of batches handed out, as they were then
 
     def rows(self, index: int) -> Tensor:
         """The row ids of mini-batch ``index``."""
@@ -70,24 +71,28 @@ class MiniBatches:
         group = self._groups.get(number)
         if group is None:
             group = self._groups[number] = self._gather(number)
-        elif not group[place].untouched():
+        if not self._keep:
+            if place == len(group) - 1:
+                del self._groups[number]
+            return group[place]
+        versions = self._versions.get(index)
+        if versions is not None:
+            if untouched(group[place], versions):
+                return group[place]
             # Only this batch: others of its group may be clean, and may still be in somebody's hands.
-            group[place] = Kept(gather_rows(self._sources, self.rows(index), self._dtypes))
-        batch = group[place].tensors
-        if not self._keep and place == len(group) - 1:
-            del self._groups[number]
-        return batch
+            group[place] = gather_rows(self._sources, self.rows(index), self._dtypes)
+        self._versions[index] = [tensor._version for tensor in group[place]]
+        return group[place]
 
-    def _gather(self, number: int) -> list[Kept]:
+    def _gather(self, number: int) -> list[tuple[Tensor, ...]]:
         first = number * self._per_group
         count = min(self._per_group, self._count - first)
-        gathered = gather_rows(
-            self._sources, self._rows[first * self._size : (first + count) * self._size], self._dtypes
-        )
+        rows = self._rows[first * self._size : (first + count) * self._size]
+        gathered = gather_rows(self._sources, rows, self._dtypes)
         if count == 1:
-            return [Kept(gathered)]
+            return [gathered]
         views = (whole.view(count, self._size, *whole.shape[1:]).unbind(0) for whole in gathered)
-        return [Kept(batch) for batch in zip(*views, strict=True)]
+        return list(zip(*views, strict=True))
 
 
 class KeptBatches:
@@ -99,7 +104,7 @@ class KeptBatches:
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, tuple[tuple[Tensor, ...], list[int]]] = {}
         self._bytes = 0
         self._stamp: object = None
 
@@ -111,30 +116,25 @@ class KeptBatches:
 
     def get(self, index: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Batch ``index``, made anew unless it is still as it was handed out."""
-        kept = self._kept.get(index)
-        if kept is not None and kept.untouched():
-            return kept.tensors
+        if index in self._kept:
+            tensors, versions = self._kept.pop(index)
+            if untouched(tensors, versions):
+                self._kept[index] = tensors, versions
+                return tensors
+            self._bytes -= sum(tensor.nbytes for tensor in tensors)
         tensors = make()
-        self._bytes += 0 if kept is not None else sum(tensor.nbytes for tensor in tensors)
+        self._bytes += sum(tensor.nbytes for tensor in tensors)
         if self._keep and self._bytes <= KEEP_BYTES:
-            self._kept[index] = Kept(tensors)
+            self._kept[index] = tensors, [tensor._version for tensor in tensors]
         return tensors
 
 
-class Kept:
-    """Tensors that were handed out once, and how to tell whether they may be handed out again."""
+def untouched(tensors: tuple[Tensor, ...], versions: list[int]) -> bool:
+    """True if nobody has changed a tensor in place since it had its version, and nobody else holds one now.
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
-        # Views share the counter of the tensor that they look into, so a change of one marks its neighbours too.
-        self._versions = [tensor._version for tensor in tensors]
-
-    def untouched(self) -> bool:
-        """True if nobody has changed a tensor in place, and nobody else holds one now."""
-        return (
-            max(map(sys.getrefcount, self.tensors)) <= _UNHELD
-            and [tensor._version for tensor in self.tensors] == self._versions
-        )
+    Views share the version of the tensor that they look into, so a change of one counts for its neighbours too.
+    """
+    return max(map(sys.getrefcount, tensors)) <= _UNHELD and [tensor._version for tensor in tensors] == versions
 
 
 # What sys.getrefcount says, asked in this way, of a tensor that only its tuple holds.

@@ -194,15 +194,16 @@ class _Inputs:
             raise InvalidInputError(
                 f"rewards are {tuple(rewards.shape)} {rewards.dtype}; returns need [steps, lanes] of float32 or float64"
             )
-        self._rewards = rewards.detach().contiguous()
+        self._rewards = _plain_memory(rewards, rewards.dtype, rewards.device)
         self.device_type = rewards.device.type
-        lanes = rewards[0].numel() if rewards.shape[0] else rewards.shape[1]
-        if last_values.numel() != lanes:
-            raise InvalidInputError(f"last_values are {tuple(last_values.shape)}; the rewards have {lanes} lanes")
+        if last_values.numel() != rewards.shape[1:].numel():
+            raise InvalidInputError(
+                f"last_values are {tuple(last_values.shape)}; the rewards have {rewards.shape[1:].numel()} lanes"
+            )
         self.all = (
             self._rewards,
             None if values is None else self.like_rewards(values, "values"),
-            last_values.detach().to(self._rewards).contiguous(),
+            _plain_memory(last_values, rewards.dtype, rewards.device),
             self._flags(terminated, "terminated"),
             None if truncated is None else self._flags(truncated, "truncated"),
             None if final_values is None else self.like_rewards(final_values, "final_values"),
@@ -213,18 +214,25 @@ class _Inputs:
 
     def like_rewards(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
-        return given.detach().to(self._rewards).contiguous().view_as(self._rewards)
+        return _plain_memory(given, self._rewards.dtype, self._rewards.device)
 
     def _flags(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
         flags = given if given.dtype in (torch.bool, torch.uint8) else given != 0
-        return flags.to(self._rewards.device).contiguous().view_as(self._rewards)
+        return _plain_memory(flags, flags.dtype, self._rewards.device)
 
     def _check_size(self, given: Tensor, name: str) -> None:
-        if _plain(given.shape) != _plain(self._rewards.shape):
+        if given.shape != self._rewards.shape and _plain(given.shape) != _plain(self._rewards.shape):
             raise InvalidInputError(f"{name} are {tuple(given.shape)}; the rewards are {tuple(self._rewards.shape)}")
 
 
 def _plain(shape: torch.Size) -> tuple[int, ...]:
     """``[steps, lanes]`` for ``[steps, lanes, 1]`` too."""
     return tuple(shape[:-1]) if len(shape) == 3 and shape[-1] == 1 else tuple(shape)
+
+
+def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor itself if a kernel can read its memory as it is, else a copy that it can."""
+    if given.dtype == dtype and given.device == device and not given.requires_grad and given.is_contiguous():
+        return given
+    return given.detach().to(device, dtype).contiguous()

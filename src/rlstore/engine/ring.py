@@ -36,12 +36,14 @@ def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 class Column:
     """Where a value of a row goes: row t of the value is row ``t + lead`` of the block.
 
-    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it.
+    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it. None may stand
+    for an optional value, and leaves the row of its block as it was.
     """
 
     field: Field
     block: str
     lead: int = 0
+    optional: bool = False
 
 
 class Ring:
@@ -68,7 +70,7 @@ class Ring:
     @property
     def size(self) -> int:
         """Rows held in each lane."""
-        return min(int(self.written[0]) - self._begin, self.steps)
+        return min(self.written.item(0) - self._begin, self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +124,12 @@ class Ring:
         """Write one row for all lanes at the cursor; every value fits, or nothing is written.
 
         Args:
-            values: One for each column, in order; None leaves that column's row as it was.
+            values: One for each column, in order; None only for optional ones.
 
         Raises:
             InvalidInputError: If a value does not fit its column.
         """
-        row = (int(self.written[0]) - self._begin) % self.steps
+        row = (self.written.item(0) - self._begin) % self.steps
         if self._writer is None:
             self._writer = self._make_writer()
         if self._writer.write(row, values) >= 0:
@@ -140,7 +142,7 @@ class Ring:
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
         return tuple(
-            None if value is None else column.field.fit(value, self.lanes, self.device)
+            None if value is None and column.optional else column.field.fit(value, self.lanes, self.device)
             for column, value in zip(self.columns, values, strict=True)
         )
 
@@ -175,7 +177,9 @@ class Ring:
         return (self._revision, int(self.written[0]), *versions)
 
     def _make_writer(self) -> Any:
-        targets = [(self.blocks[column.block], column.lead, column.field.is_flag) for column in self.columns]
+        targets = [
+            (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
+        ]
         return kernel("RowWriter", self.device.type)(targets)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -138,6 +138,9 @@ class Structure:
             name + "".join(f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path) for path in paths
         )
         self._name = name
+        # Most observations are one level of names: a short way for them, on every add and every batch.
+        flat = all(len(path) == 1 and isinstance(path[0], str) for path in self.paths)
+        self._flat_keys = tuple(path[0] for path in self.paths) if flat else ()
 
     @classmethod
     def of(cls, example: Any, name: str) -> Structure:
@@ -155,6 +158,10 @@ class Structure:
         Raises:
             InvalidInputError: If a leaf is missing or unknown.
         """
+        if self._flat_keys and isinstance(value, TensorDictBase):
+            flat = dict(value.items())
+            if tuple(flat) == self._flat_keys:
+                return list(flat.values())
         if self.is_leaf and not isinstance(value, (Mapping, TensorDictBase)):
             return [value]
         found = dict(walk(value))
@@ -174,11 +181,10 @@ class Structure:
         """The leaves put together again; dicts become TensorDicts of ``batch_size``."""
         if self.is_leaf:
             return next(iter(leaves))
+        if self._flat_keys:
+            return tensordict_of(dict(zip(self._flat_keys, leaves, strict=True)), torch.Size(batch_size))
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
-            if len(path) == 1:  # the common case, on the way of every batch
-                nest[path[0]] = leaf
-                continue
             inner = nest
             for step in path[:-1]:
                 inner = inner.setdefault(step, {})
@@ -186,11 +192,20 @@ class Structure:
         return _assemble(nest, torch.Size(batch_size))
 
 
+def tensordict_of(parts: dict[str | int, Any], batch_size: torch.Size) -> TensorDict:
+    """A TensorDict of parts that are known to have this batch size.
+
+    The public constructor checks every part again, which costs several times as much as the rest of a small batch.
+    """
+    unchecked = getattr(TensorDict, "_new_unsafe", TensorDict)
+    return unchecked(parts, batch_size=batch_size)
+
+
 def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
     parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return TensorDict(parts, batch_size=batch_size)
+    return tensordict_of(parts, batch_size)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:

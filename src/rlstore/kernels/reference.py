@@ -7,7 +7,8 @@ The end of an episode means the same in every scan here:
   value is not known (``final_values`` is None, or NaN there) the target of the step is its own value;
 - neither: bootstrap from the next step's value; after the last step from ``last_values``.
 
-Shapes: ``[steps, lanes]`` (a trailing dimension of 1 is fine), ``last_values`` ``[lanes]``. Flags are one-byte tensors.
+Shapes: ``[steps, lanes]``, ``last_values`` ``[lanes]``, each with or without a trailing dimension of 1. Flags are
+one-byte tensors.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from torch import Tensor
 class RowWriter:
     """Writes one time row into several blocks ``[rows, ...]`` at once, or into none of them.
 
-    Each target is ``(block, lead, is_flag)``: a value given for row t goes to ``block[t + lead]``.
+    Each target is ``(block, lead, is_flag, optional)``: a value given for row t goes to ``block[t + lead]``, and None
+    may be given for an optional one.
     """
 
-    def __init__(self, targets: Sequence[tuple[Tensor, int, bool]]) -> None:
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]]) -> None:
         self._targets = list(targets)
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
 
-        None leaves that field's row as it was.
+        None leaves an optional field's row as it was.
         """
         if len(values) != len(self._targets):
             raise ValueError("a row has one value for each field")
-        for index, (value, (block, lead, is_flag)) in enumerate(zip(values, self._targets, strict=True)):
-            if value is None:
+        for index, (value, (block, lead, is_flag, optional)) in enumerate(zip(values, self._targets, strict=True)):
+            if value is None and optional:
                 continue
             if row + lead >= block.shape[0]:
                 raise IndexError("a row beyond the end of its block")
             if not self._fits(value, block, is_flag):
                 return index
-        for value, (block, lead, is_flag) in zip(values, self._targets, strict=True):
+        for value, (block, lead, is_flag, _) in zip(values, self._targets, strict=True):
             if value is not None:
                 target = block[row + lead]
                 target.copy_((value != 0 if is_flag else value).reshape(target.shape))
@@ -77,7 +79,8 @@ def gae(
     returns: Tensor,
 ) -> None:
     """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
-    ends = _Ends(rewards, terminated, truncated, final_values)
+    ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
+    advantages, returns = advantages.view(rewards.shape), returns.view(rewards.shape)
     carried = torch.zeros_like(rewards[0])
     next_value = last_values.reshape(rewards[0].shape)
     for t in reversed(range(rewards.shape[0])):
@@ -118,7 +121,7 @@ def n_step_returns(
     returns: Tensor,
 ) -> None:
     """``G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}``, k the smaller of n and the steps to the end."""
-    ends = _Ends(rewards, terminated, truncated, final_values)
+    ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     steps = rewards.shape[0]
     for start in range(steps):
         stop = min(start + n, steps)
@@ -145,8 +148,8 @@ def vtrace(
     advantages: Tensor,
 ) -> None:
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
-    ends = _Ends(rewards, terminated, truncated, final_values)
-    rhos = log_rhos.exp()
+    ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
+    rhos = log_rhos.exp().reshape(rewards.shape)
     next_value = next_target = last_values.reshape(rewards[0].shape)
     for t in reversed(range(rewards.shape[0])):
         delta = rhos[t].clamp(max=clip_rho) * (rewards[t] + gamma * ends.bootstrap(t, next_value) - values[t])
