@@ -33,6 +33,9 @@ $(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt
 bench: $(BENCH_VENV)/ready
 	$(BENCH_PY) -m benchmarks.run
 
+learn: $(VENV)/ready
+	$(PY) examples/learn.py --out out/learn
+
 lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
