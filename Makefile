@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+BENCH_VENV := .venv-bench
+BENCH_PY := $(BENCH_VENV)/bin/python
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .PHONY: demo test bench lint learn clean
@@ -19,6 +21,20 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(PY) -m pytest
+
+# The peers live in an environment of their own, so that they cannot change the versions that the tests use.
+$(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(BENCH_PY) -m pip install --quiet --editable '.[examples]'
+	$(BENCH_PY) -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
+	touch $@
+
+bench: $(BENCH_VENV)/ready
+	$(BENCH_PY) -m benchmarks.run
+
+learn: $(VENV)/ready
+	$(PY) examples/learn.py --out out/learn
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

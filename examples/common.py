@@ -1,0 +1,252 @@
+"""What the examples share: environments, counting, the progress line, the curve and the closing table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import gymnasium as gym
+import matplotlib as mpl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+# The networks here are tiny: a second thread costs more in hand-over than it saves in arithmetic.
+torch.set_num_threads(1)
+
+Array = NDArray[Any]
+WINDOW = 100  # episodes in the mean return
+
+
+class HideVelocities(gym.ObservationWrapper[Array, Any, Array]):
+    """CartPole as a camera would see it: where the cart is and how the pole leans, but not how fast they move."""
+
+    VISIBLE = (0, 2)
+
+    def __init__(self, env: gym.Env[Array, Any]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        assert isinstance(space, gym.spaces.Box)
+        visible = list(self.VISIBLE)
+        self.observation_space = gym.spaces.Box(space.low[visible], space.high[visible], dtype=np.float32)
+
+    def observation(self, observation: Array) -> Array:
+        """Keep the cart's position and the pole's angle."""
+        return observation[list(self.VISIBLE)]
+
+
+def make_envs(
+    num_envs: int, env_id: str = "CartPole-v1", wrapper: Callable[[Any], Any] | None = None
+) -> gym.vector.SyncVectorEnv:
+    """Environments that reset in the very step an episode ends, so that every step is a real transition."""
+
+    def make() -> gym.Env[Any, Any]:
+        env = gym.make(env_id)
+        return wrapper(env) if wrapper else env
+
+    return gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+
+
+def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
+    """The observations the actions really led to.
+
+    Where an episode ended, ``next_obs`` is already the first observation of the next one; the one that belongs to
+    the action is in ``infos["final_obs"]``. The value of a truncated episode must be taken from it.
+    """
+    successors = next_obs.copy()
+    if "final_obs" in infos:
+        ended = infos["_final_obs"]
+        successors[ended] = np.stack(infos["final_obs"][ended])
+    return torch.from_numpy(successors)
+
+
+class Stopwatch:
+    """Adds up the time spent inside ``with`` blocks, or in drawing the items of an iterable."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+    def around(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The same items, with the time each one takes to arrive counted.
+
+        They are Any because only the storage's mode, not its type, says which fields of a batch are there.
+        """
+        iterator = iter(items)
+        while True:
+            with self:
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
+@dataclass
+class Result:
+    """What a training run came to."""
+
+    name: str
+    mean_return: float
+    episodes: int
+    env_steps: int
+    seconds: float
+    storage_seconds: float
+    losses: list[float] = field(repr=False)
+    curve: list[tuple[int, float]] = field(repr=False)
+    """Environment steps and return at the end of every episode."""
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Run:
+    """Counts the episodes of one training run, knows when it is over, and shows how it goes."""
+
+    def __init__(self, name: str, num_envs: int, max_steps: int, threshold: float | None = None) -> None:
+        self.name = name
+        self.max_steps = max_steps
+        self.threshold = threshold
+        self.env_steps = 0
+        self.losses: list[float] = []
+        self.curve: list[tuple[int, float]] = []
+        self.storage_watch = Stopwatch()
+        self._open_returns = np.zeros(num_envs)
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._started = time.perf_counter()
+        self._printed = self._started
+        self._console = Console()
+        self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
+        if self._live:
+            self._live.start()
+
+    @property
+    def mean_return(self) -> float:
+        """Mean return of the last 100 episodes (NaN before the first)."""
+        return float(np.mean(self._recent)) if self._recent else float("nan")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps are left and the threshold is not reached yet."""
+        reached = self.threshold is not None and len(self._recent) == WINDOW and self.mean_return >= self.threshold
+        return self.env_steps < self.max_steps and not reached
+
+    def count(self, rewards: Array, ended: Array) -> None:
+        """Take note of one step in every environment."""
+        self.env_steps += len(rewards)
+        self._open_returns += rewards
+        for episode_return in self._open_returns[ended]:
+            self._recent.append(float(episode_return))
+            self.curve.append((self.env_steps, float(episode_return)))
+        self._open_returns[ended] = 0.0
+
+    def show(self, loss: float) -> None:
+        """Take note of an update's loss and renew the progress line; without a terminal, print one now and then."""
+        self.losses.append(loss)
+        if self._live:
+            self._live.update(self._line())
+        elif time.perf_counter() - self._printed >= 5.0:
+            self._printed = time.perf_counter()
+            self._console.print(self._line(), soft_wrap=True)
+
+    def finish(self, **extra: float) -> Result:
+        """Close the progress line and sum up."""
+        if self._live:
+            self._live.update(self._line())
+            self._live.stop()
+        return Result(
+            name=self.name,
+            mean_return=self.mean_return,
+            episodes=len(self.curve),
+            env_steps=self.env_steps,
+            seconds=time.perf_counter() - self._started,
+            storage_seconds=self.storage_watch.seconds,
+            losses=self.losses,
+            curve=self.curve,
+            extra=extra,
+        )
+
+    def _line(self) -> str:
+        seconds = time.perf_counter() - self._started
+        return (
+            f"{self.name}: {self.env_steps:,}/{self.max_steps:,} steps, {len(self.curve):,} episodes, "
+            f"mean return [bold]{self.mean_return:.1f}[/bold], {self.env_steps / seconds:,.0f} steps/s"
+        )
+
+
+def arguments(description: str | None, steps: int, threshold: float | None) -> argparse.ArgumentParser:
+    """The command line every example understands."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps, help="environment steps at most (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for the learning curve (PNG) and the result (JSON)")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        default=threshold,
+        help="stop once the mean return of the last 100 episodes reaches this (default: %(default)s)",
+    )
+    return parser
+
+
+def report(result: Result, out: Path | None) -> None:
+    """Print the closing table and, given a folder, write the learning curve and the result there."""
+    table = Table(title=result.name, show_header=False)
+    table.add_row(f"mean return, last {WINDOW} episodes", f"{result.mean_return:.1f}")
+    for name, value in result.extra.items():
+        table.add_row(name.replace("_", " "), f"{value:,.1f}")
+    table.add_row("episodes", f"{result.episodes:,}")
+    table.add_row("environment steps", f"{result.env_steps:,}")
+    table.add_row("steps per second", f"{result.env_steps / result.seconds:,.0f}")
+    table.add_row("wall time", f"{result.seconds:.1f} s")
+    table.add_row("share of it in storage calls", f"{result.storage_seconds / result.seconds:.1%}")
+    console = Console()
+    console.print(table)
+    if out is not None:
+        save(result, out)
+        console.print(f"Learning curve: {out / result.name}.png")
+
+
+def save(result: Result, out: Path) -> None:
+    """Write the learning curve (PNG) and the result (JSON) into the folder ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{result.name}.json").write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+    plot_curve(result, out / f"{result.name}.png")
+
+
+def plot_curve(result: Result, path: Path) -> None:
+    """Draw every episode's return and their running mean."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    if result.curve:
+        steps, returns = np.array(result.curve).T
+        window = min(WINDOW, len(returns))
+        sums = np.cumsum(np.concatenate([[0.0], returns]))
+        ends = np.arange(1, len(returns) + 1)
+        starts = np.maximum(ends - window, 0)
+        axes.scatter(steps, returns, s=4, alpha=0.3, linewidths=0, label="one episode")
+        axes.plot(steps, (sums[ends] - sums[starts]) / (ends - starts), color="C1", label=f"mean of the last {WINDOW}")
+        axes.legend(loc="upper left", frameon=False)
+    axes.set(title=result.name, xlabel="environment steps", ylabel="return")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

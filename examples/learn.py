@@ -1,0 +1,99 @@
+"""Run every example in full, over several seeds, and check that each one learns what it should.
+
+``python examples/learn.py --out out`` takes a few minutes and exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import daac
+import distill
+import ppo
+import recurrent_ppo
+from common import Result, save
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass
+class Check:
+    """One example, what is measured of it, and the bound it has to keep."""
+
+    title: str
+    train: Callable[[int], Result]
+    measure: Callable[[Result], float]
+    at_least: float = float("-inf")
+    below: float = float("inf")
+
+    def bound(self) -> str:
+        """The bound in words."""
+        return f"at least {self.at_least:g}" if self.below == float("inf") else f"below {self.below:g}"
+
+
+def mean_return(result: Result) -> float:
+    """The mean return of the last 100 episodes."""
+    return result.mean_return
+
+
+def of_teacher(result: Result) -> float:
+    """The student's return in percent of its teacher's."""
+    return result.extra["student_in_percent_of_teacher"]
+
+
+CHECKS = [
+    Check("PPO", lambda seed: ppo.train(300_000, seed, 475.0), mean_return, at_least=475),
+    Check("recurrent PPO, GRU", lambda seed: recurrent_ppo.train(200_000, seed, 400.0), mean_return, at_least=400),
+    Check(
+        "recurrent PPO, LSTM",
+        lambda seed: recurrent_ppo.train(200_000, seed, 400.0, memory="lstm"),
+        mean_return,
+        at_least=400,
+    ),
+    Check(
+        "the same without memory",
+        lambda seed: recurrent_ppo.train(200_000, seed, 400.0, memory="none"),
+        mean_return,
+        below=150,
+    ),
+    Check("DAAC", lambda seed: daac.train(300_000, seed, 475.0), mean_return, at_least=475),
+    Check("student, % of teacher", lambda seed: distill.train(200_000, seed, 475.0), of_teacher, at_least=90),
+]
+
+
+def main() -> None:
+    """Read the command line, run all checks, and say how they went."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--out", type=Path, help="folder for the learning curves and results, one folder per seed")
+    options = parser.parse_args()
+    table = Table("example", "seed", "measured", "wanted", "steps", "seconds", "in storage", "", title="learning")
+    failures = 0
+    for check in CHECKS:
+        for seed in options.seeds:
+            result = check.train(seed)
+            measured = check.measure(result)
+            kept = check.at_least <= measured < check.below
+            failures += not kept
+            table.add_row(
+                check.title,
+                str(seed),
+                f"{measured:.1f}",
+                check.bound(),
+                f"{result.env_steps:,}",
+                f"{result.seconds:.1f}",
+                f"{result.storage_seconds / result.seconds:.1%}",
+                "ok" if kept else "[bold red]FAILED[/bold red]",
+            )
+            if options.out:
+                save(result, options.out / f"seed{seed}")
+    Console().print(table)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Recurrent PPO on CartPole with the velocities hidden, with RolloutStorage.
+
+One glance at the cart does not tell where the pole is going, so the policy has to remember. A GRU (or, with
+``--memory lstm``, an LSTM) learns to; ``--feedforward`` runs the same programme without memory and stays poor.
+
+The storage keeps the memory's state before every step. It cuts the rollout into segments at the episodes' ends,
+pads them to one length, and serves each with the state at its start and a mask of the real steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from common import HideVelocities, Result, Run, arguments, make_envs, report, true_successors
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from rlstore import RolloutStorage
+
+State = Tensor | tuple[Tensor, Tensor] | None
+
+NUM_ENVS = 32
+NUM_STEPS = 64
+NUM_EPOCHS = 6
+NUM_MINI_BATCHES = 2
+HIDDEN = 64
+LEARNING_RATE = 2e-3
+GAMMA = 0.99
+LAM = 0.95
+CLIP = 0.2
+ENTROPY_WEIGHT = 0.005
+MAX_GRAD_NORM = 0.5
+REWARD_SCALE = 1 - GAMMA  # brings the returns to [0, 1], where a critic on top of a saturating memory learns well
+OBS_SCALE = torch.tensor([1 / 2.4, 1 / 0.21])  # brings the cart's position and the pole's angle to about [-1, 1]
+
+
+class Network(nn.Module):
+    """A network with memory: [steps, sequences, 2] and a state in, [steps, sequences, outputs] and a state out."""
+
+    def __init__(self, outputs: int, memory: str, scale: float) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, HIDDEN), nn.Tanh())
+        self.memory = {"gru": nn.GRU, "lstm": nn.LSTM, "none": nn.Linear}[memory](HIDDEN, HIDDEN)
+        self.output = nn.Linear(HIDDEN, outputs)
+        nn.init.orthogonal_(self.output.weight, scale)
+
+    def fresh_state(self, sequences: int) -> State:
+        """The state before an episode's first step."""
+        zeros = torch.zeros(1, sequences, HIDDEN)
+        if isinstance(self.memory, nn.Linear):
+            return None
+        return (zeros, zeros) if isinstance(self.memory, nn.LSTM) else zeros
+
+    def forward(self, obs: Tensor, state: State) -> tuple[Tensor, State]:
+        """Run over whole sequences, beginning from ``state``."""
+        features = self.encoder(obs * OBS_SCALE)
+        if isinstance(self.memory, nn.Linear):
+            return self.output(self.memory(features).tanh()), None
+        features, state = self.memory(features, state)
+        return self.output(features), state
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value, each with a memory of its own."""
+
+    def __init__(self, memory: str = "gru") -> None:
+        super().__init__()
+        self.actor = Network(2, memory, scale=0.01)
+        self.critic = Network(1, memory, scale=1.0)
+
+
+def forget(state: State, ended: Tensor) -> State:
+    """The state with the memory of the ended episodes wiped."""
+    if state is None:
+        return None
+    if isinstance(state, tuple):
+        return state[0] * ~ended[:, None], state[1] * ~ended[:, None]
+    return state * ~ended[:, None]
+
+
+def unpad(padded: Tensor, masks: Tensor, num_steps: int) -> Tensor:
+    """From padded segments [longest, segments, k] back to the rollout's layout [num_steps, environments, k].
+
+    Segments come environment by environment and in the order of time, so their real steps laid end to end are the
+    environments' rollouts one after the other.
+    """
+    rows = padded.transpose(0, 1)[masks.transpose(0, 1)]
+    return rows.view(-1, num_steps, padded.shape[-1]).transpose(0, 1)
+
+
+def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, storage: RolloutStorage, run: Run) -> float:
+    """Several epochs of PPO over the stored sequences; returns the last mini-batch's loss."""
+    loss = torch.zeros(())
+    batches = storage.recurrent_mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS)
+    for batch in run.storage_watch.around(batches):
+        actor_state, critic_state = batch.hidden_states
+        longest = int(batch.masks.sum(0).max())
+        masks, obs = batch.masks[:longest], batch.observations["policy"][:longest]
+        policy = Categorical(logits=unpad(agent.actor(obs, actor_state)[0], masks, NUM_STEPS), validate_args=False)
+        values = unpad(agent.critic(obs, critic_state)[0], masks, NUM_STEPS)
+
+        log_prob = policy.log_prob(batch.actions.squeeze(-1)).unsqueeze(-1)
+        ratio = (log_prob - batch.old_actions_log_prob).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
+        value_loss = (values - batch.returns).pow(2).mean()
+        loss = policy_loss + 0.5 * value_loss - ENTROPY_WEIGHT * policy.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.actor.parameters(), MAX_GRAD_NORM)
+        nn.utils.clip_grad_norm_(agent.critic.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+    return loss.item()
+
+
+def train(steps: int, seed: int = 0, threshold: float | None = None, memory: str = "gru") -> Result:
+    """Train until the threshold is reached or the steps are used up; ``memory`` is "gru", "lstm" or "none"."""
+    torch.manual_seed(seed)
+    agent = ActorCritic(memory)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+    envs = make_envs(NUM_ENVS, wrapper=HideVelocities)
+    obs = torch.from_numpy(envs.reset(seed=seed)[0])
+    example = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
+    storage = RolloutStorage("rl", NUM_ENVS, NUM_STEPS, example, (1,), seed=seed)
+    run = Run(f"recurrent_ppo_{memory}", NUM_ENVS, steps, threshold)
+    actor_state, critic_state = agent.actor.fresh_state(NUM_ENVS), agent.critic.fresh_state(NUM_ENVS)
+
+    while run.goes_on:
+        with torch.inference_mode():
+            for _ in range(NUM_STEPS):
+                transition = RolloutStorage.Transition()
+                transition.observations = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
+                transition.hidden_states = (actor_state, critic_state)  # before this step has been seen
+
+                logits, actor_state = agent.actor(obs.unsqueeze(0), actor_state)
+                values, critic_state = agent.critic(obs.unsqueeze(0), critic_state)
+                policy = Categorical(logits=logits.squeeze(0), validate_args=False)
+                actions = policy.sample()
+                next_obs, rewards, terminated, truncated, infos = envs.step(actions.numpy())
+                ended = torch.from_numpy(terminated | truncated)
+
+                transition.actions = actions.unsqueeze(-1)
+                transition.values = values.squeeze(0)
+                transition.actions_log_prob = policy.log_prob(actions)
+                transition.rewards = torch.from_numpy(rewards) * REWARD_SCALE
+                transition.dones = ended
+                transition.truncated = torch.from_numpy(truncated)
+                if truncated.any():
+                    successors = true_successors(next_obs, infos).unsqueeze(0)
+                    transition.final_values = agent.critic(successors, critic_state)[0].squeeze(0)
+                with run.storage_watch:
+                    storage.add_transition(transition)
+
+                actor_state, critic_state = forget(actor_state, ended), forget(critic_state, ended)
+                run.count(rewards, terminated | truncated)
+                obs = torch.from_numpy(next_obs)
+            last_values = agent.critic(obs.unsqueeze(0), critic_state)[0].squeeze(0)
+        with run.storage_watch:
+            storage.compute_returns(last_values, GAMMA, LAM)
+        run.show(update(agent, optimizer, storage, run))
+        with run.storage_watch:
+            storage.clear()
+
+    envs.close()
+    return run.finish()
+
+
+def main() -> None:
+    """Read the command line, train, and report."""
+    parser = arguments(__doc__, steps=200_000, threshold=400.0)
+    parser.add_argument("--memory", choices=["gru", "lstm"], default="gru", help="default: %(default)s")
+    parser.add_argument("--feedforward", action="store_true", help="the same, without memory")
+    options = parser.parse_args()
+    memory = "none" if options.feedforward else options.memory
+    report(train(options.steps, options.seed, options.threshold, memory), options.out)
+
+
+if __name__ == "__main__":
+    main()
