@@ -309,7 +309,7 @@ def fitting_value(rng: np.random.Generator, name: str, choice: int) -> torch.Ten
 
 
 def misfit_value(rng: np.random.Generator, name: str, kind: str):
-    row_shape, dtype, _, is_flag, _ = FIELDS[name]
+    row_shape, _, _, is_flag, _ = FIELDS[name]
     good = fitting_value(rng, name, 0)
     other = torch.float16 if is_flag else torch.int32
     if kind == "nan" and is_flag:
