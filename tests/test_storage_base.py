@@ -132,6 +132,13 @@ class SizedBuffer(OnPolicyBuffer):
         return self.step
 
 
+class BareBuffer(OnPolicyBuffer):
+    """One that keeps nothing under the names that the documents mention."""
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+
+
 def sample_of(step, num_envs=2):
     ids = torch.arange(1.0, num_envs + 1) + num_envs * step
     return {"obs": torch.stack([ids, ids], -1), "rew": ids, "done": torch.zeros(num_envs), "val": -ids}
@@ -247,6 +254,18 @@ def test_a_class_written_against_the_original_base_is_truthy_and_can_be_shown(cl
     assert cls.__name__ in repr(storage)
     assert cls.__name__ in str(storage)
     assert f"{storage!r}" == repr(storage)
+
+
+def test_no_attribute_at_all_is_asked_of_a_subclass():
+    storage = BareBuffer(7)
+    assert bool(storage) is True
+    assert "BareBuffer" in repr(storage)
+    for twin in (copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))):
+        assert vars(twin) == {"capacity": 7}
+
+
+def test_nothing_is_said_of_data_that_the_base_does_not_know():
+    assert "first sample" not in repr(filled())
 
 
 def test_a_length_of_its_own_is_kept():
