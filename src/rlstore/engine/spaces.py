@@ -120,6 +120,8 @@ class _MappedSpace:
 def _unfold(space: Any) -> Any:
     """Dict and Tuple spaces as nests of their parts; a mapping with a shape as one leaf."""
     if isinstance(space, spaces.Dict):
+        if not all(isinstance(key, str) for key in space.spaces):
+            raise UnsupportedSpaceError(f"a Dict space whose keys are not all strings cannot be held: {space}")
         return {key: _unfold(part) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_unfold(part) for part in space.spaces)
