@@ -1,15 +1,19 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+BENCH_VENV := .venv-bench
+BENCH_PY := $(BENCH_VENV)/bin/python
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .PHONY: demo test bench lint learn clean
 
-# The environment is made on first use and again when the build inputs change.
+# The environment is made on first use and again when the build inputs change. rsl_rl, which the tests train with, asks for
+# ONNX and for TensorBoard's server, neither of which they import: it comes without dependencies, and [dev] has those it needs.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard
 	touch $@
 
 demo: $(VENV)/ready
@@ -17,6 +21,17 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(PY) -m pytest
+
+# The peers live in an environment of their own, so that they cannot change the versions that the tests use.
+$(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(BENCH_PY) -m pip install --quiet --editable '.[examples]'
+	$(BENCH_PY) -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
+	touch $@
+
+bench: $(BENCH_VENV)/ready
+	$(BENCH_PY) -m benchmarks.run
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

@@ -38,7 +38,7 @@ size_t element_count(const DLTensor& tensor, int from = 0) {
 }
 
 bool is_contiguous(const DLTensor& tensor) {
-  if (!tensor.strides) return true;
+  if (!tensor.strides || element_count(tensor) == 0) return true;
   int64_t expected = 1;
   for (int i = tensor.ndim; i-- > 0;) {
     if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
@@ -54,7 +54,7 @@ DLTensor describe(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
-  if (element_count(tensor) && !is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
+  if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
   return tensor;
 }
 
@@ -73,8 +73,41 @@ T* typed_or_null(nb::handle object, size_t count) {
 
 // ---------------------------------------------------------------------------------------------------- write
 
+// One value of a row, found to fit: where it is and what it holds.
+struct Source {
+  const char* memory = nullptr;  // null: nothing to write
+  DLDataType dtype{};
+};
+
+bool can_be_flag(const DLDataType& dtype) {
+  if (dtype.lanes != 1) return false;
+  if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
+  return dtype.bits == 8 || (dtype.code == kInt && (dtype.bits == 32 || dtype.bits == 64));
+}
+
+bool is_nan_free(const Source& source, size_t count) {
+  if (source.dtype.code != kFloat) return true;
+  if (source.dtype.bits == 32) return !has_nan(reinterpret_cast<const float*>(source.memory), count);
+  return !has_nan(reinterpret_cast<const double*>(source.memory), count);
+}
+
+template <typename Target>
+void write_flags(Target* target, const Source& source, size_t count) {
+  const bool is_float = source.dtype.code == kFloat;
+  switch (source.dtype.bits) {
+    case 8: return copy_flags(target, reinterpret_cast<const uint8_t*>(source.memory), count);
+    case 32:
+      if (is_float) return copy_flags(target, reinterpret_cast<const float*>(source.memory), count);
+      return copy_flags(target, reinterpret_cast<const int32_t*>(source.memory), count);
+    default:
+      if (is_float) return copy_flags(target, reinterpret_cast<const double*>(source.memory), count);
+      return copy_flags(target, reinterpret_cast<const int64_t*>(source.memory), count);
+  }
+}
+
 // Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused
-// row leaves no trace. Pointers and shapes are bound once, when the blocks are.
+// row leaves no trace. Shapes are bound once; addresses are asked for at every write, because a caller may move a
+// block's memory (share_memory_(), set_data) under the same tensor.
 class RowWriter {
  public:
   // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
@@ -83,10 +116,11 @@ class RowWriter {
       nb::tuple target = nb::cast<nb::tuple>(item);
       DLTensor block = describe(target[0]);
       Field field;
-      field.base = address(block);
+      field.block = nb::borrow(target[0]);
       field.dtype = block.dtype;
       field.shape.assign(block.shape + 1, block.shape + block.ndim);
-      field.bytes = element_count(block, 1) * element_bytes(block);
+      field.count = element_count(block, 1);
+      field.bytes = field.count * element_bytes(block);
       field.rows = static_cast<size_t>(block.shape[0]);
       field.lead = nb::cast<size_t>(target[1]);
       field.is_flag = nb::cast<bool>(target[2]);
@@ -94,58 +128,64 @@ class RowWriter {
       if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
         throw nb::value_error("flags are held in bytes or in float32");
       fields_.push_back(field);
-      keep_.push_back(nb::borrow(target[0]));
     }
+    sources_.resize(fields_.size());
   }
 
   // Returns -1 when the row was written, else the index of the first value that does not fit as it is (nothing is
   // written then). None leaves an optional field's row as it was.
   int64_t write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
-    sources_.resize(fields_.size());
     for (size_t i = 0; i < fields_.size(); i++) {
+      Field& field = fields_[i];
+      DLTensor block = describe(field.block);
+      if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
+        throw nb::value_error("a block has changed its size");
+      field.base = address(block);
+      if (row + field.lead >= field.rows) throw nb::index_error("a row beyond the end of its block");
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
-      sources_[i] = nullptr;
-      if (value == Py_None && fields_[i].optional) continue;
-      if (row + fields_[i].lead >= fields_[i].rows) throw nb::index_error("a row beyond the end of its block");
-      sources_[i] = fitting_memory(value, fields_[i]);
-      if (!sources_[i]) return static_cast<int64_t>(i);
+      sources_[i] = Source{};
+      if (value == Py_None && field.optional) continue;
+      if (!find_source(value, field, &sources_[i])) return static_cast<int64_t>(i);
     }
     for (size_t i = 0; i < fields_.size(); i++) {
-      if (!sources_[i]) continue;
+      if (!sources_[i].memory) continue;
       const Field& field = fields_[i];
       char* target = field.base + (row + field.lead) * field.bytes;
-      const uint8_t* flags = reinterpret_cast<const uint8_t*>(sources_[i]);
-      if (field.is_flag && field.dtype.bits == 8)
-        copy_flags(reinterpret_cast<uint8_t*>(target), flags, field.bytes);
-      else if (field.is_flag)
-        copy_flags(reinterpret_cast<float*>(target), flags, field.bytes / sizeof(float));
+      if (!field.is_flag)
+        memmove(target, sources_[i].memory, field.bytes);
+      else if (field.dtype.bits == 8)
+        write_flags(reinterpret_cast<uint8_t*>(target), sources_[i], field.count);
       else
-        memmove(target, sources_[i], field.bytes);
+        write_flags(reinterpret_cast<float*>(target), sources_[i], field.count);
     }
     return -1;
   }
 
  private:
   struct Field {
-    char* base;
+    nb::object block;
+    char* base = nullptr;
     DLDataType dtype;
     std::vector<int64_t> shape;  // of one time row
-    size_t bytes, rows, lead;
+    size_t count, bytes, rows, lead;
     bool is_flag, optional;
   };
 
-  // The value's memory if it can be copied byte for byte, else null.
-  static const char* fitting_memory(PyObject* value, const Field& field) {
+  // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
+  static bool find_source(PyObject* value, const Field& field, Source* found) {
     DLTensor tensor;
     if (exchange->describe(value, &tensor)) {
       PyErr_Clear();
-      return nullptr;
+      return false;
     }
-    const bool same_type = field.is_flag ? tensor.dtype.bits == 8 && tensor.dtype.code != kFloat : tensor.dtype == field.dtype;
-    if (tensor.device.type != kCpu || !same_type || !same_shape(tensor, field.shape) || !is_contiguous(tensor)) return nullptr;
+    const bool type_fits = field.is_flag ? can_be_flag(tensor.dtype) : tensor.dtype == field.dtype;
+    if (tensor.device.type != kCpu || !type_fits || !same_shape(tensor, field.shape) || !is_contiguous(tensor)) return false;
+    // A lazily negated tensor looks like any other here; only a single element of one can be contiguous.
+    if (field.count == 1 && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return false;
     static const char empty = 0;  // a row of no bytes has no memory, and is still a row
-    return field.bytes ? address(tensor) : &empty;
+    *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype};
+    return !field.is_flag || is_nan_free(*found, field.count);
   }
 
   // Equal; or both are rows of scalars, (n,) or (n, 1).
@@ -158,8 +198,7 @@ class RowWriter {
   static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
 
   std::vector<Field> fields_;
-  std::vector<nb::object> keep_;
-  std::vector<const char*> sources_;
+  std::vector<Source> sources_;
 };
 
 // ---------------------------------------------------------------------------------------------------- gather

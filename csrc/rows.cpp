@@ -37,15 +37,29 @@ RLSTORE_INLINE void gather_chunks(char* target, const char* source, const int64_
 
 }  // namespace
 
-RLSTORE_CLONES
-void copy_flags(uint8_t* target, const uint8_t* source, size_t count) {
-  for (size_t i = 0; i < count; i++) target[i] = source[i] != 0;
-}
+// target_clones does not apply to templates, so each instance is written out.
+#define RLSTORE_FLAGS(Target, Source)                                                                       \
+  template <>                                                                                              \
+  RLSTORE_CLONES void copy_flags<Target, Source>(Target * target, const Source* source, size_t count) {    \
+    for (size_t i = 0; i < count; i++) target[i] = source[i] != 0 ? Target(1) : Target(0);                 \
+  }
+#define RLSTORE_FLAGS_FROM(Source) RLSTORE_FLAGS(uint8_t, Source) RLSTORE_FLAGS(float, Source)
+RLSTORE_FLAGS_FROM(uint8_t)
+RLSTORE_FLAGS_FROM(int32_t)
+RLSTORE_FLAGS_FROM(int64_t)
+RLSTORE_FLAGS_FROM(float)
+RLSTORE_FLAGS_FROM(double)
+#undef RLSTORE_FLAGS_FROM
+#undef RLSTORE_FLAGS
 
-RLSTORE_CLONES
-void copy_flags(float* target, const uint8_t* source, size_t count) {
-  for (size_t i = 0; i < count; i++) target[i] = source[i] ? 1.0f : 0.0f;
+template <typename Source>
+bool has_nan(const Source* source, size_t count) {
+  bool found = false;
+  for (size_t i = 0; i < count; i++) found |= source[i] != source[i];
+  return found;
 }
+template bool has_nan<float>(const float*, size_t);
+template bool has_nan<double>(const double*, size_t);
 
 RLSTORE_CLONES
 bool rows_in_range(const int64_t* rows, size_t count, int64_t limit) {
@@ -95,7 +109,6 @@ RLSTORE_INLINE void convert_rows(float* target, const Source* source, const int6
 
 }  // namespace
 
-// target_clones does not apply to templates, so each instance is written out.
 #define RLSTORE_CONVERT(Source)                                                                                \
   template <>                                                                                                  \
   RLSTORE_CLONES void gather_as_float<Source>(float* target, const Source* source, const int64_t* rows,       \

@@ -6,9 +6,13 @@
 
 namespace rlstore {
 
-// target[i] = source[i] != 0, for one-byte flags into bytes or floats.
-void copy_flags(uint8_t* target, const uint8_t* source, size_t count);
-void copy_flags(float* target, const uint8_t* source, size_t count);
+// target[i] = source[i] != 0, as 0 or 1. Target is uint8_t or float; Source an integer of 1, 4 or 8 bytes, float or double.
+template <typename Target, typename Source>
+void copy_flags(Target* target, const Source* source, size_t count);
+
+// True if a NaN is among the values: neither yes nor no.
+template <typename Source>
+bool has_nan(const Source* source, size_t count);
 
 // target[i] = source[rows[i]], rows of `row_bytes` bytes.
 void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);

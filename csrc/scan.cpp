@@ -79,6 +79,7 @@ RLSTORE_INLINE void gae_scan(const Rollout<Real>& rollout, Real gamma, Real lam,
     Real* __restrict advantage = advantages + t * lanes;
     Real* __restrict target = returns + t * lanes;
     const Real* __restrict next_advantage = t + 1 == rollout.steps ? nothing.data() : advantages + (t + 1) * lanes;
+#pragma omp simd
     for (size_t i = 0; i < lanes; i++) {
       const Real after = next_advantage[i];
       const Real carried = ends.cut(i) ? Real(0) : after;
@@ -96,6 +97,7 @@ RLSTORE_INLINE void fold_step(const Rollout<Real>& rollout, size_t t, const Ends
                               Real* target) {
   const Real* reward = rollout.rewards + t * rollout.lanes;
   const Real* value = rollout.values ? rollout.values + t * rollout.lanes : reward;
+#pragma omp simd
   for (size_t i = 0; i < rollout.lanes; i++) {
     Real result = reward[i] + gamma * ends.bootstrap(i, after[i]);
     target[i] = ends.unknown(i) ? value[i] : result;
@@ -141,6 +143,7 @@ RLSTORE_INLINE void vtrace_scan(const Rollout<Real>& rollout, const Real* log_rh
     Real* target = targets + t * lanes;
     const bool last = t + 1 == rollout.steps;
     const Real* next_target = last ? rollout.last_values : target + lanes;
+#pragma omp simd
     for (size_t i = 0; i < lanes; i++) {
       const Real rho = std::exp(log_rho[i]);
       const Real carried = ends.cut(i) ? Real(0) : next_target[i] - next_value[i];

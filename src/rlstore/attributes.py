@@ -52,10 +52,16 @@ class BlockGroup:
         if self._mode is not None and getattr(storage, "training_type", None) != self._mode:
             raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
         blocks = self._blocks(storage)
-        return self._container(blocks.values()) if blocks else None
+        if not blocks:
+            return None
+        if self._container is tuple:
+            return tuple(blocks.values())
+        # A list may be written into, so the one that is handed out is looked at again before it matters.
+        return storage._handed_lists.setdefault(self._name, list(blocks.values()))
 
     def __set__(self, storage: OnPolicyStorage, value: Sequence[Tensor]) -> None:
         blocks = self._blocks(storage)
+        storage._handed_lists.pop(self._name, None)
         if not blocks or len(value) != len(blocks):
             raise InvalidInputError(f"{self._name} is {len(blocks)} tensors and cannot be replaced by {len(value)}")
         storage._ready_ring().bind_all(list(blocks), value)

@@ -12,7 +12,8 @@ from torch import Tensor
 from rlstore.attributes import BlockAttribute, ObservationAttribute
 from rlstore.engine import returns
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.ring import Column, Ring, allocate
+from rlstore.engine.memory import allocate
+from rlstore.engine.ring import Column, Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.engine.spaces import SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -70,6 +71,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
 
     _fractions: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda")
     _size_name: ClassVar[str] = "num_steps"
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "flags_before")
     _sample_names = (
         "observations",
         "actions",
@@ -101,6 +103,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         super().__init__(num_steps, device, seed=seed)
         self.observation_space, self.action_space = observation_space, action_space
         self.num_envs, self.discount, self.gae_lambda = num_envs, discount, gae_lambda
+        self._handed_lists = {}
         # Both None: a storage from create_factory(), which learns them from its first sample.
         if observation_space is not None or action_space is not None:
             check_positive(owner, num_envs=num_envs)
@@ -111,13 +114,13 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             self._allocate(structure, fields, shape, int(num_envs or 0))
 
     @classmethod
-    def create_factory(
+    def create_factory(  # type: ignore[override]
         cls,
         size: int,
         observation_space: SpaceLike | None = None,
         action_space: SpaceLike | None = None,
         num_envs: int | None = None,
-        *args: Any,
+        *,
         discount: float = 0.99,
         gae_lambda: float = 0.95,
         seed: int | None = None,
@@ -141,7 +144,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Steps of a rollout."""
         return self.max_size
 
-    def init_tensors(self, sample: Sample, *args: Any) -> None:
+    def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
         self._check_names(sample)
         if self._ring is not None:
@@ -206,7 +209,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
                 where it is not known: the advantage of that step is then 0.
         """
         ring = self._ready_ring()
-        self._follow_observations()
+        self._follow_callers()
         row = self._row(
             obs, next_obs, (actions, rewards, log_probs, values, adv_preds), final_values, terminateds, truncateds
         )
@@ -237,8 +240,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
         ring = self._ready_ring()
         if ring.size == ring.steps:
-            for name in ("terminateds", "truncateds"):
-                block = ring.writable(name)
+            ring.make_writable("terminateds", "truncateds")
+            for block in (self.terminateds, self.truncateds):
                 block[0].copy_(block[-1])
 
     # ---------------------------------------------------------------------------------------------- learning
@@ -263,7 +266,8 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         last = Field("last_values", (), torch.float32, f"{ring.lanes} environments").fit(
             last_values, ring.lanes, ring.device
         )
-        out = (ring.writable("advantages"), ring.writable("returns"))
+        ring.make_writable("advantages", "returns")
+        out = (self.advantages, self.returns)
         flags = (self.terminateds[1:], self.truncateds[1:])
         returns.gae(self.rewards, self.values, last, *flags, ring.blocks["final_values"], gamma=gamma, lam=lam, out=out)
         returns.normalize(out[0], 1e-5)
@@ -278,13 +282,13 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batch)
         leaves = len(self._observations.paths)
         dtypes = [torch.float32] * (leaves + 8)
-        for tensors, _ in self._serve(self._batch_sources, held, held // size, size, 1, reshuffle=True, dtypes=dtypes):
+        for _, tensors in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
             yield DecoupledBatch(self._observations.build(tensors[:leaves], (size,)), *tensors[leaves:])
 
-    def _batch_sources(self) -> tuple[Tensor, ...]:
+    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch, in its order; flags of rows 0 to T - 1, those before each step."""
-        self._follow_observations()
-        blocks, steps = self._ready_ring().blocks, self.max_size
+        self._follow_callers()
+        blocks = self._ready_ring().blocks
         names = ("actions", "values", "adv_preds", "returns", "terminateds", "truncateds", "log_probs", "advantages")
         return (
             *(blocks[name][:steps] for name in self._observations.names),
@@ -322,7 +326,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         return [blocks[name][rows] for name in self._observations.names]
 
     def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_observations()
+        self._follow_callers()
         ring = self._ready_ring()
         leaves = (ring.blocks[name][:rows] for name in self._observations.names)
         names = ("actions", "rewards", "values", "log_probs", "adv_preds", "returns", "advantages")

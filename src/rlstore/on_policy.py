@@ -12,9 +12,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.gather import MiniBatches
+from rlstore.engine.gather import gather_batches
 from rlstore.engine.ring import Ring
-from rlstore.engine.schema import Structure, as_tensor
+from rlstore.engine.schema import Structure, as_tensor, walk
 from rlstore.engine.select import epoch_rows
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.storage import BatchDict, Sample, Storage
@@ -27,12 +27,15 @@ class OnPolicyStorage(Storage):
     made (:meth:`_compute`).
     """
 
-    # What update_storage_parameter may change: name to the attribute that holds it.
+    # What update_storage_parameter may change.
     _fractions: ClassVar[tuple[str, ...]] = ()
     _size_name: ClassVar[str] = ""
+    # What get_all_buffer_data gives and a sample does not hold.
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages")
 
     _observations: Structure
     _observation_view: Any = None  # the observations as a caller sees them; None until asked for
+    _handed_lists: dict[str, list[Tensor]]  # lists of blocks as a caller sees them
     _spent = False  # the rollout was learnt from: the next sample begins a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
@@ -103,17 +106,17 @@ class OnPolicyStorage(Storage):
     def _bind_observations(self, value: Any) -> None:
         self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
         self._observation_view = value
-        self._follow_observations()
+        self._follow_callers()
 
-    def _follow_observations(self) -> None:
-        """Bind what a caller has put into the observations' TensorDict since it was last looked at."""
-        if self._observation_view is None:
-            return
-        blocks = self._ready_ring().blocks
-        held = self._observations.leaves(self._observation_view)
-        if any(leaf is not blocks[name] for name, leaf in zip(self._observations.names, held, strict=True)):
-            self._ready_ring().bind_all(self._observations.names, held)
-            self._observation_view = None  # what is held may be a converted copy: show that one
+    def _follow_callers(self) -> None:
+        """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
+        if self._observation_view is not None:
+            held = self._observations.leaves(self._observation_view)
+            if self._ready_ring().bind_all(self._observations.names, held):
+                self._observation_view = None  # what is held may be a converted copy: show that one
+        for group, blocks in list(self._handed_lists.items()):
+            if self._ready_ring().bind_all([f"{group}[{index}]" for index in range(len(blocks))], blocks):
+                del self._handed_lists[group]
 
     def _fit_observations(self, value: Any) -> list[Tensor]:
         """The leaves of observations of one step, checked and copied: an environment may write over its own."""
@@ -125,12 +128,12 @@ class OnPolicyStorage(Storage):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        self._follow_observations()
-        return {**super().__getstate__(), "_observation_view": None}
+        self._follow_callers()
+        return {**super().__getstate__(), "_observation_view": None, "_handed_lists": {}}
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def insert_transition(self, sample: Sample, *args: Any) -> None:
+    def insert_transition(self, sample: Sample) -> None:
         """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
 
         The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
@@ -162,14 +165,13 @@ class OnPolicyStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- learning
 
-    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Make returns and advantages, with the value of what follows the newest step from the actor.
 
         Args:
             actor: A :class:`~rlstore.storage.Critic`; without one, the actor given to the factory's function.
             algo: Its ``gamma`` (or ``discount``) and ``lam`` (or ``gae_lambda``) are taken where it has them; else the
                 storage's own.
-            *args: Not used.
         """
         self._require_rows()
         actor = actor if actor is not None else self._given_actor
@@ -185,11 +187,7 @@ class OnPolicyStorage(Storage):
         self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
 
     def after_gradients(
-        self,
-        actor: Any = None,
-        algo: Any = None,
-        info: dict[str, Any] | None = None,
-        *args: Any,
+        self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The rollout is learnt from: the next sample begins a new one.
 
@@ -205,12 +203,7 @@ class OnPolicyStorage(Storage):
         return info
 
     def generate_batches(
-        self,
-        num_mini_batch: int,
-        mini_batch_size: int | None = None,
-        num_epochs: int = 1,
-        *args: Any,
-        shuffle: bool = True,
+        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
     ) -> Iterator[BatchDict]:
         """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
 
@@ -218,7 +211,6 @@ class OnPolicyStorage(Storage):
             num_mini_batch: Batches in each epoch.
             mini_batch_size: Rows in each; None shares the rows out. No row comes twice in an epoch.
             num_epochs: Epochs, each with an order of its own.
-            *args: Not used.
             shuffle: False serves the rows in the order of time.
 
         Yields:
@@ -228,21 +220,21 @@ class OnPolicyStorage(Storage):
         size = self._batch_rows(held, num_mini_batch, mini_batch_size)
         check_positive("generate_batches()", num_epochs=num_epochs)
 
-        def sources() -> tuple[dict[str, Structure], tuple[Tensor, ...]]:
-            columns = self._columns(self._require_rows())
-            structures = {name: Structure.of(column, name) for name, column in columns.items()}
-            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
-            return structures, tuple(leaf.contiguous() for leaf in leaves)
+        structures: dict[str, Structure] = {}
 
-        structures, _ = sources()
-        epochs = self._serve(lambda: sources()[1], held, num_mini_batch, size, num_epochs, shuffle, reshuffle=True)
-        for leaves, (batches, index) in epochs:
-            batch: BatchDict = {}
+        def sources(steps: int) -> tuple[Tensor, ...]:
+            columns = self._columns(steps)
+            structures.update({name: Structure.of(column, name) for name, column in columns.items()})
+            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
+            return tuple(leaf.contiguous() for leaf in leaves)
+
+        for rows, leaves in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
             remaining = iter(leaves)
-            for name, structure in structures.items():
-                parts = [next(remaining) for _ in structure.paths]
-                batch[name] = structure.build(parts, (size,))
-            batch["rows"] = batches.rows(index).clone()
+            batch: BatchDict = {
+                name: structure.build([next(remaining) for _ in structure.paths], (size,))
+                for name, structure in structures.items()
+            }
+            batch["rows"] = rows.clone()
             yield batch
 
     @staticmethod
@@ -261,36 +253,43 @@ class OnPolicyStorage(Storage):
 
     def _serve(
         self,
-        sources: Callable[[], tuple[Tensor, ...]],
-        held: int,
+        sources: Callable[[int], tuple[Tensor, ...]],
         count: int,
         size: int,
         num_epochs: int,
-        shuffle: bool = True,
         *,
-        reshuffle: bool,
+        shuffle: bool = True,
+        reshuffle: bool = True,
         dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[MiniBatches, int]]]:
-        """Mini-batches of ``size`` rows, epoch after epoch, each with where it came from.
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Mini-batches of ``size`` rows, epoch after epoch: their row ids, and what the sources hold there now.
 
-        The sources are asked for again when a block has changed since, so what the blocks hold is what is served.
+        Args:
+            sources: Gives the blocks to gather from, of the steps that it is asked for.
+            count: Mini-batches in each epoch.
+            size: Rows in each.
+            num_epochs: Epochs.
+            shuffle: False for the order of time.
+            reshuffle: A new order for every epoch.
+            dtypes: The dtypes to serve; None for those of the sources.
         """
-        ring = self._ready_ring()
-        batches: MiniBatches | None = None
-        rows, stamp = None, None
-        keep = num_epochs > 1 and not (shuffle and reshuffle)
+        ring, steps = self._ready_ring(), self._require_rows()
+        self._outputs.begin()
+        rows = None
         for _ in range(num_epochs):
+            if ring.size < steps:
+                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
             if rows is None or (shuffle and reshuffle):
-                rows, batches = epoch_rows(held, count * size, self._generator, shuffle=shuffle), None
-            if batches is None or stamp != ring.stamp():
-                blocks, stamp = sources(), ring.stamp()
-                batches = MiniBatches(blocks, rows, count, dtypes or [block.dtype for block in blocks], keep=keep)
-            for index in range(count):
-                yield batches[index], (batches, index)
+                rows = epoch_rows(steps * ring.lanes, count * size, self._generator, shuffle=shuffle)
+            blocks = sources(steps)
+            types = dtypes or [block.dtype for block in blocks]
+            batches = gather_batches(blocks, rows, count, types, self._outputs.empty)
+            for index, batch in enumerate(batches):
+                yield rows[index * size : (index + 1) * size], batch
 
     # ---------------------------------------------------------------------------------------------- the whole
 
-    def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> BatchDict:
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary."""
         if self._ring is None or self._ring.size == 0:
             return {}
@@ -298,28 +297,30 @@ class OnPolicyStorage(Storage):
         data = {**self._columns(rows), **self._apart(rows)}
         return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
 
-    def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
+    def insert_data_slice(self, new_data: Sample) -> None:
         """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives."""
+        unknown = [name for name in new_data if name not in (*self._sample_names, *self._data_names)]
+        if unknown or (new_data and "observations" not in new_data):
+            problem = f"cannot hold {unknown}" if unknown else "needs 'observations' [steps, envs, ...]"
+            raise InvalidInputError(f"new_data for {type(self).__name__} {problem}. Nothing was changed.")
         twin = copy.deepcopy(self)
         twin.reset()
         if new_data:
-            per_step = {name: value for name, value in new_data.items() if name in self._sample_names}
-            if "observations" not in per_step:
-                raise InvalidInputError("new_data needs 'observations' [steps, envs, ...]. Nothing was changed.")
-            steps = len(
-                as_tensor(
-                    Structure.of(per_step["observations"], "observations").leaves(per_step["observations"])[0],
-                    "observations",
+            samples = {name: value for name, value in new_data.items() if name in self._sample_names}
+            steps = len(walk(new_data["observations"])[0][1])
+            if steps > self.max_size:
+                raise InvalidInputError(
+                    f"new_data has {steps} steps; there is room for {self.max_size}. Nothing was changed."
                 )
-            )
             for t in range(steps):
-                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in per_step.items()})
+                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in samples.items()})
             twin._restore(new_data, steps)
         self.__dict__ = twin.__dict__
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are no part of a row back into the first ``rows`` of a block."""
-        block = self._ready_ring().writable(name)[:rows]
+        self._ready_ring().make_writable(name)
+        block = self._ready_ring().first(name, rows)
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(
@@ -327,13 +328,13 @@ class OnPolicyStorage(Storage):
             )
         block.copy_(given.reshape(block.shape))
 
-    def reset(self, *args: Any) -> None:
+    def reset(self) -> None:
         """Make the storage empty, every tensor zero."""
         if self._ring is not None:
             self._ring.zero()
         self._spent = False
 
-    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
         owner = type(self).__name__
         if parameter_name in self._fractions:

@@ -69,6 +69,7 @@ class RolloutStorage(OnPolicyStorage):
 
     _fractions: ClassVar[tuple[str, ...]] = ("gamma", "lam")
     _size_name: ClassVar[str] = "num_transitions_per_env"
+    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "last_observations")
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class RolloutStorage(OnPolicyStorage):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
+        self._handed_lists = {}
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
@@ -100,11 +102,11 @@ class RolloutStorage(OnPolicyStorage):
             self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
-    def create_factory(
+    def create_factory(  # type: ignore[override]
         cls,
         size: int,
         training_type: str = "rl",
-        *args: Any,
+        *,
         gamma: float = 0.99,
         lam: float = 0.95,
         seed: int | None = None,
@@ -133,7 +135,7 @@ class RolloutStorage(OnPolicyStorage):
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
 
-    def init_tensors(self, sample: Sample, *args: Any) -> None:
+    def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
         self._check_names(sample)
         if self._ring is not None:
@@ -172,13 +174,15 @@ class RolloutStorage(OnPolicyStorage):
     def clear(self) -> None:
         """Begin a new rollout: the cursor goes back to the first step."""
         self._ready_ring().restart()
+        self._spent = False
 
-    def reset(self, *args: Any) -> None:
+    def reset(self) -> None:
         """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
         if self._ring is not None:
             groups = self._layout.groups
             self._ring.drop([block for group, count in groups.items() for block in group_blocks(group, count)])
             groups.clear()
+            self._handed_lists.clear()
         self._last_observations = None
         super().reset()
 
@@ -197,7 +201,7 @@ class RolloutStorage(OnPolicyStorage):
                 f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, "
                 "or raise num_transitions_per_env. Nothing was written."
             )
-        self._follow_observations()
+        self._follow_callers()
         values, optional = self._layout.row(transition)
         if optional:
             values = self._extend(values, optional)
@@ -244,21 +248,20 @@ class RolloutStorage(OnPolicyStorage):
             last_values, ring.lanes, ring.device
         )
         terminated, truncated = self._end_flags(rows)
-        final = ring.blocks["final_values"][:rows] if "final_values" in ring.blocks else None
-        out = (ring.writable("advantages")[:rows], ring.writable("returns")[:rows])
-        returns.gae(
-            self.rewards[:rows], self.values[:rows], last, terminated, truncated, final, gamma=gamma, lam=lam, out=out
-        )
+        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
+        ring.make_writable("advantages", "returns")
+        rewards, values, *out = (ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns"))
+        returns.gae(rewards, values, last, terminated, truncated, final, gamma=gamma, lam=lam, out=(out[0], out[1]))
         if normalize_advantage:
             returns.normalize(out[0], 1e-8)
 
     def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""
-        blocks = self._ready_ring().blocks
-        dones = blocks["dones"][:rows]
-        if "truncated" not in blocks:
+        ring = self._ready_ring()
+        dones = ring.first("dones", rows)
+        if "truncated" not in ring.blocks:
             return dones, None
-        truncated = blocks["truncated"][:rows]
+        truncated = ring.first("truncated", rows)
         return (dones != 0) & (truncated == 0), truncated
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
@@ -270,7 +273,7 @@ class RolloutStorage(OnPolicyStorage):
         """Yield one batch for each written step, in order: observations, privileged actions and dones."""
         self._require_mode("distillation")
         rows, ring = self._require_rows(), self._ready_ring()
-        self._follow_observations()
+        self._follow_callers()
         for t in range(rows):
             leaves = [ring.blocks[name][t].clone() for name in self._observations.names]
             yield RolloutBatch(
@@ -296,19 +299,18 @@ class RolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batches)
         check_positive("mini_batch_generator()", num_epochs=num_epochs)
         leaves = len(self._observations.paths)
-        epochs = self._serve(self._batch_sources, held, num_mini_batches, size, num_epochs, reshuffle=reshuffle)
-        for tensors, _ in epochs:
+        for _, tensors in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
             observations = self._observations.build(tensors[:leaves], (size,))
             actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
             yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
 
-    def _batch_sources(self) -> tuple[Tensor, ...]:
+    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
-        self._follow_observations()
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
+        self._follow_callers()
+        ring = self._ready_ring()
         names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple(blocks[name][:rows] for name in names)
+        return tuple(ring.first(name, steps) for name in names)
 
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
@@ -320,7 +322,7 @@ class RolloutStorage(OnPolicyStorage):
         """
         self._require_mode("rl")
         ring = self._ready_ring()
-        self._require_rows()
+        rows = self._require_rows()
         check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(
@@ -328,22 +330,29 @@ class RolloutStorage(OnPolicyStorage):
             )
         width = ring.lanes // num_mini_batches
         kept = KeptBatches(keep=num_epochs > 1)
+        self._outputs.begin()
         for _ in range(num_epochs):
-            self._follow_observations()
+            if ring.size < rows:
+                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
+            self._follow_callers()
             kept.follow(ring.stamp())
             for index in range(num_mini_batches):
                 lanes = (index * width, (index + 1) * width)
-                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, *lanes)))
+                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, rows, *lanes)))
 
-    def _recurrent_tensors(self, first: int, last: int) -> tuple[Tensor, ...]:
+    def _recurrent_tensors(self, rows: int, first: int, last: int) -> tuple[Tensor, ...]:
         """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
-        blocks, rows = self._ready_ring().blocks, self._require_rows()
-        leaves, sources = len(self._observations.paths), self._batch_sources()
-        trajectories = segments.split(blocks["dones"][:rows], first, last)
-        padded, masks = segments.pad(sources[:leaves], trajectories, rows)
-        others = [source[:, first:last].clone(memory_format=torch.contiguous_format) for source in sources[leaves:]]
+        ring = self._ready_ring()
+        leaves, sources = len(self._observations.paths), self._batch_sources(rows)
+        trajectories = segments.split(ring.first("dones", rows), first, last)
+        empty = self._outputs.empty
+        padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
+        others = [
+            empty((rows, last - first, *source.shape[2:]), source.dtype, source.device).copy_(source[:, first:last])
+            for source in sources[leaves:]
+        ]
         states = [
-            segments.first_states(blocks[name][:rows], trajectories)
+            segments.first_states(ring.first(name, rows), trajectories, empty)
             for group in ("saved_hidden_state_a", "saved_hidden_state_c")
             for name in group_blocks(group, self._layout.groups.get(group, 0))
         ]
@@ -374,20 +383,20 @@ class RolloutStorage(OnPolicyStorage):
     def _sample_names(self) -> tuple[str, ...]:
         return SAMPLE_NAMES[self.training_type]
 
-    def before_gradients(self, actor: Any = None, algo: Any = None, *args: Any) -> None:
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """For "rl", make returns and advantages (see the base class). Distillation needs none."""
         if self.training_type == "distillation":
             self._require_rows()
         else:
-            super().before_gradients(actor, algo, *args)
+            super().before_gradients(actor, algo)
 
-    def generate_batches(
+    def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,
         mini_batch_size: int | None = None,
         num_epochs: int = 1,
-        *args: Any,
         shuffle: bool = True,
+        *,
         recurrent: bool = False,
     ) -> Iterator[BatchDict]:
         """Batches in the words of the vocabulary.
@@ -396,7 +405,7 @@ class RolloutStorage(OnPolicyStorage):
         ``mini_batch_size`` must be None, and they are never shuffled.
         """
         if not recurrent:
-            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, *args, shuffle=shuffle)
+            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle)
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
@@ -427,7 +436,7 @@ class RolloutStorage(OnPolicyStorage):
         return self.gamma, self.lam
 
     def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_observations()
+        self._follow_callers()
         blocks = self._ready_ring().blocks
         terminated, truncated = self._end_flags(rows)
         leaves = (blocks[name][:rows] for name in self._observations.names)

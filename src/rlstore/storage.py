@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.memory import Recycler
 from rlstore.engine.ring import Ring
 
 Sample = Mapping[str, Any]
@@ -85,6 +86,7 @@ class Storage(ABC):
         self._torch_device = check_device(owner, device)
         self._given_actor, self._given_algorithm = actor, algorithm
         self._generator = torch.Generator(self._torch_device)
+        self._outputs = Recycler()
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:

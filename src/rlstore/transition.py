@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlstore.engine.ring import Column, allocate
+from rlstore.engine.memory import allocate
+from rlstore.engine.ring import Column
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError
 
@@ -216,8 +217,11 @@ class TransitionLayout:
             raise InvalidInputError(
                 f"{name} is {tuple(shape)}; it must be {form} for {self._lanes} environments. Nothing was written."
             )
+        if example.dtype.is_complex:
+            raise InvalidInputError(f"{name} is {example.dtype}; it must be real. Nothing was written.")
         del shape[lane_axis]
-        return Field(name, tuple(shape), example.dtype, origin, lane_axis=lane_axis)
+        dtype = example.dtype if example.dtype.is_floating_point else torch.float32
+        return Field(name, tuple(shape), dtype, origin, lane_axis=lane_axis)
 
 
 def group_blocks(group: str, count: int) -> list[str]:
@@ -230,6 +234,10 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     params = transition.distribution_params
     if params is not None:
         found["distribution_params"] = tuple(params)
+    if len(transition.hidden_states) != len(_HIDDEN_STATES):
+        raise InvalidInputError(
+            f"hidden_states has {len(transition.hidden_states)} parts; it is (actor, critic). Nothing was written."
+        )
     for name, state in zip(_HIDDEN_STATES, transition.hidden_states, strict=True):
         if state is not None:
             found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)

@@ -10,26 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.memory import allocate
 from rlstore.engine.schema import Field
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
-
-
-def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
-    """A filled tensor that is never an inference tensor, whatever mode the caller is in.
-
-    An inference tensor could not be written in place, nor take part in a backward pass, once the mode is left.
-    """
-    with torch.inference_mode(False):
-        return torch.full(tuple(shape), fill, dtype=dtype, device=device)
-
-
-def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As :func:`allocate`, with whatever was in the memory before: for outputs that are written at once."""
-    if not torch.is_inference_mode_enabled():
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    with torch.inference_mode(False):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -106,8 +90,10 @@ class Ring:
         """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
         self.bind_all([block], [tensor])
 
-    def bind_all(self, blocks: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """:meth:`bind` for several blocks: all of them, or none."""
+    def bind_all(self, blocks: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+        """:meth:`bind` for several blocks: all of them, or none. True if any is another tensor than before."""
+        if all(tensor is self.blocks[block] for block, tensor in zip(blocks, tensors, strict=True)):
+            return False
         for block, tensor in zip(blocks, tensors, strict=True):
             shape = tuple(self.blocks[block].shape)
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
@@ -117,8 +103,11 @@ class Ring:
             held = self.blocks[block]
             if tensor is not held:
                 plain = tensor.detach() if tensor.requires_grad else tensor
+                if held.dtype == torch.uint8 and any(c.block == block and c.field.is_flag for c in self.columns):
+                    plain = plain if plain.dtype == torch.uint8 else plain != 0
                 self.blocks[block] = plain.to(held.device, held.dtype).contiguous()
                 self._writer = None
+        return True
 
     def write(self, values: tuple[Any, ...]) -> None:
         """Write one row for all lanes at the cursor; every value fits, or nothing is written.
@@ -132,11 +121,15 @@ class Ring:
         row = (self.written.item(0) - self._begin) % self.steps
         if self._writer is None:
             self._writer = self._make_writer()
-        if self._writer.write(row, values) >= 0:
-            # Not ready to be copied byte for byte: convert what can be, refuse what cannot.
-            misfit = self._writer.write(row, self.fit(values))
-            if misfit >= 0:
-                raise RuntimeError(f"{self.columns[misfit].field.name} was checked and still does not fit its block")
+        misfit, fitted = self._writer.write(row, values), -1
+        while misfit >= 0:
+            # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+            column = self.columns[misfit]
+            if misfit == fitted:
+                raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
+            fitting = column.field.fit(values[misfit], self.lanes, self.device)
+            values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
+            misfit = self._writer.write(row, values)
         self.written += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -157,14 +150,19 @@ class Ring:
             self.blocks[name] = block.zero_() if not block.is_inference() else torch.zeros_like(block)
         self._writer = None
 
-    def writable(self, block: str) -> Tensor:
-        """The block, for a kernel to write into; a caller's inference tensor is replaced by a plain copy first."""
-        if self.blocks[block].is_inference():
-            with torch.inference_mode(False):
-                self.blocks[block] = self.blocks[block].clone()
-            self._writer = None
+    def first(self, block: str, rows: int) -> Tensor:
+        """The first ``rows`` rows of a block."""
+        held = self.blocks[block]
+        return held if rows == held.shape[0] else held[:rows]
+
+    def make_writable(self, *blocks: str) -> None:
+        """Make blocks ready for a kernel to write into: a caller's inference tensor gives way to a plain copy."""
+        for block in blocks:
+            if self.blocks[block].is_inference():
+                with torch.inference_mode(False):
+                    self.blocks[block] = self.blocks[block].clone()
+                self._writer = None
         self._revision += 1
-        return self.blocks[block]
 
     def stamp(self) -> tuple[object, ...]:
         """Differs from an earlier stamp if a block was replaced or written since.

@@ -49,9 +49,10 @@ class Field:
         Raises:
             InvalidInputError: If the value cannot be held; see :meth:`_refuse` for what it says.
         """
-        row_shape, scalar_rows = self.row_shape(lanes), ((lanes,), (lanes, 1))
+        row_shape = self.row_shape(lanes)
         given = as_tensor(value, self.name)
         if given.shape != row_shape:
+            scalar_rows = ((lanes,), (lanes, 1))
             if not (tuple(given.shape) in scalar_rows and row_shape in scalar_rows):
                 self._refuse(given, lanes)
             given = given.reshape(row_shape)
@@ -75,12 +76,17 @@ class Field:
 def as_tensor(value: Any, name: str) -> Tensor:
     """A plain detached tensor of the value, or an error that names the field."""
     if isinstance(value, Tensor):
-        return value.detach()
+        if value.is_meta or value.layout != torch.strided:
+            raise InvalidInputError(
+                f"{name} is a {value.layout} tensor on {value.device}, which has no plain memory. Nothing was written."
+            )
+        return value.detach().resolve_conj().resolve_neg()
     if value is None:
         raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
     try:
         if isinstance(value, np.ndarray):
-            return torch.from_numpy(np.ascontiguousarray(value))
+            array = np.ascontiguousarray(value)
+            return torch.from_numpy(array if array.flags.writeable else array.copy())
         if isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Tensor):
             return torch.stack([element.detach() for element in value])
         return torch.as_tensor(np.asarray(value))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.ring import allocate_empty
+from rlstore.engine.memory import Allocator, allocate_empty
 from rlstore.kernels import kernel
 
 
@@ -38,14 +38,16 @@ def split(dones: Tensor, first: int, last: int) -> Trajectories:
     return trajectories
 
 
-def pad(sources: tuple[Tensor, ...], trajectories: Trajectories, steps: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def pad(
+    sources: tuple[Tensor, ...], trajectories: Trajectories, steps: int, empty: Allocator = allocate_empty
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Each source ``[time, lanes, *shape]`` as ``[steps, trajectories, *shape]``, zeros after a trajectory's end.
 
     Returns:
         The padded tensors, dtypes kept, and the mask, bool ``[steps, trajectories]``.
     """
     device, count = trajectories.lanes.device, trajectories.lanes.shape[0]
-    outs = tuple(allocate_empty((steps, count, *source.shape[2:]), source.dtype, device) for source in sources)
+    outs = tuple(empty((steps, count, *source.shape[2:]), source.dtype, device) for source in sources)
     mask = allocate_empty((steps, count), torch.bool, device)
     kernel("pad_segments", device.type)(
         sources, trajectories.lanes, trajectories.starts, trajectories.lengths, outs, mask
@@ -53,17 +55,18 @@ def pad(sources: tuple[Tensor, ...], trajectories: Trajectories, steps: int) -> 
     return outs, mask
 
 
-def first_states(states: Tensor, trajectories: Trajectories) -> Tensor:
+def first_states(states: Tensor, trajectories: Trajectories, empty: Allocator = allocate_empty) -> Tensor:
     """The hidden state at each trajectory's start.
 
     Args:
         states: ``[steps, layers, lanes, hidden]``.
         trajectories: Where they start.
+        empty: What makes the result.
 
     Returns:
         ``[layers, trajectories, hidden]``, contiguous.
     """
     shape = (states.shape[1], trajectories.lanes.shape[0], states.shape[3])
-    out = allocate_empty(shape, states.dtype, states.device)
+    out = empty(shape, states.dtype, states.device)
     kernel("first_states", states.device.type)(states, trajectories.lanes, trajectories.starts, out)
     return out

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+
 
 class RowWriter:
     """Writes one time row into several blocks ``[rows, ...]`` at once, or into none of them.
@@ -53,7 +55,12 @@ class RowWriter:
     def _fits(value: object, block: Tensor, is_flag: bool) -> bool:
         if not isinstance(value, Tensor) or value.requires_grad or value.device != block.device:
             return False
-        same_type = value.dtype in (torch.bool, torch.uint8, torch.int8) if is_flag else value.dtype == block.dtype
+        if is_flag:
+            same_type = value.dtype in _FLAG_DTYPES and not (
+                value.dtype.is_floating_point and bool(value.isnan().any())
+            )
+        else:
+            same_type = value.dtype == block.dtype
         given, held = value.shape, block.shape[1:]
         scalar_rows = ((held[0],), (held[0], 1)) if len(held) else ()
         same_shape = given == held or (given in scalar_rows and held in scalar_rows)

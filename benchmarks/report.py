@@ -1,0 +1,136 @@
+"""Results as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.harness import CYCLE, PHASES, Result, Target, Timing
+
+PACKAGES = (
+    "rlstore",
+    "torch",
+    "tensordict",
+    "numpy",
+    "gymnasium",
+    "rsl-rl-lib",
+    "stable-baselines3",
+    "torchrl",
+    "rllte-core",
+)
+
+
+def machine() -> dict[str, str | int]:
+    """The processor, its cores, the system and Python."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "torch_threads": 1,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """The version of each package that takes part, or "not installed"."""
+
+    def version_of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {package: version_of(package) for package in PACKAGES}
+
+
+def table(result: Result) -> Table:
+    """One workload: a line per phase and contender."""
+    load = "load {:.1f} to {:.1f}".format(*result.load)
+    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds, {load})", title_justify="left")
+    drawn.add_column("phase")
+    drawn.add_column("contender")
+    for heading in ("median", "to best peer", "to memcpy"):
+        drawn.add_column(heading, justify="right")
+    drawn.add_column("target")
+    for phase in (*PHASES, CYCLE):
+        shown = [timing for timing in result.timings if timing.phase == phase]
+        for i, timing in enumerate(shown):
+            drawn.add_row(
+                result.labels[phase] if i == 0 else "",
+                timing.contender,
+                f"{timing.median * 1e6:,.1f} us",
+                _ratio(timing.median, result.best(phase, "peer")),
+                _ratio(timing.median, result.best(phase, "floor")),
+                _targets(result, timing),
+                style="bold" if timing.role == "ours" else None,
+                end_section=i == len(shown) - 1,
+            )
+    return drawn
+
+
+def _ratio(time: float, other: float | None) -> str:
+    return "-" if other is None else f"{time / other:.3g}"
+
+
+def _targets(result: Result, timing: Timing) -> str:
+    """Our aims for a phase, each beside what was measured."""
+    measured = [(target, _to_peer(result, timing, target)) for target in result.targets]
+    return ", ".join(
+        f"{ratio:.3f} of {target.peer} (at most {target.ratio})" for target, ratio in measured if ratio is not None
+    )
+
+
+def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
+    """The ratio that a target speaks of; None where it does not concern this timing."""
+    peer = result.median(target.peer, target.phase)
+    if timing.role != "ours" or timing.phase != target.phase or peer is None:
+        return None
+    return timing.median / peer
+
+
+def as_json(results: list[Result]) -> dict[str, Any]:
+    """Everything measured, with the machine and the versions."""
+    return {"machine": machine(), "versions": versions(), "workloads": [_workload_json(result) for result in results]}
+
+
+def _workload_json(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "title": result.title,
+        "rounds": result.rounds,
+        "load": result.load,
+        "missing": result.missing,
+        "timings": [_timing_json(result, timing) for timing in result.timings],
+    }
+
+
+def _timing_json(result: Result, timing: Timing) -> dict[str, Any]:
+    best, floor = result.best(timing.phase, "peer"), result.best(timing.phase, "floor")
+    ratios = [(target, _to_peer(result, timing, target)) for target in result.targets]
+    return {
+        "contender": timing.contender,
+        "phase": timing.phase,
+        "median_us": timing.median * 1e6,
+        "quartiles_us": [edge * 1e6 for edge in timing.quartiles],
+        "ratio_to_best_peer": timing.median / best if best else None,
+        "ratio_to_memcpy": timing.median / floor if floor else None,
+        "targets": [
+            {"peer": target.peer, "at_most": target.ratio, "measured": ratio}
+            for target, ratio in ratios
+            if ratio is not None
+        ],
+    }

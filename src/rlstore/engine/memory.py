@@ -1,0 +1,102 @@
+"""Tensors that a storage makes: its blocks, and the outputs that it hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
+KEEP_BYTES = 256 << 20
+
+Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
+    """A filled tensor that is never an inference tensor, whatever mode the caller is in.
+
+    An inference tensor could not be written in place, nor take part in a backward pass, once the mode is left.
+    """
+    with torch.inference_mode(False):
+        return torch.full(tuple(shape), fill, dtype=dtype, device=device)
+
+
+def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`allocate`, with whatever was in the memory before: for outputs that are written at once."""
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+class Recycler:
+    """Hands out CPU tensors whose memory may have served before, and is held by nobody now.
+
+    Fresh memory costs a page fault every four kilobytes, which takes longer than gathering into it. So the outputs of
+    an update are remembered, and their memory serves again once the caller has let go of all of it: of the tensors, of
+    views of them, of arrays and graphs that hold them.
+    """
+
+    def __init__(self) -> None:
+        self._spares: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._used: set[int] = set()  # ids of the spares that have served since begin()
+        self._bytes = 0
+
+    def begin(self) -> None:
+        """Begin an update: what the one before it did not use is let go."""
+        for key, spares in list(self._spares.items()):
+            self._spares[key] = [spare for spare in spares if id(spare) in self._used]
+            if not self._spares[key]:
+                del self._spares[key]
+        self._bytes = sum(spare.nbytes for spares in self._spares.values() for spare in spares)
+        self._used.clear()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor with whatever was in its memory before."""
+        if device.type != "cpu" or _count_holders is None:
+            return allocate_empty(shape, dtype, device)
+        spares = self._spares.setdefault((torch.Size(shape), dtype), [])
+        for spare in spares:
+            if _count_holders(spare.untyped_storage()._cdata) == _UNHELD:
+                self._used.add(id(spare))
+                return spare.detach()  # a tensor of its own on the same memory, by which a holder is seen
+        fresh = allocate_empty(shape, dtype, device)
+        if self._bytes + fresh.nbytes > KEEP_BYTES:
+            return fresh
+        spares.append(fresh)
+        self._used.add(id(fresh))
+        self._bytes += fresh.nbytes
+        return fresh.detach()
+
+    def __getstate__(self) -> dict[str, object]:
+        return Recycler().__dict__  # a copy makes outputs of its own
+
+
+class Holders:
+    """How many tensors hold the memory of some tensors, and whether it is still as many."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+        self._counts = self._count()
+
+    def same(self) -> bool:
+        """True if nobody has come to hold any of the memory who did not when this was made."""
+        return _count_holders is not None and self._count() == self._counts
+
+    def _count(self) -> list[int]:
+        count = _count_holders
+        return [] if count is None else [count(tensor.untyped_storage()._cdata) for tensor in self._tensors]
+
+
+# How many hold a storage, given by its address; None if this torch does not tell.
+_count_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _count_when_unheld() -> int:
+    """The count of a storage that only one tensor holds; asking for it counts too."""
+    tensor = torch.empty(1)
+    return 0 if _count_holders is None else _count_holders(tensor.untyped_storage()._cdata)
+
+
+_UNHELD = _count_when_unheld()

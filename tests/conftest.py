@@ -1,0 +1,16 @@
+"""What all tests share: one torch thread, and how hypothesis searches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import settings
+
+# The worked examples in tests/cases are imported as `cases`, from wherever pytest is started.
+sys.path.insert(0, str(Path(__file__).parent))
+
+torch.set_num_threads(1)
+settings.register_profile("rlstore", deadline=None, max_examples=60, print_blob=True)
+settings.load_profile("rlstore")

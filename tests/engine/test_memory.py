@@ -1,0 +1,130 @@
+"""Memory that serves again only when nobody holds it, and tensors that are plain whatever the caller's mode."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from rlstore.engine import memory
+from rlstore.engine.memory import Recycler, allocate, allocate_empty
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_is_allocated_is_never_an_inference_tensor(inference):
+    with torch.inference_mode(inference):
+        made = [allocate((2, 3), torch.float32, CPU), allocate_empty((2, 3), torch.int16, CPU)]
+        made.append(Recycler().empty((2, 3), torch.float32, CPU))
+    for tensor in made:
+        assert not tensor.is_inference()
+        tensor.zero_()
+    assert [tensor.dtype for tensor in made] == [torch.float32, torch.int16, torch.float32]
+
+
+def test_allocate_fills():
+    assert allocate((2,), torch.float32, CPU).tolist() == [0.0, 0.0]
+    assert allocate((2,), torch.uint8, CPU, 7).tolist() == [7, 7]
+    assert allocate((2,), torch.float64, CPU, torch.nan).isnan().all()
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_that_nobody_holds_serves_again():
+    recycler = Recycler()
+    first = recycler.empty((100,), torch.float32, CPU)
+    place = address(first)
+    del first
+    assert address(recycler.empty((100,), torch.float32, CPU)) == place
+
+
+HOLDERS = {
+    "the tensor": lambda tensor: tensor,
+    "a view": lambda tensor: tensor[10:],
+    "a part": lambda tensor: torch.unsafe_split(tensor, 50)[1],
+    "a detached one": lambda tensor: tensor.detach(),
+    "an array": lambda tensor: tensor.numpy(),
+    "a graph": lambda tensor: tensor * torch.ones(100, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_that_somebody_holds_does_not_serve_again(holder):
+    recycler = Recycler()
+    for _ in range(3):
+        recycler.begin()
+        tensor = recycler.empty((100,), torch.float32, CPU).fill_(3.0)
+        held = HOLDERS[holder](tensor)
+        del tensor
+        recycler.empty((100,), torch.float32, CPU).fill_(-1.0)
+        recycler.begin()
+        recycler.empty((100,), torch.float32, CPU).fill_(-1.0)
+        assert set(held.tolist()) == {3.0}
+
+
+def test_tensors_held_together_have_memory_of_their_own():
+    recycler = Recycler()
+    for _ in range(3):
+        recycler.begin()
+        tensors = [recycler.empty((50,), torch.float32, CPU) for _ in range(4)]
+        assert len({address(tensor) for tensor in tensors}) == 4
+
+
+def test_a_shape_and_a_dtype_have_memory_of_their_own():
+    recycler = Recycler()
+    for shape, dtype in [((4, 2), torch.float32), ((2, 4), torch.float32), ((4, 2), torch.int32), ((0,), torch.bool)]:
+        made = recycler.empty(shape, dtype, CPU)
+        assert tuple(made.shape) == shape
+        assert made.dtype == dtype
+        made.fill_(1)
+
+
+def test_what_an_update_did_not_use_is_let_go():
+    recycler = Recycler()
+    recycler.empty((100,), torch.float32, CPU)
+    recycler.begin()
+    assert recycler._bytes == 400  # used in the update before
+    recycler.begin()
+    assert recycler._bytes == 0
+    assert recycler._spares == {}
+
+
+def test_no_more_is_remembered_than_the_bound(monkeypatch):
+    monkeypatch.setattr(memory, "KEEP_BYTES", 1000)
+    recycler = Recycler()
+    held = [recycler.empty((100,), torch.float32, CPU) for _ in range(5)]
+    assert recycler._bytes == 800
+    places = {address(tensor) for tensor in held[:2]}
+    del held
+    again = [recycler.empty((100,), torch.float32, CPU) for _ in range(5)]
+    assert {address(tensor) for tensor in again} >= places
+    assert len({address(tensor) for tensor in again}) == 5
+    assert recycler._bytes == 800
+
+
+def test_a_gradient_asked_of_one_tensor_does_not_cling_to_the_next():
+    recycler = Recycler()
+    first = recycler.empty((10,), torch.float32, CPU).fill_(1.0).requires_grad_()
+    first.sum().backward()
+    place = address(first)
+    del first
+    again = recycler.empty((10,), torch.float32, CPU)
+    assert address(again) == place
+    assert not again.requires_grad
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda old: pickle.loads(pickle.dumps(old))], ids=["copy", "pickle"]
+)
+def test_a_copy_makes_outputs_of_its_own(twin_of):
+    recycler = Recycler()
+    place = address(recycler.empty((100,), torch.float32, CPU))
+    twin = twin_of(recycler)
+    ours, theirs = recycler.empty((100,), torch.float32, CPU), twin.empty((100,), torch.float32, CPU)
+    assert address(ours) == place
+    assert address(theirs) != place

@@ -1,0 +1,477 @@
+"""DecoupledRolloutStorage as its document and the contract have it: spaces, attributes, and what add() writes where."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from decoupled_ids import BLOCKS, fill, ids_of, leaves, make_step, make_storage, obs_of
+from gymnasium import spaces
+
+from rlstore import DecoupledRolloutStorage
+
+BOX = spaces.Box(-1.0, 1.0, (2,))
+
+
+class LikeListConfig:
+    """A sequence to everybody but isinstance, as OmegaConf's ListConfig is."""
+
+    def __init__(self, items):
+        self._items = list(items)
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+    def __getitem__(self, index):
+        return self._items[index]
+
+
+class LikeDictConfig:
+    """A mapping to everybody but isinstance, as OmegaConf's DictConfig is: keys are attributes too."""
+
+    def __init__(self, **content):
+        self.__dict__["_content"] = {
+            key: LikeListConfig(value) if isinstance(value, (list, tuple)) else value for key, value in content.items()
+        }
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["_content"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key):
+        return self._content[key]
+
+    def __contains__(self, key):
+        return key in self._content
+
+    def __iter__(self):
+        return iter(self._content)
+
+    def __len__(self):
+        return len(self._content)
+
+    def get(self, key, default=None):
+        return self._content.get(key, default)
+
+    def keys(self):
+        return self._content.keys()
+
+    def values(self):
+        return self._content.values()
+
+    def items(self):
+        return self._content.items()
+
+
+# ------------------------------------------------------------------------------------------------- construction
+
+
+def test_the_constructor_has_the_documented_arguments_in_the_documented_order():
+    parameters = list(inspect.signature(DecoupledRolloutStorage).parameters.values())
+    documented = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert documented == [
+        ("observation_space", inspect.Parameter.empty),
+        ("action_space", inspect.Parameter.empty),
+        ("device", "cpu"),
+        ("num_steps", 256),
+        ("num_envs", 8),
+        ("discount", 0.99),
+        ("gae_lambda", 0.95),
+    ]
+
+
+def test_add_has_the_documented_arguments_in_the_documented_order():
+    names = list(inspect.signature(DecoupledRolloutStorage.add).parameters)
+    assert names[1:10] == [
+        *("obs", "actions", "rewards", "terminateds", "truncateds", "next_obs", "log_probs", "values", "adv_preds"),
+    ]
+    assert inspect.signature(DecoupledRolloutStorage.sample).parameters["num_mini_batch"].default == 8
+
+
+def test_all_positional_arguments_are_taken():
+    storage = DecoupledRolloutStorage(BOX, spaces.Discrete(4), "cpu", 5, 3, 0.9, 0.8)
+    assert (storage.num_steps, storage.num_envs, storage.discount, storage.gae_lambda) == (5, 3, 0.9, 0.8)
+    assert (storage.device, storage.max_size, len(storage)) == ("cpu", 5, 0)
+
+
+def test_the_defaults_are_those_of_the_document():
+    storage = DecoupledRolloutStorage(BOX, spaces.Discrete(4))
+    assert storage.obs.shape == (257, 8, 2)
+    assert storage.rewards.shape == (256, 8)
+
+
+@pytest.mark.parametrize(
+    ("action_space", "shape"),
+    [
+        (spaces.Discrete(5), ()),
+        (spaces.Box(-1.0, 1.0, (3,)), (3,)),
+        (spaces.Box(-1.0, 1.0, (2, 3)), (2, 3)),
+        (spaces.MultiDiscrete([3, 4]), (2,)),
+        (spaces.MultiBinary(6), (6,)),
+        ({"shape": (5,), "type": "Discrete", "range": [0, 4]}, ()),
+        ({"shape": [5], "type": "Discrete", "n": 5}, ()),
+        ({"shape": (1,), "type": "Discrete", "n": 5}, ()),
+        ({"shape": (3,), "type": "Box", "range": [-1.0, 1.0]}, (3,)),
+        ({"shape": (2,), "type": "MultiDiscrete", "nvec": [3, 4]}, (2,)),
+        ({"shape": (6,), "type": "MultiBinary"}, (6,)),
+        (LikeDictConfig(shape=(5,), type="Discrete", range=[0, 4]), ()),
+        (LikeDictConfig(shape=(3,), type="Box", range=[-1.0, 1.0]), (3,)),
+    ],
+    ids=repr,
+)
+def test_every_block_has_the_documented_shape_and_dtype(action_space, shape):
+    storage = make_storage(4, 3, action_space)
+    shapes = {name: tuple(getattr(storage, name).shape) for name in BLOCKS}
+    assert shapes.pop("actions") == (4, 3, *shape)
+    assert shapes.pop("terminateds") == shapes.pop("truncateds") == (5, 3)
+    assert set(shapes.values()) == {(4, 3)}
+    assert {getattr(storage, name).dtype for name in BLOCKS} == {torch.float32}
+    assert storage.obs.shape == (5, 3, 2)
+    for flags in (storage.terminateds, storage.truncateds):
+        assert not flags[0].any()
+
+
+@pytest.mark.parametrize(
+    ("observation_space", "shape", "dtype"),
+    [
+        (spaces.Box(0, 255, (3, 4, 4), np.uint8), (3, 4, 4), torch.uint8),
+        (spaces.Box(-1.0, 1.0, (2,), np.float64), (2,), torch.float64),
+        (spaces.Box(-1.0, 1.0, (2,), np.float32), (2,), torch.float32),
+        (spaces.Box(-9, 9, (2,), np.int16), (2,), torch.int16),
+        (spaces.Discrete(7), (), torch.int64),
+        (spaces.MultiBinary(3), (3,), torch.int8),
+        (spaces.MultiDiscrete([3, 4]), (2,), torch.int64),
+        ({"shape": (3, 4)}, (3, 4), torch.float32),
+        ({"shape": [3, 4], "dtype": "uint8"}, (3, 4), torch.uint8),
+        ({"shape": (3,), "dtype": np.float64}, (3,), torch.float64),
+        ({"shape": (3,), "dtype": torch.int32}, (3,), torch.int32),
+        ({"shape": (3,), "dtype": "torch.uint8"}, (3,), torch.uint8),
+        (LikeDictConfig(shape=(3, 4)), (3, 4), torch.float32),
+        (LikeDictConfig(shape=(3, 4), dtype="uint8"), (3, 4), torch.uint8),
+    ],
+    ids=repr,
+)
+def test_observations_keep_the_shape_and_dtype_of_their_space(observation_space, shape, dtype):
+    storage = make_storage(
+        2, 3, spaces.Discrete(2), observation_space
+    )  # a Space beside a mapping, in half of the cases
+    assert storage.obs.shape == (3, 3, *shape)
+    assert storage.obs.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(4),
+        spaces.Graph(BOX, None),
+        spaces.Sequence(BOX),
+        spaces.Dict({"text": spaces.Text(4), "box": BOX}),
+        spaces.Tuple([BOX, spaces.Text(4)]),
+        42,
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_an_observation_space_that_cannot_be_held_is_named(space):
+    culprit = space if not isinstance(space, (spaces.Dict, spaces.Tuple)) else spaces.Text(4)
+    with pytest.raises(NotImplementedError, match=type(culprit).__name__):
+        make_storage(observation_space=space)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(4),
+        spaces.Sequence(BOX),
+        spaces.Dict({"a": BOX}),
+        spaces.Tuple([BOX]),
+        {"shape": (2,), "type": "Graph"},
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_an_action_space_that_cannot_be_held_is_named(space):
+    name = "Graph" if isinstance(space, dict) else type(space).__name__
+    with pytest.raises(NotImplementedError, match=name):
+        make_storage(action_space=space)
+
+
+def test_an_observation_space_without_any_leaf_is_refused():
+    with pytest.raises((ValueError, NotImplementedError)):
+        make_storage(observation_space=spaces.Dict({}))
+
+
+# ------------------------------------------------------------------------------------------------- what add writes
+
+
+def test_a_rollout_lies_where_the_document_says():
+    storage = make_storage(3, 2)
+    ends = [((0,), ()), ((), (0, 1)), ((1,), (0,))]
+    for step, (terminated, truncated) in enumerate(ends):
+        storage.add(**make_step(step, 2, terminated, truncated))
+        assert len(storage) == 2 * (step + 1)
+    ids = torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]])
+    assert storage.obs.tolist() == [
+        [[10, 11], [20, 21]],
+        [[30, 31], [40, 41]],
+        [[50, 51], [60, 61]],
+        [[70, 71], [80, 81]],
+    ]
+    assert torch.equal(storage.actions, ids[:3])
+    assert torch.equal(storage.rewards, ids[:3] + 0.25)
+    assert torch.equal(storage.log_probs, -ids[:3])
+    assert torch.equal(storage.values, ids[:3] + 0.5)
+    assert torch.equal(storage.adv_preds, ids[:3] + 0.75)
+    assert storage.terminateds.tolist() == [[0, 0], [1, 0], [0, 0], [0, 1]]
+    assert storage.truncateds.tolist() == [[0, 0], [0, 0], [1, 1], [1, 0]]
+
+
+def test_positional_arguments_mean_the_same_as_keywords():
+    by_name, by_place = make_storage(), make_storage()
+    for step in range(3):
+        arguments = make_step(step, 2, (1,), (0,), final_values=torch.tensor([3.0, 4.0]))
+        by_name.add(**arguments)
+        by_place.add(*arguments.values())
+    for name in ("obs", *BLOCKS):
+        assert torch.equal(getattr(by_name, name), getattr(by_place, name))
+
+
+def test_the_next_observation_stands_in_the_row_after_until_the_next_step_brings_its_own():
+    storage = make_storage(3, 2)
+    storage.add(**make_step(0, next_obs=torch.full((2, 2), -7.0)))
+    assert storage.obs[1].tolist() == [[-7, -7], [-7, -7]]
+    storage.add(**make_step(1))
+    assert storage.obs[:3].tolist() == [[[10, 11], [20, 21]], [[30, 31], [40, 41]], [[50, 51], [60, 61]]]
+
+
+@pytest.mark.parametrize("space", [spaces.Box(-1e9, 1e9, (3,)), spaces.MultiDiscrete([9] * 3), spaces.MultiBinary(3)])
+def test_actions_of_several_numbers_are_kept_and_served(space):
+    storage = make_storage(2, 2, space)
+    given = [
+        torch.tensor([[1, 0, 0], [0, 1, 0]]) + (0 if isinstance(space, spaces.MultiBinary) else 3 * t) for t in (0, 1)
+    ]
+    for step, actions in enumerate(given):
+        storage.add(**make_step(step, actions=actions))
+    assert torch.equal(storage.actions, torch.stack(given).float())
+    (batch,) = storage.sample(1)
+    assert batch.actions.shape == (4, 3)
+    served = {int(v - 0.5): a.tolist() for v, a in zip(batch.values, batch.actions, strict=True)}
+    expected = torch.stack(given).flatten(0, 1).float().tolist()
+    assert served == dict(zip((1, 2, 3, 4), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "actions", [torch.tensor([4, 7]), torch.tensor([[4], [7]]), np.array([4, 7]), [4, 7], [4.0, 7.0]]
+)
+def test_discrete_actions_come_in_any_form(actions):
+    storage = make_storage()
+    storage.add(**make_step(0, actions=actions))
+    assert storage.actions[0].tolist() == [4, 7]
+    assert storage.actions.shape == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["rewards", "log_probs", "values", "adv_preds"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([4.0, 7.0]),
+        torch.tensor([[4.0], [7.0]]),
+        torch.tensor([4.0, 7.0], dtype=torch.float64),
+        torch.tensor([4, 7]),
+        torch.tensor([4.0, 0, 7.0, 0])[::2],
+        torch.tensor([4.0, 7.0], requires_grad=True),
+        np.array([4.0, 7.0]),
+        np.array([[4.0], [7.0]], dtype=np.float32),
+        [4.0, 7.0],
+        [[4], [7]],
+        (4.0, 7.0),
+        [torch.tensor(4.0), torch.tensor(7.0)],
+    ],
+    ids=repr,
+)
+def test_a_scalar_comes_as_n_or_n_by_1_in_any_form(name, given):
+    storage = make_storage()
+    storage.add(**make_step(0, **{name: given}))
+    assert getattr(storage, name)[0].tolist() == [4, 7]
+    assert not getattr(storage, name).requires_grad
+
+
+@pytest.mark.parametrize("name", ["terminateds", "truncateds"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor([True, False]),
+        torch.tensor([[True], [False]]),
+        torch.tensor([1, 0], dtype=torch.uint8),
+        torch.tensor([1, 0]),
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([2.0, 0.0], dtype=torch.float64),
+        np.array([True, False]),
+        np.array([1, 0]),
+        [True, False],
+        [1, 0],
+    ],
+    ids=repr,
+)
+def test_a_flag_of_any_dtype_is_stored_as_0_or_1(name, given):
+    storage = make_storage()
+    storage.add(**make_step(0, **{name: given}))
+    assert getattr(storage, name).tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.double()])
+def test_observations_come_in_any_form(form):
+    storage = make_storage()
+    storage.add(**make_step(0, obs=form(obs_of(ids_of(0, 2))), next_obs=form(obs_of(ids_of(1, 2)))))
+    assert storage.obs[:2].tolist() == [[[10, 11], [20, 21]], [[30, 31], [40, 41]]]
+
+
+def test_data_are_copied_not_referenced():
+    storage = make_storage(2, 2)
+    given = make_step(0, final_values=torch.tensor([1.0, 2.0]))
+    storage.add(**given)
+    held = {name: getattr(storage, name).clone() for name in ("obs", *BLOCKS)}
+    for tensor in given.values():
+        tensor.fill_(99)
+    for name, tensor in held.items():
+        assert torch.equal(getattr(storage, name), tensor)
+
+
+def test_a_rollout_written_in_inference_mode_can_be_learnt_from():
+    with torch.inference_mode():
+        storage = make_storage(2, 2)
+        fill(storage)
+        storage.compute_returns_and_advantages(torch.zeros(2, 1))
+    storage.rewards += 1
+    weight = torch.ones(2, requires_grad=True)
+    (batch,) = storage.sample(1)
+    (batch.obs * weight).sum().backward()
+    assert weight.grad.tolist() == [10 + 20 + 30 + 40, 11 + 21 + 31 + 41]
+
+
+# ------------------------------------------------------------------------------------------------- nests and images
+
+
+NEST = spaces.Dict(
+    {
+        "image": spaces.Box(0, 255, (1, 2, 2), np.uint8),
+        "inner": spaces.Dict({"speed": spaces.Box(-1e9, 1e9, (2,)), "gear": spaces.Discrete(99)}),
+        "pair": spaces.Tuple([spaces.Box(-1e9, 1e9, (1,), np.float64), spaces.MultiBinary(2)]),
+    }
+)
+
+
+def nest_of(step, num_envs=2):
+    ids = ids_of(step, num_envs)
+    return {
+        "image": ids.to(torch.uint8).view(-1, 1, 1, 1) + torch.tensor([[[100, 110], [120, 130]]], dtype=torch.uint8),
+        "inner": {"speed": obs_of(ids), "gear": ids.long()},
+        "pair": (ids.double().unsqueeze(-1) / 3, torch.stack([ids % 2, ids % 3 == 0], -1).to(torch.int8)),
+    }
+
+
+def test_nested_observations_are_kept_and_served_leaf_by_leaf():
+    storage = make_storage(2, 2, observation_space=NEST)
+    for step in range(2):
+        storage.add(**make_step(step, obs=nest_of(step), next_obs=nest_of(step + 1)))
+    expected = {
+        path: torch.stack([dict(leaves(nest_of(step)))[path] for step in range(3)]) for path, _ in leaves(nest_of(0))
+    }
+    held = dict(leaves(storage.obs))
+    assert held.keys() == expected.keys()
+    for path, leaf in held.items():
+        assert leaf.dtype is expected[path].dtype
+        assert torch.equal(leaf, expected[path])
+    for batch in storage.sample(2):
+        rows = (batch.values.squeeze(-1) - 1.5).long()
+        served = dict(leaves(batch.obs))
+        assert served.keys() == expected.keys()
+        for path, leaf in served.items():
+            assert leaf.dtype is torch.float32
+            assert torch.equal(leaf, expected[path][:2].flatten(0, 1)[rows].float())
+
+
+def test_a_dict_of_mappings_is_a_dict_of_observations():
+    space = LikeDictConfig(image=LikeDictConfig(shape=(2,), dtype="uint8"), speed=LikeDictConfig(shape=(3,)))
+    storage = make_storage(2, 3, observation_space=space)
+    assert {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in leaves(storage.obs)} == {
+        "/image": ((3, 3, 2), torch.uint8),
+        "/speed": ((3, 3, 3), torch.float32),
+    }
+
+
+def test_the_order_of_keys_in_an_observation_does_not_matter():
+    space = spaces.Dict({"a": BOX, "b": BOX})
+    storage = make_storage(1, 2, observation_space=space)
+    a, b = torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[5.0, 6], [7, 8]])
+    storage.add(**make_step(0, obs={"b": b, "a": a}, next_obs={"a": b, "b": a}))
+    assert torch.equal(storage.obs["a"], torch.stack([a, b]))
+    assert torch.equal(storage.obs["b"], torch.stack([b, a]))
+
+
+def test_bytes_stay_bytes_in_memory_and_are_served_as_float32():
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    storage = make_storage(2, 2, observation_space=space)
+    for step in range(2):
+        ids = ids_of(step, 2)
+        pixels = torch.stack([ids, 255 - ids], -1)
+        storage.add(**make_step(step, obs=pixels.to(torch.uint8), next_obs=pixels.to(torch.uint8)))
+    assert storage.obs.dtype is torch.uint8
+    assert storage.obs.tolist() == [[[1, 254], [2, 253]], [[3, 252], [4, 251]], [[3, 252], [4, 251]]]
+    (batch,) = storage.sample(1)
+    assert batch.obs.dtype is torch.float32
+    assert sorted(batch.obs.tolist()) == [[1, 254], [2, 253], [3, 252], [4, 251]]
+
+
+def test_integers_that_fit_the_dtype_are_taken():
+    storage = make_storage(1, 2, observation_space=spaces.Box(0, 255, (2,), np.uint8))
+    pixels = torch.tensor([[0, 255], [7, 8]])
+    storage.add(**make_step(0, obs=pixels, next_obs=pixels.numpy()))
+    assert storage.obs.tolist() == [[[0, 255], [7, 8]]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- writing into blocks
+
+
+def test_blocks_can_be_changed_in_place():
+    storage = make_storage(2, 2, discount=0.5, gae_lambda=0.5)
+    fill(storage)
+    before = storage.rewards.clone()
+    storage.rewards += torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert torch.equal(storage.rewards, before + torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    storage.values[1, 0] = -5
+    storage.obs[0] += 1000
+    storage.terminateds[2] = 1
+    storage.compute_returns_and_advantages(torch.full((2,), 1e6))
+    # Step 1 ended in both environments, so the return there is the reward alone: 3.25 + 3 and 4.25 + 4.
+    assert storage.returns[1].tolist() == [6.25, 8.25]
+    (batch,) = storage.sample(1)
+    assert sorted(batch.obs[:, 0].tolist()) == [30, 40, 1010, 1020]
+    assert sorted(batch.values.flatten().tolist()) == [-5, 1.5, 2.5, 4.5]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_another_tensor_can_take_the_place_of_a_block(name):
+    storage = make_storage(2, 2)
+    fill(storage)
+    block = torch.arange(getattr(storage, name).numel(), dtype=torch.float32).view_as(getattr(storage, name)) % 2
+    setattr(storage, name, block)
+    assert torch.equal(getattr(storage, name), block)
+    if name != "rewards":
+        served = {"log_probs": "old_log_probs"}.get(name, name)
+        (batch,) = storage.sample(1)
+        assert sorted(getattr(batch, served).flatten().tolist()) == sorted(block[:2].flatten().tolist())
+
+
+def test_a_block_of_another_shape_is_refused():
+    storage = make_storage(2, 2)
+    fill(storage)
+    before = storage.rewards.clone()
+    with pytest.raises(ValueError, match="rewards"):
+        storage.rewards = torch.zeros(2, 3)
+    assert torch.equal(storage.rewards, before)
