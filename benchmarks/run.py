@@ -34,7 +34,9 @@ def main() -> None:
     console.print("  ".join(f"{key}: {value}" for key, value in report.machine().items()))
     console.print("  ".join(f"{package} {number}" for package, number in report.versions().items()))
     if os.getloadavg()[0] > 1:
-        console.print("[yellow]This machine is busy: peers that move more memory suffer more, and the ratios flatter us.")
+        console.print(
+            "[yellow]This machine is busy: peers that move more memory suffer more, and the ratios flatter us."
+        )
     results = []
     for name in names:
         result = run_alone(WORKLOADS[name])

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "dlpack.h"
@@ -61,7 +62,8 @@ DLTensor describe(nb::handle object) {
 template <typename T>
 T* typed(nb::handle object, size_t count) {
   DLTensor tensor = describe(object);
-  if (element_bytes(tensor) != sizeof(T) || element_count(tensor) != count)
+  const bool is_float = tensor.dtype.code == kFloat;
+  if (is_float != std::is_floating_point_v<T> || element_bytes(tensor) != sizeof(T) || element_count(tensor) != count)
     throw nb::value_error("a kernel was given a tensor of the wrong size or dtype");
   return reinterpret_cast<T*>(address(tensor));
 }
@@ -114,6 +116,7 @@ class RowWriter {
   explicit RowWriter(nb::sequence targets) {
     for (nb::handle item : targets) {
       nb::tuple target = nb::cast<nb::tuple>(item);
+      if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
       DLTensor block = describe(target[0]);
       Field field;
       field.block = nb::borrow(target[0]);
@@ -142,10 +145,10 @@ class RowWriter {
       if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
         throw nb::value_error("a block has changed its size");
       field.base = address(block);
-      if (row + field.lead >= field.rows) throw nb::index_error("a row beyond the end of its block");
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
       sources_[i] = Source{};
       if (value == Py_None && field.optional) continue;
+      if (row >= field.rows || field.lead >= field.rows - row) throw nb::index_error("a row beyond the end of its block");
       if (!find_source(value, field, &sources_[i])) return static_cast<int64_t>(i);
     }
     for (size_t i = 0; i < fields_.size(); i++) {
@@ -215,21 +218,29 @@ void gather_field(const GatherField& field, const int64_t* rows, size_t count) {
   const DLDataType from = field.source.dtype;
   if (from == field.target.dtype)
     return gather_rows(target, source, rows, count, field.width * element_bytes(field.source));
-  float* floats = reinterpret_cast<float*>(target);
-  if ((from.code == kUInt || from.code == kBool) && from.bits == 8)
-    return gather_as_float(floats, reinterpret_cast<const uint8_t*>(source), rows, count, field.width);
-  if (from.code == kInt && from.bits == 8) return gather_as_float(floats, reinterpret_cast<const int8_t*>(source), rows, count, field.width);
-  if (from.code == kInt && from.bits == 16) return gather_as_float(floats, reinterpret_cast<const int16_t*>(source), rows, count, field.width);
-  if (from.code == kInt && from.bits == 32) return gather_as_float(floats, reinterpret_cast<const int32_t*>(source), rows, count, field.width);
-  if (from.code == kInt && from.bits == 64) return gather_as_float(floats, reinterpret_cast<const int64_t*>(source), rows, count, field.width);
-  gather_as_float(floats, reinterpret_cast<const double*>(source), rows, count, field.width);
+  const auto convert = [&](auto element) {
+    gather_as_float(reinterpret_cast<float*>(target), reinterpret_cast<const decltype(element)*>(source), rows, count, field.width);
+  };
+  switch (from.code) {
+    case kInt:
+      return from.bits == 8 ? convert(int8_t{}) : from.bits == 16 ? convert(int16_t{}) : from.bits == 32 ? convert(int32_t{}) : convert(int64_t{});
+    case kFloat: return from.bits == 16 ? convert(Half{}) : convert(double{});
+    case kBfloat: return convert(BrainHalf{});
+    default:
+      return from.bits == 8 ? convert(uint8_t{}) : from.bits == 16 ? convert(uint16_t{}) : from.bits == 32 ? convert(uint32_t{}) : convert(uint64_t{});
+  }
 }
 
 bool convertible(const DLDataType& from, const DLDataType& to) {
   if (from == to) return true;
-  if (!(to == DLDataType{kFloat, 32, 1})) return false;
-  if (from.code == kFloat) return from.bits == 64;
-  return from.code == kInt || ((from.code == kUInt || from.code == kBool) && from.bits == 8);
+  if (!(to == DLDataType{kFloat, 32, 1}) || from.lanes != 1) return false;
+  switch (from.code) {
+    case kInt:
+    case kUInt: return from.bits == 8 || from.bits == 16 || from.bits == 32 || from.bits == 64;
+    case kFloat: return from.bits == 16 || from.bits == 64;
+    case kBfloat: return from.bits == 16;
+    default: return from.code == kBool && from.bits == 8;
+  }
 }
 
 // targets[k][i] = sources[k].flatten(0, 1)[rows[i]], for every field in one call.
@@ -309,6 +320,7 @@ void discounted_binding(nb::handle rewards, nb::handle last_values, nb::handle t
 
 void n_step_binding(nb::handle rewards, nb::handle values, nb::handle last_values, nb::handle terminated, nb::handle truncated,
                     nb::handle final_values, double gamma, size_t n, nb::handle returns) {
+  if (n < 1) throw nb::value_error("n_step_returns: n is at least 1");
   scan(rewards, values, last_values, terminated, truncated, final_values, [&](auto rollout) {
     using Real = std::remove_const_t<std::remove_pointer_t<decltype(rollout.rewards)>>;
     n_step_returns<Real>(rollout, static_cast<Real>(gamma), n, output(rollout, returns));
@@ -371,13 +383,15 @@ Segments segments_view(nb::handle lanes, nb::handle starts, nb::handle lengths) 
 void check_segments(const Segments& segments, size_t steps, size_t lanes) {
   for (size_t s = 0; s < segments.count; s++) {
     const int64_t lane = segments.lanes[s], start = segments.starts[s], length = segments.lengths[s];
-    if (lane < 0 || lane >= static_cast<int64_t>(lanes) || start < 0 || length < 0 || start + length > static_cast<int64_t>(steps))
+    if (lane < 0 || lane >= static_cast<int64_t>(lanes) || start < 0 || length < 0 || length > static_cast<int64_t>(steps) ||
+        start > static_cast<int64_t>(steps) - length)
       throw nb::index_error("a segment is out of range");
   }
 }
 
 void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::handle lengths, nb::tuple targets, nb::handle mask) {
   Segments segments = segments_view(lanes, starts, lengths);
+  if (sources.size() != targets.size()) throw nb::value_error("pad_segments: as many targets as sources");
   const size_t steps = static_cast<size_t>(describe(mask).shape[0]);
   mask_segments(typed<uint8_t>(mask, steps * segments.count), segments, steps);
   for (size_t k = 0; k < sources.size(); k++) {
@@ -407,6 +421,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
   load_exchange();
   nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence>()).def("write", &RowWriter::write);
   m.def("gather", &gather);

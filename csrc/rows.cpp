@@ -97,6 +97,29 @@ void gather_rows(char* target, const char* source, const int64_t* rows, size_t c
 
 namespace {
 
+RLSTORE_INLINE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+}  // namespace
+
+RLSTORE_INLINE BrainHalf::operator float() const { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+// Moved into a float's place, a half is too small by 2^112, which a product puts right, subnormals too; infinities and
+// NaNs have all exponent bits set in either form.
+RLSTORE_INLINE Half::operator float() const {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
+  const uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+  const float scaled = float_of(magnitude) * float_of(0x77800000u);
+  uint32_t result;
+  memcpy(&result, &scaled, sizeof result);
+  return float_of(sign | result | special);
+}
+
+namespace {
+
 template <typename Source>
 RLSTORE_INLINE void convert_rows(float* target, const Source* source, const int64_t* rows, size_t count,
                                                         size_t width) {
@@ -120,6 +143,11 @@ RLSTORE_CONVERT(int8_t)
 RLSTORE_CONVERT(int16_t)
 RLSTORE_CONVERT(int32_t)
 RLSTORE_CONVERT(int64_t)
+RLSTORE_CONVERT(uint16_t)
+RLSTORE_CONVERT(uint32_t)
+RLSTORE_CONVERT(uint64_t)
+RLSTORE_CONVERT(Half)
+RLSTORE_CONVERT(BrainHalf)
 RLSTORE_CONVERT(double)
 #undef RLSTORE_CONVERT
 

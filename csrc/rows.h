@@ -17,6 +17,16 @@ bool has_nan(const Source* source, size_t count);
 // target[i] = source[rows[i]], rows of `row_bytes` bytes.
 void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);
 
+// The two 16-bit floats, as they lie in memory.
+struct Half {
+  uint16_t bits;
+  operator float() const;
+};
+struct BrainHalf {
+  uint16_t bits;
+  operator float() const;
+};
+
 // As gather_rows, each of the `width` elements of a row converted to float.
 template <typename Source>
 void gather_as_float(float* target, const Source* source, const int64_t* rows, size_t count, size_t width);

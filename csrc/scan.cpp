@@ -1,6 +1,5 @@
 #include "scan.h"
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -116,7 +115,7 @@ template <typename Real>
 RLSTORE_INLINE void n_step_scan(const Rollout<Real>& rollout, Real gamma, size_t n, Real* returns) {
   // For each row its own window, folded from its far end; `start` walks the rows, `t` the window.
   for (size_t start = 0; start < rollout.steps; start++) {
-    const size_t stop = std::min(start + n, rollout.steps);
+    const size_t stop = n < rollout.steps - start ? start + n : rollout.steps;
     Real* target = returns + start * rollout.lanes;
     const Real* after = next_values(rollout, stop - 1);
     for (size_t t = stop; t-- > start;) {
@@ -129,6 +128,12 @@ RLSTORE_INLINE void n_step_scan(const Rollout<Real>& rollout, Real gamma, size_t
       after = target;
     }
   }
+}
+
+// A NaN stays one: a broken ratio must show.
+template <typename Real>
+RLSTORE_INLINE Real clipped(Real ratio, Real bound) {
+  return ratio > bound ? bound : ratio;
 }
 
 template <typename Real>
@@ -147,9 +152,9 @@ RLSTORE_INLINE void vtrace_scan(const Rollout<Real>& rollout, const Real* log_rh
     for (size_t i = 0; i < lanes; i++) {
       const Real rho = std::exp(log_rho[i]);
       const Real carried = ends.cut(i) ? Real(0) : next_target[i] - next_value[i];
-      const Real delta = std::min(clips.rho, rho) * (reward[i] + gamma * ends.bootstrap(i, next_value[i]) - value[i]);
-      const Real excess = delta + gamma * lam * std::min(clips.c, rho) * carried;
-      const Real advantage = std::min(clips.pg_rho, rho) * (reward[i] + gamma * ends.bootstrap(i, next_target[i]) - value[i]);
+      const Real delta = clipped(rho, clips.rho) * (reward[i] + gamma * ends.bootstrap(i, next_value[i]) - value[i]);
+      const Real excess = delta + gamma * lam * clipped(rho, clips.c) * carried;
+      const Real advantage = clipped(rho, clips.pg_rho) * (reward[i] + gamma * ends.bootstrap(i, next_target[i]) - value[i]);
       target[i] = ends.unknown(i) ? value[i] : value[i] + excess;
       advantages[t * lanes + i] = ends.unknown(i) ? Real(0) : advantage;
     }

@@ -134,7 +134,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None
         ) -> DecoupledRolloutStorage:
             storage = cls(observation_space, action_space, device, size, num_envs, discount, gae_lambda, seed=seed)
-            storage._given_actor, storage._given_algorithm = actor, algorithm
+            storage._give(actor, algorithm)
             return storage
 
         return create
@@ -144,12 +144,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         """Steps of a rollout."""
         return self.max_size
 
-    def init_tensors(self, sample: Sample) -> None:
-        """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
-        self._check_names(sample)
-        if self._ring is not None:
-            self._check(sample)
-            return
+    def _allocate_for(self, sample: Sample) -> None:
         num_envs = as_tensor(sample.get("rewards"), "rewards").reshape(-1).shape[0]
         structure = Structure.of(sample["observations"], "obs")
         leaves = [as_tensor(leaf, "observations") for leaf in structure.leaves(sample["observations"])]
@@ -217,6 +212,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             row = ring.fit(row)  # before the old rollout is given up
             self._begin_rollout()
         ring.write(row)
+        self._spent = False
 
     def _row(
         self,
@@ -228,21 +224,25 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         truncateds: Any,
     ) -> tuple[Any, ...]:
         """The values of a step in the order of the columns."""
-        leaves = (*self._observations.leaves(obs), *self._observations.leaves(next_obs))
+        following = Structure(self._observations.paths, "next_obs")
+        leaves = (*self._observations.leaves(obs), *following.leaves(next_obs))
         final = self._unknown if final_values is None else final_values
         return (*leaves, *values, final, terminateds, truncateds)
 
     def _begin_rollout(self) -> None:
-        self.update()
-        self._ready_ring().restart()
+        self._carry_flags()
+        super()._begin_rollout()
 
     def update(self) -> None:
         """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
+        if self._ready_ring().size == self.max_size:
+            self._carry_flags()
+
+    def _carry_flags(self) -> None:
         ring = self._ready_ring()
-        if ring.size == ring.steps:
-            ring.make_writable("terminateds", "truncateds")
-            for block in (self.terminateds, self.truncateds):
-                block[0].copy_(block[-1])
+        ring.make_writable("terminateds", "truncateds")
+        for block in (self.terminateds, self.truncateds):
+            block[0].copy_(block[ring.size])
 
     # ---------------------------------------------------------------------------------------------- learning
 

@@ -46,6 +46,10 @@ class OnPolicyStorage(Storage):
         """The names that a sample may hold."""
 
     @abstractmethod
+    def _allocate_for(self, sample: Sample) -> None:
+        """Make a ring for samples like this one."""
+
+    @abstractmethod
     def _insert(self, sample: Sample) -> None:
         """Write a sample whose names are already checked."""
 
@@ -79,6 +83,7 @@ class OnPolicyStorage(Storage):
 
     def _begin_rollout(self) -> None:
         self._ready_ring().restart()
+        self._spent = False
 
     def _require_rows(self) -> int:
         """The rows held by each environment, at least one."""
@@ -129,29 +134,34 @@ class OnPolicyStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_callers()
-        return {**super().__getstate__(), "_observation_view": None, "_handed_lists": {}}
+        return {**self.__dict__, "_observation_view": None, "_handed_lists": {}}
 
     # ---------------------------------------------------------------------------------------------- writing
+
+    def init_tensors(self, sample: Sample) -> None:
+        """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
+        self._check_names(sample)
+        blank = dict(self.__dict__)
+        try:
+            if self._ring is None:
+                self._allocate_for(sample)
+            self._check(sample)
+        except Exception:
+            self.__dict__ = blank  # a sample that is refused leaves no shapes behind
+            raise
 
     def insert_transition(self, sample: Sample) -> None:
         """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
 
         The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
         """
+        if self._ring is None:
+            self.init_tensors(sample)
         self._check_names(sample)
-        blank = dict(self.__dict__) if self._ring is None else None
-        try:
-            if self._ring is None:
-                self.init_tensors(sample)
-            if self._spent:
-                self._check(sample)  # before the old rollout is given up
-                self._begin_rollout()
-                self._spent = False
-            self._insert(sample)
-        except Exception:
-            if blank is not None:
-                self.__dict__ = blank  # a first sample that is refused leaves no shapes behind
-            raise
+        if self._spent:
+            self._check(sample)  # before the old rollout is given up
+            self._begin_rollout()
+        self._insert(sample)
 
     def _check_names(self, sample: Sample) -> None:
         unknown = [name for name in sample if name not in self._sample_names]
@@ -174,8 +184,8 @@ class OnPolicyStorage(Storage):
                 storage's own.
         """
         self._require_rows()
-        actor = actor if actor is not None else self._given_actor
-        algo = algo if algo is not None else self._given_algorithm
+        actor = actor if actor is not None else self._given_actor.value
+        algo = algo if algo is not None else self._given_algorithm.value
         if actor is None:
             raise NotReadyError(
                 "before_gradients() needs an actor with get_values(observations): give it here, or to the factory"
@@ -356,8 +366,9 @@ class OnPolicyStorage(Storage):
 
     def _resize(self, steps: int) -> None:
         if self._ring is not None:
-            columns = self._ring.columns
-            self._ring = Ring(columns, steps, self._ring.lanes, self._torch_device)
+            self._ring = self._ring.resized(steps)
+        self._observation_view = None
+        self._handed_lists = {}
         self.max_size = steps
 
 
@@ -366,6 +377,7 @@ def _algorithm_discounts(algo: object, gamma: float, lam: float) -> tuple[float,
         gamma = getattr(algo, name, gamma)
     for name in ("lam", "gae_lambda"):
         lam = getattr(algo, name, lam)
+    check_fraction("before_gradients()", **{"the algorithm's gamma": gamma, "the algorithm's lambda": lam})
     return float(gamma), float(lam)
 
 

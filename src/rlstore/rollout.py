@@ -11,19 +11,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.attributes import BlockAttribute, BlockGroup, ObservationAttribute
-from rlstore.engine import returns, segments
+from rlstore.engine import returns
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
 from rlstore.engine.gather import KeptBatches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.on_policy import OnPolicyStorage
+from rlstore.recurrent import hidden_state, recurrent_batch, recurrent_tensors
 from rlstore.storage import BatchDict, Sample
 from rlstore.transition import (
     MODES,
     SAMPLE_NAMES,
     VOCABULARY,
-    HiddenState,
     RolloutBatch,
     RolloutTransition,
     TransitionLayout,
@@ -118,7 +118,7 @@ class RolloutStorage(OnPolicyStorage):
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
             storage = cls(training_type, None, size, None, None, device, gamma=gamma, lam=lam, seed=seed)
-            storage._given_actor, storage._given_algorithm = actor, algorithm
+            storage._give(actor, algorithm)
             return storage
 
         return create
@@ -135,12 +135,7 @@ class RolloutStorage(OnPolicyStorage):
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
 
-    def init_tensors(self, sample: Sample) -> None:
-        """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
-        self._check_names(sample)
-        if self._ring is not None:
-            self._check(sample)
-            return
+    def _allocate_for(self, sample: Sample) -> None:
         actions = as_tensor(sample.get("actions"), "actions")
         num_envs = as_tensor(sample.get("rewards"), "rewards").reshape(-1).shape[0]
         actions_shape = tuple(actions.shape[1:]) if actions.dim() > 1 else (1,)
@@ -173,8 +168,7 @@ class RolloutStorage(OnPolicyStorage):
 
     def clear(self) -> None:
         """Begin a new rollout: the cursor goes back to the first step."""
-        self._ready_ring().restart()
-        self._spent = False
+        self._begin_rollout()
 
     def reset(self) -> None:
         """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
@@ -206,6 +200,7 @@ class RolloutStorage(OnPolicyStorage):
         if optional:
             values = self._extend(values, optional)
         ring.write(values)
+        self._spent = False
 
     def _extend(self, values: tuple[Any, ...], optional: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
         """Make room for optional fields met for the first time, once the whole row is known to fit."""
@@ -329,7 +324,7 @@ class RolloutStorage(OnPolicyStorage):
                 f"{num_mini_batches} mini-batches were asked for, and there are {ring.lanes} environments"
             )
         width = ring.lanes // num_mini_batches
-        kept = KeptBatches(keep=num_epochs > 1)
+        kept, empty = KeptBatches(keep=num_epochs > 1), self._outputs.empty
         self._outputs.begin()
         for _ in range(num_epochs):
             if ring.size < rows:
@@ -338,38 +333,8 @@ class RolloutStorage(OnPolicyStorage):
             kept.follow(ring.stamp())
             for index in range(num_mini_batches):
                 lanes = (index * width, (index + 1) * width)
-                yield self._recurrent_batch(kept.get(index, partial(self._recurrent_tensors, rows, *lanes)))
-
-    def _recurrent_tensors(self, rows: int, first: int, last: int) -> tuple[Tensor, ...]:
-        """Fresh tensors of a recurrent batch of the environments ``[first, last)``, in the order of its parts."""
-        ring = self._ready_ring()
-        leaves, sources = len(self._observations.paths), self._batch_sources(rows)
-        trajectories = segments.split(ring.first("dones", rows), first, last)
-        empty = self._outputs.empty
-        padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
-        others = [
-            empty((rows, last - first, *source.shape[2:]), source.dtype, source.device).copy_(source[:, first:last])
-            for source in sources[leaves:]
-        ]
-        states = [
-            segments.first_states(ring.first(name, rows), trajectories, empty)
-            for group in ("saved_hidden_state_a", "saved_hidden_state_c")
-            for name in group_blocks(group, self._layout.groups.get(group, 0))
-        ]
-        return (*padded, masks, *states, *others)
-
-    def _recurrent_batch(self, tensors: tuple[Tensor, ...]) -> RolloutBatch:
-        rest = iter(tensors)
-        observations = [next(rest) for _ in self._observations.paths]
-        masks = next(rest)
-        actor, critic = (
-            _hidden_state([next(rest) for _ in range(self._layout.groups.get(group, 0))])
-            for group in ("saved_hidden_state_a", "saved_hidden_state_c")
-        )
-        actions, values, advantages, returns_, log_prob, *params = rest
-        nest = self._observations.build(observations, masks.shape)
-        fields = (actions, values, advantages, returns_, log_prob, tuple(params) or None)
-        return RolloutBatch(nest, *fields, hidden_states=(actor, critic), masks=masks)
+                make = partial(recurrent_tensors, ring, self._layout, self._batch_sources(rows), rows, lanes, empty)
+                yield recurrent_batch(kept.get(index, make), self._layout)
 
     def _require_mode(self, mode: str) -> None:
         if self.training_type != mode:
@@ -461,7 +426,7 @@ class RolloutStorage(OnPolicyStorage):
             apart["final_values"] = blocks["final_values"][:rows]
         saved = (self.saved_hidden_state_a, self.saved_hidden_state_c)
         if saved != (None, None):
-            apart["hidden_states"] = tuple(_hidden_state([s[:rows] for s in states or ()]) for states in saved)
+            apart["hidden_states"] = tuple(hidden_state([s[:rows] for s in states or ()]) for states in saved)
         if self._last_observations is not None:
             apart["last_observations"] = self._observations.build(self._last_observations, (self._ready_ring().lanes,))
         return apart
@@ -472,8 +437,3 @@ class RolloutStorage(OnPolicyStorage):
                 self._restore_block(name, data[name], rows)
         if data.get("last_observations") is not None:
             self._last_observations = self._fit_observations(data["last_observations"])
-
-
-def _hidden_state(states: Sequence[Tensor]) -> HiddenState:
-    """A GRU's single state as a tensor, an LSTM's as a tuple, none as None."""
-    return None if not states else states[0] if len(states) == 1 else tuple(states)

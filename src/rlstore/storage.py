@@ -30,10 +30,9 @@ environments, and a scalar is taken as ``[N]`` or ``[N, 1]`` and served as ``[..
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +43,6 @@ from rlstore.engine.ring import Ring
 
 Sample = Mapping[str, Any]
 BatchDict = dict[str, Any]
-Self = TypeVar("Self", bound="Storage")
 
 
 class Critic(Protocol):
@@ -84,10 +82,14 @@ class Storage(ABC):
         self.max_size = int(size)
         self.device = device
         self._torch_device = check_device(owner, device)
-        self._given_actor, self._given_algorithm = actor, algorithm
+        self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
         self._outputs = Recycler()
         self.seed(seed)
+
+    def _give(self, actor: Any, algorithm: Any) -> None:
+        """Set the actor and the algorithm for ``before_gradients()`` without arguments."""
+        self._given_actor, self._given_algorithm = _Shared(actor), _Shared(algorithm)
 
     def seed(self, seed: int | None = None) -> None:
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
@@ -173,17 +175,15 @@ class Storage(ABC):
             f"{ring.size} steps held, {ring.nbytes / 1e6:.1f} MB)"
         )
 
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        """A copy with data and generator of its own; actor and algorithm are not ours, and are shared."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in self.__getstate__().items():
-            twin.__dict__[name] = self.__dict__[name] if name in _NOT_OURS else copy.deepcopy(value, memo)
-        return twin
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but actor and algorithm, which are not ours; give them to ``before_gradients`` after loading."""
-        return {name: None if name in _NOT_OURS else value for name, value in self.__dict__.items()}
+class _Shared:
+    """Something that is not the storage's own: copies of the storage share it, and a pickle leaves it out."""
 
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
 
-_NOT_OURS = ("_given_actor", "_given_algorithm")
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Shared], tuple[()]]:
+        return _Shared, ()

@@ -19,7 +19,7 @@ from rlstore.errors import InvalidInputError
 MODES = {"rl": ("values", "actions_log_prob"), "distillation": ("privileged_actions",)}
 
 # The blocks of the hidden states of actor and critic.
-_HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
+HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
 # What a sample of a mode may hold (see rlstore.storage for the vocabulary).
 _ALWAYS = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations")
@@ -123,7 +123,7 @@ class TransitionLayout:
     ) -> None:
         self.columns = [Column(field, field.name) for field in fields]
         self.groups: dict[str, int] = {}  # optional fields met so far, with their number of blocks, in column order
-        self._observations, self._lanes, self._device = observations, lanes, device
+        self.observations, self._lanes, self._device = observations, lanes, device
         self._core = ("actions", "rewards", "dones", *MODES[training_type])
         self._get_core = attrgetter(*self._core)
         # What is written for an optional field that a transition does not bring: no truncation, no known value.
@@ -144,8 +144,7 @@ class TransitionLayout:
             flags.append(field.fit(sample.get(name), self._lanes, self._device))
         terminated, truncated = flags
         transition.dones = terminated | truncated
-        if "actions_log_prob" in self._core:
-            transition.truncated = truncated & (terminated ^ 1)
+        transition.truncated = truncated & (terminated ^ 1)
         return transition
 
     def row(self, transition: RolloutTransition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
@@ -155,7 +154,7 @@ class TransitionLayout:
         """
         if transition.observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
-        values = self._observations.leaves(transition.observations)
+        values = self.observations.leaves(transition.observations)
         values.extend(self._get_core(transition))
         optional = _optional_fields(transition)
         if not optional and not self.groups:
@@ -173,7 +172,7 @@ class TransitionLayout:
     def first_met(self, optional: dict[str, tuple[Any, ...]]) -> tuple[list[Column], list[Tensor]]:
         """Columns for optional fields that have none yet, and their checked values."""
         columns = [
-            Column(self._optional_field(group, name, as_tensor(part, name)), name, optional=group in _HIDDEN_STATES)
+            Column(self._optional_field(group, name, as_tensor(part, name)), name, optional=group in HIDDEN_STATES)
             for group, parts in optional.items()
             for name, part in zip(group_blocks(group, len(parts)), parts, strict=True)
         ]
@@ -185,7 +184,7 @@ class TransitionLayout:
 
     def _end_truncated(self, values: list[Any], truncated: Any) -> None:
         """A truncated environment is done, whether or not dones says so."""
-        place = len(self._observations.paths) + self._core.index("dones")
+        place = len(self.observations.paths) + self._core.index("dones")
         dones = self.columns[place].field
         flags = Field("truncated", dones.shape, dones.dtype, dones.origin, is_flag=True)
         ended = dones.fit(values[place], self._lanes, self._device)
@@ -234,11 +233,11 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     params = transition.distribution_params
     if params is not None:
         found["distribution_params"] = tuple(params)
-    if len(transition.hidden_states) != len(_HIDDEN_STATES):
+    if len(transition.hidden_states) != len(HIDDEN_STATES):
         raise InvalidInputError(
             f"hidden_states has {len(transition.hidden_states)} parts; it is (actor, critic). Nothing was written."
         )
-    for name, state in zip(_HIDDEN_STATES, transition.hidden_states, strict=True):
+    for name, state in zip(HIDDEN_STATES, transition.hidden_states, strict=True):
         if state is not None:
             found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
     # A transition of the original class has neither of these two.

@@ -125,6 +125,8 @@ def test_a_copy_makes_outputs_of_its_own(twin_of):
     recycler = Recycler()
     place = address(recycler.empty((100,), torch.float32, CPU))
     twin = twin_of(recycler)
+    assert twin._bytes == 0  # nor is what was remembered copied or saved
+    assert twin._spares == {}
     ours, theirs = recycler.empty((100,), torch.float32, CPU), twin.empty((100,), torch.float32, CPU)
     assert address(ours) == place
     assert address(theirs) != place

@@ -307,6 +307,13 @@ def test_flags_of_any_dtype(flag_dtype):
         assert_column(got, case.advantages)
 
 
+def test_a_flag_that_is_a_part_of_one_is_a_yes():
+    case = next(case for case in CASES if case.name == "both kinds in one rollout")
+    arguments = inputs(case, flag_dtype=torch.float32)
+    arguments.update({name: arguments[name] / 4 for name in ("terminated", "truncated")})
+    assert_column(returns.gae(**arguments, gamma=0.5, lam=0.5)[0], case.advantages)
+
+
 def test_truncated_may_be_left_out():
     case = next(case for case in CASES if case.name == "terminated in the middle")
     arguments = {name: part for name, part in inputs(case).items() if name not in ("truncated", "final_values")}

@@ -199,6 +199,9 @@ def test_fit_writes_nothing():
     fitted = ring.fit(tuple(value.tolist() for value in row(0)))
     assert_same(ring, before)
     assert [value.dtype for value in fitted][2:5] == [torch.float32, torch.uint8, torch.uint8]
+    assert ring.fit((*row(0)[:-1], None))[-1] is None
+    with pytest.raises(ValueError, match="rewards is missing"):
+        ring.fit((*row(0)[:2], None, *row(0)[3:]))
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])

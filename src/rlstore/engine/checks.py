@@ -43,6 +43,8 @@ def check_device(owner: str, device: str | torch.device) -> torch.device:
         raise InvalidInputError(
             f"device is {device!r}; {owner} needs one that torch knows, as 'cpu' or 'cuda:0'"
         ) from error
+    if known.type == "meta":
+        raise InvalidInputError(f"device is {device!r}, which has no memory; {owner} needs one that holds data")
     if known.type == "cuda" and (known.index or 0) >= torch.cuda.device_count():
         raise InvalidInputError(
             f"device is {device!r}; torch sees {torch.cuda.device_count()} CUDA devices on this machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,30 +42,31 @@ class Recycler:
     def __init__(self) -> None:
         self._spares: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._used: set[int] = set()  # ids of the spares that have served since begin()
+        self._addresses: dict[int, int] = {}  # of each spare; one that moved is shared with another process
         self._bytes = 0
 
     def begin(self) -> None:
         """Begin an update: what the one before it did not use is let go."""
-        for key, spares in list(self._spares.items()):
-            self._spares[key] = [spare for spare in spares if id(spare) in self._used]
-            if not self._spares[key]:
-                del self._spares[key]
-        self._bytes = sum(spare.nbytes for spares in self._spares.values() for spare in spares)
-        self._used.clear()
+        used = [spare for spares in self._spares.values() for spare in spares if id(spare) in self._used]
+        self._spares, self._used, self._bytes = {}, set(), sum(spare.nbytes for spare in used)
+        self._addresses = {id(spare): self._addresses[id(spare)] for spare in used}
+        for spare in used:
+            self._spares.setdefault((spare.shape, spare.dtype), []).append(spare)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with whatever was in its memory before."""
-        if device.type != "cpu" or _count_holders is None:
+        if device.type != "cpu" or not _CAN_COUNT:
             return allocate_empty(shape, dtype, device)
         spares = self._spares.setdefault((torch.Size(shape), dtype), [])
         for spare in spares:
-            if _count_holders(spare.untyped_storage()._cdata) == _UNHELD:
+            if spare.data_ptr() == self._addresses[id(spare)] and _count_holders(spare) == _UNHELD:
                 self._used.add(id(spare))
                 return spare.detach()  # a tensor of its own on the same memory, by which a holder is seen
         fresh = allocate_empty(shape, dtype, device)
         if self._bytes + fresh.nbytes > KEEP_BYTES:
             return fresh
         spares.append(fresh)
+        self._addresses[id(fresh)] = fresh.data_ptr()
         self._used.add(id(fresh))
         self._bytes += fresh.nbytes
         return fresh.detach()
@@ -82,21 +84,25 @@ class Holders:
 
     def same(self) -> bool:
         """True if nobody has come to hold any of the memory who did not when this was made."""
-        return _count_holders is not None and self._count() == self._counts
+        return _CAN_COUNT and self._count() == self._counts
 
-    def _count(self) -> list[int]:
-        count = _count_holders
-        return [] if count is None else [count(tensor.untyped_storage()._cdata) for tensor in self._tensors]
-
-
-# How many hold a storage, given by its address; None if this torch does not tell.
-_count_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    def _count(self) -> list[tuple[int, int, int]]:
+        return [(*_count_holders(tensor), tensor.data_ptr()) for tensor in self._tensors] if _CAN_COUNT else []
 
 
-def _count_when_unheld() -> int:
-    """The count of a storage that only one tensor holds; asking for it counts too."""
+# Not every torch tells how many hold a storage; without it nothing is used twice.
+_CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
+
+
+def _count_holders(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors hold a tensor's memory, and how many hold the Python object of its storage."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def _count_when_unheld() -> tuple[int, int]:
     tensor = torch.empty(1)
-    return 0 if _count_holders is None else _count_holders(tensor.untyped_storage()._cdata)
+    return _count_holders(tensor) if _CAN_COUNT else (0, 0)
 
 
 _UNHELD = _count_when_unheld()

@@ -43,11 +43,12 @@ class Ring:
     def __init__(self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device) -> None:
         self.steps, self.lanes, self.device = steps, lanes, device
         self.columns: list[Column] = []
+        self._reserved: list[Field] = []
         self.blocks: dict[str, Tensor] = {}
         # written[lane] counts every row ever written to the lane and never wraps; on-policy lanes move together.
         self.written = np.zeros(lanes, dtype=np.int64)
         self._begin = 0  # the count at which the present rollout began, at row 0
-        self._revision = 0  # writes by kernels, which torch's own version counters do not see
+        self._revision = 0  # blocks replaced or written by kernels, which torch's version counters do not tell
         self._writer: Any = None
         self.extend(columns)
 
@@ -76,8 +77,15 @@ class Ring:
 
     def reserve(self, fields: Sequence[Field]) -> None:
         """Add blocks that are no part of a row: what is computed later."""
+        self._reserved.extend(fields)
         for field in fields:
             self.blocks[field.name] = allocate((self.steps, *field.row_shape(self.lanes)), field.dtype, self.device)
+
+    def resized(self, steps: int) -> Ring:
+        """An empty ring of the same make with another number of rows."""
+        ring = Ring(self.columns, steps, self.lanes, self.device)
+        ring.reserve(self._reserved)
+        return ring
 
     def drop(self, blocks: Sequence[str]) -> None:
         """Forget blocks and the columns that fill them."""
@@ -107,6 +115,7 @@ class Ring:
                     plain = plain if plain.dtype == torch.uint8 else plain != 0
                 self.blocks[block] = plain.to(held.device, held.dtype).contiguous()
                 self._writer = None
+        self._revision += 1
         return True
 
     def write(self, values: tuple[Any, ...]) -> None:

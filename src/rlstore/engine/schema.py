@@ -103,9 +103,10 @@ def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
         return True
     if given.dtype.is_complex or not torch.can_cast(given.dtype, dtype):
         return False
-    if dtype.is_floating_point or given.dtype == torch.bool:
+    if dtype.is_floating_point or given.dtype == torch.bool or given.numel() == 0:
         return True
-    return bool(torch.equal(given.to(dtype).to(given.dtype), given))
+    integers, limits = given.cpu().numpy(), torch.iinfo(dtype)
+    return limits.min <= int(integers.min()) and int(integers.max()) <= limits.max
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from rlstore.engine.checks import check_shape
 from rlstore.engine.schema import Field, Structure, walk
 from rlstore.errors import InvalidInputError, UnsupportedSpaceError
 
@@ -46,6 +47,8 @@ def observation_fields(
         default_dtype: The dtype of a mapping that names none.
     """
     leaves = walk(_unfold(space))
+    if not leaves:
+        raise InvalidInputError(f"the observation space {space} has no part that could be held")
     structure = Structure([path for path, _ in leaves], name)
     origin = f"the observation_space given to {owner}()"
     fields = []
@@ -70,7 +73,7 @@ def action_spec(space: SpaceLike) -> ActionSpec:
         return ActionSpec("MultiDiscrete", tuple(space.shape), torch.int64, tuple(int(n) for n in space.nvec.flatten()))
     if isinstance(space, spaces.MultiBinary):
         return ActionSpec("MultiBinary", tuple(space.shape), torch.int8)
-    if isinstance(space, Mapping) or _looks_like_mapping(space):
+    if _looks_like_mapping(space):
         return _mapped_action_spec(space)
     raise _unsupported(space)
 
@@ -109,7 +112,7 @@ class _MappedSpace:
         shape = space.get("shape")
         if shape is None:
             raise InvalidInputError(f"a space given as a mapping needs a 'shape'; got the keys {sorted(space.keys())}")
-        sizes = tuple(int(size) for size in shape) if not isinstance(shape, int) else (shape,)
+        sizes = check_shape("a space", "shape", (shape,) if isinstance(shape, int) else shape)
         dtype = space.get("dtype")
         return cls(sizes, None if dtype is None else _torch_dtype(dtype, space))
 
@@ -120,7 +123,7 @@ def _unfold(space: Any) -> Any:
         return {key: _unfold(part) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_unfold(part) for part in space.spaces)
-    if isinstance(space, Mapping) or _looks_like_mapping(space):
+    if _looks_like_mapping(space):
         if "shape" in space or not any(_is_space_like(part) for part in space.values()):
             return _MappedSpace.of(space)
         return {str(key): _unfold(part) for key, part in space.items()}
@@ -132,11 +135,11 @@ def _is_space(space: object) -> bool:
 
 
 def _is_space_like(space: object) -> bool:
-    return isinstance(space, (spaces.Space, Mapping)) or _looks_like_mapping(space)
+    return isinstance(space, spaces.Space) or _looks_like_mapping(space)
 
 
 def _looks_like_mapping(space: object) -> bool:
-    # A DictConfig is no Mapping to isinstance, and gymnasium's own spaces must not be taken for one.
+    # A DictConfig is no Mapping to isinstance, and gymnasium's Dict is one.
     return not isinstance(space, spaces.Space) and all(hasattr(space, part) for part in ("keys", "items", "get"))
 
 
@@ -150,6 +153,9 @@ def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
     try:
         if isinstance(dtype, str):
             dtype = dtype.removeprefix("torch.")
+            known = getattr(torch, dtype, None)
+            if isinstance(known, torch.dtype):
+                return known
         return torch.from_numpy(np.empty(0, dtype=np.dtype(dtype))).dtype
     except (TypeError, ValueError) as error:
         raise UnsupportedSpaceError(f"a dtype of {dtype!r} cannot be held, in {space}") from error

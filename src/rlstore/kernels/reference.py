@@ -48,12 +48,12 @@ class RowWriter:
         for value, (block, lead, is_flag, _) in zip(values, self._targets, strict=True):
             if value is not None:
                 target = block[row + lead]
-                target.copy_((value != 0 if is_flag else value).reshape(target.shape))
+                target.copy_((value != 0 if is_flag else value).detach().reshape(target.shape))
         return -1
 
     @staticmethod
     def _fits(value: object, block: Tensor, is_flag: bool) -> bool:
-        if not isinstance(value, Tensor) or value.requires_grad or value.device != block.device:
+        if not isinstance(value, Tensor) or value.device != block.device:
             return False
         if is_flag:
             same_type = value.dtype in _FLAG_DTYPES and not (
@@ -223,9 +223,8 @@ def pad_segments(
     t = torch.arange(mask.shape[0], device=mask.device)[:, None]
     inside = t < lengths
     mask.copy_(inside)
-    where = (starts + t).clamp(max=max(mask.shape[0] - 1, 0))
     for source, target in zip(sources, targets, strict=True):
-        picked = source[where, lanes]
+        picked = source[(starts + t).clamp(max=max(source.shape[0] - 1, 0)), lanes]
         within = inside.reshape(inside.shape + (1,) * (picked.dim() - 2))
         target.copy_(torch.where(within, picked, picked.new_zeros(())))
 
