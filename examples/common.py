@@ -193,25 +193,22 @@ class Run:
         )
 
 
-def arguments(description: str | None, steps: int, threshold: float | None) -> argparse.ArgumentParser:
-    """The command line every example understands."""
+def arguments(description: str | None, steps: int, threshold: float | None = None) -> argparse.ArgumentParser:
+    """The command line every example understands; one that stops early gives its threshold."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="environment steps at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder for the learning curve (PNG) and the result (JSON)")
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=threshold,
-        help="stop once the mean return of the last 100 episodes reaches this (default: %(default)s)",
-    )
+    if threshold is not None:
+        text = "stop once the mean return of the last 100 episodes reaches this (default: %(default)s)"
+        parser.add_argument("--threshold", type=float, default=threshold, help=text)
     return parser
 
 
 def report(result: Result, out: Path | None) -> None:
     """Print the closing table and, given a folder, write the learning curve and the result there."""
     table = Table(title=result.name, show_header=False)
-    table.add_row(f"mean return, last {WINDOW} episodes", f"{result.mean_return:.1f}")
+    table.add_row(f"mean return, last {WINDOW} training episodes", f"{result.mean_return:.1f}")
     for name, value in result.extra.items():
         table.add_row(name.replace("_", " "), f"{value:,.1f}")
     table.add_row("episodes", f"{result.episodes:,}")
@@ -242,9 +239,9 @@ def plot_curve(result: Result, path: Path) -> None:
         sums = np.cumsum(np.concatenate([[0.0], returns]))
         ends = np.arange(1, len(returns) + 1)
         starts = np.maximum(ends - window, 0)
-        axes.scatter(steps, returns, s=4, alpha=0.3, linewidths=0, label="one episode")
+        axes.scatter(steps, returns, s=8, alpha=0.4, linewidths=0, label="one episode")
         axes.plot(steps, (sums[ends] - sums[starts]) / (ends - starts), color="C1", label=f"mean of the last {WINDOW}")
-        axes.legend(loc="upper left", frameon=False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.set(title=result.name, xlabel="environment steps", ylabel="return")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

@@ -126,7 +126,7 @@ def test_distillation_measures_student_and_teacher():
     result = distill.train(3000, seed=3, teacher_steps=2000)
     check_result(result, steps=3000, num_envs=distill.NUM_ENVS, rollout=distill.NUM_ENVS * distill.NUM_STEPS)
     assert 2000 <= result.extra["teacher_steps"] < 4000
-    for name in ("teacher_return", "student_return"):
+    for name in ("teacher_return_best_action", "student_return_best_action"):
         assert 1 <= result.extra[name] <= 500
 
 
