@@ -112,8 +112,12 @@ void write_flags(Target* target, const Source& source, size_t count) {
 // block's memory (share_memory_(), set_data) under the same tensor.
 class RowWriter {
  public:
-  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
-  explicit RowWriter(nb::sequence targets) {
+  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead]. Every counter goes
+  // up by one with each row that is written.
+  RowWriter(nb::sequence targets, nb::object counters) : counters_(counters) {
+    DLTensor described = describe(counters);
+    counter_count_ = element_count(described);
+    typed<int64_t>(counters, counter_count_);
     for (nb::handle item : targets) {
       nb::tuple target = nb::cast<nb::tuple>(item);
       if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
@@ -162,6 +166,8 @@ class RowWriter {
       else
         write_flags(reinterpret_cast<float*>(target), sources_[i], field.count);
     }
+    int64_t* counters = typed<int64_t>(counters_, counter_count_);
+    for (size_t i = 0; i < counter_count_; i++) counters[i]++;
     return -1;
   }
 
@@ -202,6 +208,8 @@ class RowWriter {
 
   std::vector<Field> fields_;
   std::vector<Source> sources_;
+  nb::object counters_;
+  size_t counter_count_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------- gather
@@ -423,7 +431,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
   load_exchange();
-  nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence>()).def("write", &RowWriter::write);
+  nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence, nb::object>()).def("write", &RowWriter::write);
   m.def("gather", &gather);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());

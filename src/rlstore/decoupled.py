@@ -282,8 +282,9 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batch)
         leaves = len(self._observations.paths)
         dtypes = [torch.float32] * (leaves + 8)
-        for _, tensors in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
-            yield DecoupledBatch(self._observations.build(tensors[:leaves], (size,)), *tensors[leaves:])
+        for _, batches in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
+            for tensors in batches:
+                yield DecoupledBatch(self._observations.build(tensors[:leaves], (size,)), *tensors[leaves:])
 
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch, in its order; flags of rows 0 to T - 1, those before each step."""

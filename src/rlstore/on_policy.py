@@ -119,7 +119,8 @@ class OnPolicyStorage(Storage):
             held = self._observations.leaves(self._observation_view)
             if self._ready_ring().bind_all(self._observations.names, held):
                 self._observation_view = None  # what is held may be a converted copy: show that one
-        for group, blocks in list(self._handed_lists.items()):
+        for group in list(self._handed_lists) if self._handed_lists else ():
+            blocks = self._handed_lists[group]
             if self._ready_ring().bind_all([f"{group}[{index}]" for index in range(len(blocks))], blocks):
                 del self._handed_lists[group]
 
@@ -238,14 +239,15 @@ class OnPolicyStorage(Storage):
             leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
             return tuple(leaf.contiguous() for leaf in leaves)
 
-        for rows, leaves in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
-            remaining = iter(leaves)
-            batch: BatchDict = {
-                name: structure.build([next(remaining) for _ in structure.paths], (size,))
-                for name, structure in structures.items()
-            }
-            batch["rows"] = rows.clone()
-            yield batch
+        for rows, batches in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
+            for index, leaves in enumerate(batches):
+                remaining = iter(leaves)
+                batch: BatchDict = {
+                    name: structure.build([next(remaining) for _ in structure.paths], (size,))
+                    for name, structure in structures.items()
+                }
+                batch["rows"] = rows[index * size : (index + 1) * size].clone()
+                yield batch
 
     @staticmethod
     def _batch_rows(held: int, count: int, size: int | None = None) -> int:
@@ -271,8 +273,8 @@ class OnPolicyStorage(Storage):
         shuffle: bool = True,
         reshuffle: bool = True,
         dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Mini-batches of ``size`` rows, epoch after epoch: their row ids, and what the sources hold there now.
+    ) -> Iterator[tuple[Tensor, Iterator[tuple[Tensor, ...]]]]:
+        """Epochs: the row ids of each, and its mini-batches of ``size`` rows, as the sources hold them now.
 
         Args:
             sources: Gives the blocks to gather from, of the steps that it is asked for.
@@ -293,9 +295,7 @@ class OnPolicyStorage(Storage):
                 rows = epoch_rows(steps * ring.lanes, count * size, self._generator, shuffle=shuffle)
             blocks = sources(steps)
             types = dtypes or [block.dtype for block in blocks]
-            batches = gather_batches(blocks, rows, count, types, self._outputs.empty)
-            for index, batch in enumerate(batches):
-                yield rows[index * size : (index + 1) * size], batch
+            yield rows, gather_batches(blocks, rows, count, types, self._outputs.empty)
 
     # ---------------------------------------------------------------------------------------------- the whole
 

@@ -294,10 +294,12 @@ class RolloutStorage(OnPolicyStorage):
         size = self._batch_rows(held, num_mini_batches)
         check_positive("mini_batch_generator()", num_epochs=num_epochs)
         leaves = len(self._observations.paths)
-        for _, tensors in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
-            observations = self._observations.build(tensors[:leaves], (size,))
-            actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
-            yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
+        build, batch_size = self._observations.build, torch.Size((size,))
+        for _, batches in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
+            for tensors in batches:
+                actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
+                observations = build(tensors[:leaves], batch_size)
+                yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
 
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""

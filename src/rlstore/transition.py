@@ -233,11 +233,10 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     params = transition.distribution_params
     if params is not None:
         found["distribution_params"] = tuple(params)
-    if len(transition.hidden_states) != len(HIDDEN_STATES):
-        raise InvalidInputError(
-            f"hidden_states has {len(transition.hidden_states)} parts; it is (actor, critic). Nothing was written."
-        )
-    for name, state in zip(HIDDEN_STATES, transition.hidden_states, strict=True):
+    states = transition.hidden_states
+    if len(states) != len(HIDDEN_STATES):
+        raise InvalidInputError(f"hidden_states has {len(states)} parts; it is (actor, critic). Nothing was written.")
+    for name, state in zip(HIDDEN_STATES, states, strict=True):
         if state is not None:
             found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
     # A transition of the original class has neither of these two.

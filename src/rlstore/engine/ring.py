@@ -139,7 +139,6 @@ class Ring:
             fitting = column.field.fit(values[misfit], self.lanes, self.device)
             values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
             misfit = self._writer.write(row, values)
-        self.written += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
@@ -187,7 +186,7 @@ class Ring:
         targets = [
             (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
         ]
-        return kernel("RowWriter", self.device.type)(targets)
+        return kernel("RowWriter", self.device.type)(targets, torch.from_numpy(self.written))
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.

@@ -165,7 +165,7 @@ class Structure:
         Raises:
             InvalidInputError: If a leaf is missing or unknown.
         """
-        if self._flat_keys and isinstance(value, TensorDictBase):
+        if self._flat_keys and type(value) is TensorDict:
             flat = dict(value.items())
             if tuple(flat) == self._flat_keys:
                 return list(flat.values())
@@ -189,7 +189,7 @@ class Structure:
         if self.is_leaf:
             return next(iter(leaves))
         if self._flat_keys:
-            return tensordict_of(dict(zip(self._flat_keys, leaves, strict=True)), torch.Size(batch_size))
+            return _new_tensordict(dict(zip(self._flat_keys, leaves, strict=True)), batch_size=torch.Size(batch_size))
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest
@@ -199,20 +199,16 @@ class Structure:
         return _assemble(nest, torch.Size(batch_size))
 
 
-def tensordict_of(parts: dict[str | int, Any], batch_size: torch.Size) -> TensorDict:
-    """A TensorDict of parts that are known to have this batch size.
-
-    The public constructor checks every part again, which costs several times as much as the rest of a small batch.
-    """
-    unchecked = getattr(TensorDict, "_new_unsafe", TensorDict)
-    return unchecked(parts, batch_size=batch_size)
+# For parts that are known to have the batch size: the public constructor checks each again, which costs several times
+# as much as the rest of a small batch.
+_new_tensordict = getattr(TensorDict, "_new_unsafe", TensorDict)
 
 
 def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
     parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return tensordict_of(parts, batch_size)
+    return _new_tensordict(parts, batch_size=batch_size)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
