@@ -1,17 +1,16 @@
-// The only file that knows Python: tensors in, raw pointers out.
+// What Python calls: tensors in, raw pointers out. Only the files named bindings know Python.
 //
-// Tensors are described through torch's DLPack exchange table (see dlpack.h). Shapes and dtypes are checked by the
-// callers in rlstore/kernels/native.py and rlstore/engine; what is checked again here is only what would otherwise
+// Shapes and dtypes are checked by the callers in rlstore/engine; what is checked again here is what would otherwise
 // read or write outside a tensor's memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
-#include "dlpack.h"
+#include "bindings_tensor.h"
+#include "bindings_writer.h"
 #include "rows.h"
 #include "scan.h"
 #include "segments.h"
@@ -20,197 +19,6 @@ namespace nb = nanobind;
 using namespace rlstore;
 
 namespace {
-
-const DLExchangeApi* exchange = nullptr;
-
-void load_exchange() {
-  nb::object capsule = nb::module_::import_("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
-  exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (!exchange) throw nb::python_error();
-  if (exchange->header.version.major != 1) throw nb::import_error("rlstore needs a torch that speaks DLPack 1.x");
-}
-
-size_t element_bytes(const DLTensor& tensor) { return (tensor.dtype.bits * tensor.dtype.lanes + 7) / 8; }
-
-size_t element_count(const DLTensor& tensor, int from = 0) {
-  size_t count = 1;
-  for (int i = from; i < tensor.ndim; i++) count *= static_cast<size_t>(tensor.shape[i]);
-  return count;
-}
-
-bool is_contiguous(const DLTensor& tensor) {
-  if (!tensor.strides || element_count(tensor) == 0) return true;
-  int64_t expected = 1;
-  for (int i = tensor.ndim; i-- > 0;) {
-    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
-    expected *= tensor.shape[i];
-  }
-  return true;
-}
-
-char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
-
-// A contiguous CPU tensor, or an exception.
-DLTensor describe(nb::handle object) {
-  DLTensor tensor;
-  if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
-  if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
-  if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
-  return tensor;
-}
-
-template <typename T>
-T* typed(nb::handle object, size_t count) {
-  DLTensor tensor = describe(object);
-  const bool is_float = tensor.dtype.code == kFloat;
-  if (is_float != std::is_floating_point_v<T> || element_bytes(tensor) != sizeof(T) || element_count(tensor) != count)
-    throw nb::value_error("a kernel was given a tensor of the wrong size or dtype");
-  return reinterpret_cast<T*>(address(tensor));
-}
-
-template <typename T>
-T* typed_or_null(nb::handle object, size_t count) {
-  return object.is_none() ? nullptr : typed<T>(object, count);
-}
-
-// ---------------------------------------------------------------------------------------------------- write
-
-// One value of a row, found to fit: where it is and what it holds.
-struct Source {
-  const char* memory = nullptr;  // null: nothing to write
-  DLDataType dtype{};
-};
-
-bool can_be_flag(const DLDataType& dtype) {
-  if (dtype.lanes != 1) return false;
-  if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
-  return dtype.bits == 8 || (dtype.code == kInt && (dtype.bits == 32 || dtype.bits == 64));
-}
-
-bool is_nan_free(const Source& source, size_t count) {
-  if (source.dtype.code != kFloat) return true;
-  if (source.dtype.bits == 32) return !has_nan(reinterpret_cast<const float*>(source.memory), count);
-  return !has_nan(reinterpret_cast<const double*>(source.memory), count);
-}
-
-template <typename Target>
-void write_flags(Target* target, const Source& source, size_t count) {
-  const bool is_float = source.dtype.code == kFloat;
-  switch (source.dtype.bits) {
-    case 8: return copy_flags(target, reinterpret_cast<const uint8_t*>(source.memory), count);
-    case 32:
-      if (is_float) return copy_flags(target, reinterpret_cast<const float*>(source.memory), count);
-      return copy_flags(target, reinterpret_cast<const int32_t*>(source.memory), count);
-    default:
-      if (is_float) return copy_flags(target, reinterpret_cast<const double*>(source.memory), count);
-      return copy_flags(target, reinterpret_cast<const int64_t*>(source.memory), count);
-  }
-}
-
-// Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused
-// row leaves no trace. Shapes are bound once; addresses are asked for at every write, because a caller may move a
-// block's memory (share_memory_(), set_data) under the same tensor.
-class RowWriter {
- public:
-  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead]. Every counter goes
-  // up by one with each row that is written.
-  RowWriter(nb::sequence targets, nb::object counters) : counters_(counters) {
-    DLTensor described = describe(counters);
-    counter_count_ = element_count(described);
-    typed<int64_t>(counters, counter_count_);
-    for (nb::handle item : targets) {
-      nb::tuple target = nb::cast<nb::tuple>(item);
-      if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
-      DLTensor block = describe(target[0]);
-      Field field;
-      field.block = nb::borrow(target[0]);
-      field.dtype = block.dtype;
-      field.shape.assign(block.shape + 1, block.shape + block.ndim);
-      field.count = element_count(block, 1);
-      field.bytes = field.count * element_bytes(block);
-      field.rows = static_cast<size_t>(block.shape[0]);
-      field.lead = nb::cast<size_t>(target[1]);
-      field.is_flag = nb::cast<bool>(target[2]);
-      field.optional = nb::cast<bool>(target[3]);
-      if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
-        throw nb::value_error("flags are held in bytes or in float32");
-      fields_.push_back(field);
-    }
-    sources_.resize(fields_.size());
-  }
-
-  // Returns -1 when the row was written, else the index of the first value that does not fit as it is (nothing is
-  // written then). None leaves an optional field's row as it was.
-  int64_t write(size_t row, nb::tuple values) {
-    if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
-    for (size_t i = 0; i < fields_.size(); i++) {
-      Field& field = fields_[i];
-      DLTensor block = describe(field.block);
-      if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
-        throw nb::value_error("a block has changed its size");
-      field.base = address(block);
-      PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
-      sources_[i] = Source{};
-      if (value == Py_None && field.optional) continue;
-      if (row >= field.rows || field.lead >= field.rows - row) throw nb::index_error("a row beyond the end of its block");
-      if (!find_source(value, field, &sources_[i])) return static_cast<int64_t>(i);
-    }
-    for (size_t i = 0; i < fields_.size(); i++) {
-      if (!sources_[i].memory) continue;
-      const Field& field = fields_[i];
-      char* target = field.base + (row + field.lead) * field.bytes;
-      if (!field.is_flag)
-        memmove(target, sources_[i].memory, field.bytes);
-      else if (field.dtype.bits == 8)
-        write_flags(reinterpret_cast<uint8_t*>(target), sources_[i], field.count);
-      else
-        write_flags(reinterpret_cast<float*>(target), sources_[i], field.count);
-    }
-    int64_t* counters = typed<int64_t>(counters_, counter_count_);
-    for (size_t i = 0; i < counter_count_; i++) counters[i]++;
-    return -1;
-  }
-
- private:
-  struct Field {
-    nb::object block;
-    char* base = nullptr;
-    DLDataType dtype;
-    std::vector<int64_t> shape;  // of one time row
-    size_t count, bytes, rows, lead;
-    bool is_flag, optional;
-  };
-
-  // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
-  static bool find_source(PyObject* value, const Field& field, Source* found) {
-    DLTensor tensor;
-    if (exchange->describe(value, &tensor)) {
-      PyErr_Clear();
-      return false;
-    }
-    const bool type_fits = field.is_flag ? can_be_flag(tensor.dtype) : tensor.dtype == field.dtype;
-    if (tensor.device.type != kCpu || !type_fits || !same_shape(tensor, field.shape) || !is_contiguous(tensor)) return false;
-    // A lazily negated tensor looks like any other here; only a single element of one can be contiguous.
-    if (field.count == 1 && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return false;
-    static const char empty = 0;  // a row of no bytes has no memory, and is still a row
-    *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype};
-    return !field.is_flag || is_nan_free(*found, field.count);
-  }
-
-  // Equal; or both are rows of scalars, (n,) or (n, 1).
-  static bool same_shape(const DLTensor& tensor, const std::vector<int64_t>& shape) {
-    const size_t given = static_cast<size_t>(tensor.ndim);
-    if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];
-    return given == shape.size() && std::equal(shape.begin(), shape.end(), tensor.shape);
-  }
-
-  static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
-
-  std::vector<Field> fields_;
-  std::vector<Source> sources_;
-  nb::object counters_;
-  size_t counter_count_ = 0;
-};
 
 // ---------------------------------------------------------------------------------------------------- gather
 
@@ -412,6 +220,20 @@ void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::han
   }
 }
 
+void copy_lanes_binding(nb::tuple sources, size_t first, size_t last, nb::tuple targets) {
+  if (sources.size() != targets.size()) throw nb::value_error("copy_lanes: as many targets as sources");
+  for (size_t k = 0; k < sources.size(); k++) {
+    DLTensor source = describe(sources[k]), target = describe(targets[k]);
+    if (source.ndim < 2) throw nb::value_error("copy_lanes: a source is [steps, lanes, ...]");
+    const size_t steps = static_cast<size_t>(source.shape[0]), lanes = static_cast<size_t>(source.shape[1]);
+    if (first > last || last > lanes) throw nb::index_error("lanes out of range");
+    const size_t row_bytes = element_count(source, 2) * element_bytes(source);
+    if (!(source.dtype == target.dtype) || element_count(target) * element_bytes(target) != steps * (last - first) * row_bytes)
+      throw nb::value_error("copy_lanes: a target does not fit its source");
+    copy_lanes(address(target), address(source), steps, lanes, first, last, row_bytes);
+  }
+}
+
 void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle starts, nb::handle target_tensor) {
   const size_t count = element_count(describe(lanes));
   const int64_t *segment_lanes = typed<int64_t>(lanes, count), *segment_starts = typed<int64_t>(starts, count);
@@ -445,5 +267,6 @@ NB_MODULE(_native, m) {
   m.def("count_segments", &count_binding);
   m.def("split_segments", &split_binding);
   m.def("pad_segments", &pad_binding);
+  m.def("copy_lanes", &copy_lanes_binding);
   m.def("first_states", &first_states_binding);
 }

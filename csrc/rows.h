@@ -3,8 +3,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace rlstore {
+
+// A row as it is. A large one goes past the cache: it is not read again soon, and would be fetched only to be written over.
+void copy_row(char* target, const char* source, size_t bytes);
+
+// The same for a row of a few hundred bytes, without a call.
+inline void copy_short(char* target, const char* source, size_t bytes) {
+  constexpr size_t kChunk = 64;
+  if (bytes < kChunk || bytes > 1024) {
+    memcpy(target, source, bytes);
+    return;
+  }
+  for (size_t i = 0; i + kChunk < bytes; i += kChunk) memcpy(target + i, source + i, kChunk);
+  memcpy(target + bytes - kChunk, source + bytes - kChunk, kChunk);
+}
 
 // target[i] = source[i] != 0, as 0 or 1. Target is uint8_t or float; Source an integer of 1, 4 or 8 bytes, float or double.
 template <typename Target, typename Source>

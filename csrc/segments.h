@@ -19,6 +19,9 @@ struct Segments {
 // target[t, s] = source[starts[s] + t, lanes[s]] for t < lengths[s], else zeros. source rows are `row_bytes` wide.
 void pad_segments(char* target, const char* source, const Segments& segments, size_t steps, size_t lanes, size_t row_bytes);
 
+// target[t, i] = source[t, first + i] for the lanes [first, last).
+void copy_lanes(char* target, const char* source, size_t steps, size_t lanes, size_t first, size_t last, size_t row_bytes);
+
 // mask[t, s] = t < lengths[s]
 void mask_segments(uint8_t* mask, const Segments& segments, size_t steps);
 

@@ -263,14 +263,12 @@ class DecoupledRolloutStorage(OnPolicyStorage):
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self._require_rows()
         ring = self._ready_ring()
-        last = Field("last_values", (), torch.float32, f"{ring.lanes} environments").fit(
-            last_values, ring.lanes, ring.device
-        )
+        last = self._fit_last_values(last_values)
+        flags = (self.terminateds[1:] != 0, self.truncateds[1:] != 0)
+        final = ring.blocks["final_values"]
         ring.make_writable("advantages", "returns")
-        out = (self.advantages, self.returns)
-        flags = (self.terminateds[1:], self.truncateds[1:])
-        returns.gae(self.rewards, self.values, last, *flags, ring.blocks["final_values"], gamma=gamma, lam=lam, out=out)
-        returns.normalize(out[0], 1e-5)
+        out = {"advantages": self.advantages, "returns": self.returns}
+        returns.fill_gae(self.rewards, self.values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=1e-5)
 
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
         """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order.

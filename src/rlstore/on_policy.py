@@ -12,9 +12,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.gather import gather_batches
+from rlstore.engine.gather import KeptBatches, gather_batches
 from rlstore.engine.ring import Ring
-from rlstore.engine.schema import Structure, as_tensor, walk
+from rlstore.engine.schema import Field, Structure, as_tensor, walk
 from rlstore.engine.select import epoch_rows
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.storage import BatchDict, Sample, Storage
@@ -197,6 +197,21 @@ class OnPolicyStorage(Storage):
         gamma, lam = self._discounts()
         self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
 
+    def _fit_last_values(self, last_values: Any) -> Tensor:
+        """The values after the last step, ``[envs]`` or ``[envs, 1]``, ready for a kernel."""
+        ring = self._ready_ring()
+        if (
+            isinstance(last_values, Tensor)
+            and last_values.shape in ((ring.lanes,), (ring.lanes, 1))
+            and last_values.dtype == torch.float32
+            and last_values.device == ring.device
+            and last_values.is_contiguous()
+            and not last_values.requires_grad
+        ):
+            return last_values
+        field = Field("last_values", (), torch.float32, f"{ring.lanes} environments")
+        return field.fit(last_values, ring.lanes, ring.device)
+
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -287,15 +302,16 @@ class OnPolicyStorage(Storage):
         """
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
-        rows = None
+        rows, kept = None, KeptBatches(keep=num_epochs > 1 and not (shuffle and reshuffle))
         for _ in range(num_epochs):
             if ring.size < steps:
                 raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
             if rows is None or (shuffle and reshuffle):
                 rows = epoch_rows(steps * ring.lanes, count * size, self._generator, shuffle=shuffle)
             blocks = sources(steps)
+            kept.follow(ring.stamp())
             types = dtypes or [block.dtype for block in blocks]
-            yield rows, gather_batches(blocks, rows, count, types, self._outputs.empty)
+            yield rows, gather_batches(blocks, rows, count, types, kept, self._outputs.empty)
 
     # ---------------------------------------------------------------------------------------------- the whole
 

@@ -34,10 +34,7 @@ def recurrent_tensors(
     leaves = len(layout.observations.paths)
     trajectories = segments.split(ring.first("dones", rows), first, last)
     padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
-    others = [
-        empty((rows, last - first, *source.shape[2:]), source.dtype, source.device).copy_(source[:, first:last])
-        for source in sources[leaves:]
-    ]
+    others = segments.cut(sources[leaves:], first, last, empty)
     states = [
         segments.first_states(ring.first(name, rows), trajectories, empty)
         for group in HIDDEN_STATES

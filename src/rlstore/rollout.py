@@ -239,16 +239,16 @@ class RolloutStorage(OnPolicyStorage):
         self._require_mode("rl")
         rows, ring = self._require_rows(), self._ready_ring()
         check_fraction("compute_returns()", gamma=gamma, lam=lam)
-        last = Field("last_values", (1,), torch.float32, f"{ring.lanes} environments").fit(
-            last_values, ring.lanes, ring.device
-        )
+        last = self._fit_last_values(last_values)
         terminated, truncated = self._end_flags(rows)
         final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
         ring.make_writable("advantages", "returns")
-        rewards, values, *out = (ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns"))
-        returns.gae(rewards, values, last, terminated, truncated, final, gamma=gamma, lam=lam, out=(out[0], out[1]))
-        if normalize_advantage:
-            returns.normalize(out[0], 1e-8)
+        rewards, values, advantages, targets = (
+            ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns")
+        )
+        flags, epsilon = (terminated, truncated), 1e-8 if normalize_advantage else None
+        out = {"advantages": advantages, "returns": targets}
+        returns.fill_gae(rewards, values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=epsilon)
 
     def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""

@@ -58,22 +58,22 @@ class RolloutTransition:
             where it is not known: the advantage of that step is then 0.
     """
 
-    def __init__(self) -> None:
-        self.observations: TensorDict | None = None
-        self.actions: Tensor | None = None
-        self.rewards: Tensor | None = None
-        self.dones: Tensor | None = None
-        self.values: Tensor | None = None
-        self.actions_log_prob: Tensor | None = None
-        self.distribution_params: tuple[Tensor, ...] | None = None
-        self.privileged_actions: Tensor | None = None
-        self.hidden_states: tuple[HiddenState, HiddenState] = (None, None)
-        self.truncated: Tensor | None = None
-        self.final_values: Tensor | None = None
+    # Defaults of the class, so that a transition is made and cleared at no cost.
+    observations: TensorDict | None = None
+    actions: Tensor | None = None
+    rewards: Tensor | None = None
+    dones: Tensor | None = None
+    values: Tensor | None = None
+    actions_log_prob: Tensor | None = None
+    distribution_params: tuple[Tensor, ...] | None = None
+    privileged_actions: Tensor | None = None
+    hidden_states: tuple[HiddenState, HiddenState] = (None, None)
+    truncated: Tensor | None = None
+    final_values: Tensor | None = None
 
     def clear(self) -> None:
         """Reset all fields to None."""
-        self.__init__()  # type: ignore[misc]
+        self.__dict__.clear()
 
 
 class RolloutBatch:
@@ -230,18 +230,18 @@ def group_blocks(group: str, count: int) -> list[str]:
 
 def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
-    params = transition.distribution_params
+    params, states = transition.distribution_params, transition.hidden_states
     if params is not None:
         found["distribution_params"] = tuple(params)
-    states = transition.hidden_states
     if len(states) != len(HIDDEN_STATES):
         raise InvalidInputError(f"hidden_states has {len(states)} parts; it is (actor, critic). Nothing was written.")
     for name, state in zip(HIDDEN_STATES, states, strict=True):
         if state is not None:
             found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
     # A transition of the original class has neither of these two.
-    for name in ("truncated", "final_values"):
-        given = getattr(transition, name, None)
-        if given is not None:
-            found[name] = (given,)
+    truncated, final_values = getattr(transition, "truncated", None), getattr(transition, "final_values", None)
+    if truncated is not None:
+        found["truncated"] = (truncated,)
+    if final_values is not None:
+        found["final_values"] = (final_values,)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from rlstore.kernels import kernel
 
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
+# Mini-batches of this size and more are gathered one by one, and kept for the next epoch.
+LARGE_BYTES = 256 << 10
 
 
 def gather_rows(
@@ -41,17 +44,21 @@ def gather_batches(
     rows: Tensor,
     count: int,
     dtypes: Sequence[torch.dtype],
+    kept: KeptBatches,
     empty: Allocator = allocate_empty,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """An epoch's rows ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered as they are needed."""
+    """An epoch's rows ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered as they are needed.
+
+    Large ones are taken from ``kept`` where they are still as they were handed out.
+    """
     size = rows.shape[0] // count
     row_bytes = sum(source.shape[2:].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
-    together = max(1, GROUP_BYTES // max(1, size * row_bytes))
-    for group in torch.split(rows, together * size):
+    if size * row_bytes >= LARGE_BYTES:
+        for index, group in enumerate(torch.split(rows, size)):
+            yield kept.get(index, partial(gather_rows, sources, group, dtypes, empty))
+        return
+    for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
         gathered = gather_rows(sources, group, dtypes, empty)
-        if group.shape[0] == size:
-            yield gathered
-            continue
         # Not split(): the parts are to be tensors in their own right, which a caller may change in any way.
         parts = [torch.unsafe_split(whole, size) for whole in gathered]
         del gathered

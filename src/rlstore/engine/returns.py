@@ -33,7 +33,6 @@ def gae(
     *,
     gamma: float,
     lam: float,
-    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016).
 
@@ -48,15 +47,38 @@ def gae(
         final_values: The value of the observation in which the episode was cut; read where truncated.
         gamma: The discount.
         lam: The weight of longer estimates.
-        out: Tensors to write advantages and returns into.
 
     Returns:
         Advantages and returns.
     """
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
-    advantages, returns = out if out is not None else (inputs.empty(), inputs.empty())
+    advantages, returns = inputs.empty(), inputs.empty()
     kernel("gae", inputs.device_type)(*inputs.all, gamma, lam, advantages, returns)
     return advantages, returns
+
+
+def fill_gae(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    *,
+    gamma: float,
+    lam: float,
+    advantages: Tensor,
+    returns: Tensor,
+    epsilon: float | None = None,
+) -> None:
+    """:func:`gae` on the blocks of a ring, as they are: float32 and contiguous, flags of one byte.
+
+    With an ``epsilon`` the advantages are normalised, see :func:`normalize`.
+    """
+    inputs = (rewards, values, last_values, terminated, truncated, final_values)
+    kernel("gae", rewards.device.type)(*inputs, gamma, lam, advantages, returns)
+    if epsilon is not None:
+        normalize(advantages, epsilon)
 
 
 def lambda_returns(

@@ -55,6 +55,15 @@ def pad(
     return outs, mask
 
 
+def cut(sources: tuple[Tensor, ...], first: int, last: int, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
+    """The lanes ``[first, last)`` of each source ``[steps, lanes, *shape]``, as copies."""
+    outs = tuple(
+        empty((source.shape[0], last - first, *source.shape[2:]), source.dtype, source.device) for source in sources
+    )
+    kernel("copy_lanes", sources[0].device.type)(sources, first, last, outs)
+    return outs
+
+
 def first_states(states: Tensor, trajectories: Trajectories, empty: Allocator = allocate_empty) -> Tensor:
     """The hidden state at each trajectory's start.
 

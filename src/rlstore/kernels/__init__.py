@@ -23,6 +23,7 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "count_segments": {"cpu": _native.count_segments},
     "split_segments": {"cpu": _native.split_segments},
     "pad_segments": {"cpu": _native.pad_segments},
+    "copy_lanes": {"cpu": _native.copy_lanes},
     "first_states": {"cpu": _native.first_states},
 }
 

@@ -230,6 +230,12 @@ def pad_segments(
         target.copy_(torch.where(within, picked, picked.new_zeros(())))
 
 
+def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tuple[Tensor, ...]) -> None:
+    """``target[t, i] = source[t, first + i]`` for the lanes ``[first, last)``."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source[:, first:last])
+
+
 def first_states(states: Tensor, lanes: Tensor, starts: Tensor, target: Tensor) -> None:
     """``target[l, s] = states[starts[s], l, lanes[s]]`` for states ``[steps, layers, lanes, hidden]``."""
     target.copy_(states[starts, :, lanes].transpose(0, 1))

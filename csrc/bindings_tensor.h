@@ -1,0 +1,66 @@
+// From Python's tensors to raw pointers, through torch's DLPack exchange table (see dlpack.h).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <type_traits>
+
+#include "dlpack.h"
+
+namespace rlstore {
+
+namespace nb = nanobind;
+
+inline const DLExchangeApi* exchange = nullptr;
+
+inline void load_exchange() {
+  nb::object capsule = nb::module_::import_("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
+  exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!exchange) throw nb::python_error();
+  if (exchange->header.version.major != 1) throw nb::import_error("rlstore needs a torch that speaks DLPack 1.x");
+}
+
+inline size_t element_bytes(const DLTensor& tensor) { return (tensor.dtype.bits * tensor.dtype.lanes + 7) / 8; }
+
+inline size_t element_count(const DLTensor& tensor, int from = 0) {
+  size_t count = 1;
+  for (int i = from; i < tensor.ndim; i++) count *= static_cast<size_t>(tensor.shape[i]);
+  return count;
+}
+
+inline bool is_contiguous(const DLTensor& tensor) {
+  if (!tensor.strides || element_count(tensor) == 0) return true;
+  int64_t expected = 1;
+  for (int i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != expected) return false;
+    expected *= tensor.shape[i];
+  }
+  return true;
+}
+
+inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
+
+// A contiguous CPU tensor, or an exception.
+inline DLTensor describe(nb::handle object) {
+  DLTensor tensor;
+  if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
+  if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
+  if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
+  return tensor;
+}
+
+template <typename T>
+T* typed(nb::handle object, size_t count) {
+  DLTensor tensor = describe(object);
+  const bool is_float = tensor.dtype.code == kFloat;
+  if (is_float != std::is_floating_point_v<T> || element_bytes(tensor) != sizeof(T) || element_count(tensor) != count)
+    throw nb::value_error("a kernel was given a tensor of the wrong size or dtype");
+  return reinterpret_cast<T*>(address(tensor));
+}
+
+template <typename T>
+T* typed_or_null(nb::handle object, size_t count) {
+  return object.is_none() ? nullptr : typed<T>(object, count);
+}
+
+}  // namespace rlstore

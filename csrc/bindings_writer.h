@@ -1,0 +1,174 @@
+// Writes one time row of a storage: the only kernel that looks at Python objects itself, because that is most of its work.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "bindings_tensor.h"
+#include "rows.h"
+
+namespace rlstore {
+
+// One value of a row, found to fit: where it is and what it holds.
+struct Source {
+  const char* memory = nullptr;  // null: nothing to write
+  DLDataType dtype{};
+  DLTensor strided{};  // the tensor itself, if it is not contiguous
+};
+
+// Copies a tensor that is not contiguous into contiguous memory, the inner dimensions that are so in one piece.
+inline void copy_strided(char* target, const char* source, const DLTensor& tensor, int dim) {
+  size_t whole = element_bytes(tensor) * element_count(tensor, dim);
+  int64_t expected = 1;
+  bool contiguous = true;
+  for (int i = tensor.ndim; i-- > dim;) {
+    contiguous &= tensor.shape[i] == 1 || tensor.strides[i] == expected;
+    expected *= tensor.shape[i];
+  }
+  if (contiguous) {
+    memcpy(target, source, whole);
+    return;
+  }
+  const size_t piece = whole / static_cast<size_t>(tensor.shape[dim]);
+  const int64_t stride = tensor.strides[dim] * static_cast<int64_t>(element_bytes(tensor));
+  for (int64_t i = 0; i < tensor.shape[dim]; i++) copy_strided(target + i * piece, source + i * stride, tensor, dim + 1);
+}
+
+inline bool can_be_flag(const DLDataType& dtype) {
+  if (dtype.lanes != 1) return false;
+  if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
+  return dtype.bits == 8 || (dtype.code == kInt && (dtype.bits == 32 || dtype.bits == 64));
+}
+
+inline bool is_nan_free(const Source& source, size_t count) {
+  if (source.dtype.code != kFloat) return true;
+  if (source.dtype.bits == 32) return !has_nan(reinterpret_cast<const float*>(source.memory), count);
+  return !has_nan(reinterpret_cast<const double*>(source.memory), count);
+}
+
+template <typename Target>
+void write_flags(Target* target, const Source& source, size_t count) {
+  const bool is_float = source.dtype.code == kFloat;
+  switch (source.dtype.bits) {
+    case 8: return copy_flags(target, reinterpret_cast<const uint8_t*>(source.memory), count);
+    case 32:
+      if (is_float) return copy_flags(target, reinterpret_cast<const float*>(source.memory), count);
+      return copy_flags(target, reinterpret_cast<const int32_t*>(source.memory), count);
+    default:
+      if (is_float) return copy_flags(target, reinterpret_cast<const double*>(source.memory), count);
+      return copy_flags(target, reinterpret_cast<const int64_t*>(source.memory), count);
+  }
+}
+
+// Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused
+// row leaves no trace. Shapes are bound once; addresses are asked for at every write, because a caller may move a
+// block's memory (share_memory_(), set_data) under the same tensor.
+class RowWriter {
+ public:
+  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead]. Every counter goes
+  // up by one with each row that is written.
+  RowWriter(nb::sequence targets, nb::object counters) : counters_(counters) {
+    counter_count_ = element_count(describe(counters));
+    counter_ = typed<int64_t>(counters, counter_count_);
+    for (nb::handle item : targets) {
+      nb::tuple target = nb::cast<nb::tuple>(item);
+      if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
+      DLTensor block = describe(target[0]);
+      Field field;
+      field.block = nb::borrow(target[0]);
+      field.dtype = block.dtype;
+      field.shape.assign(block.shape + 1, block.shape + block.ndim);
+      field.count = element_count(block, 1);
+      field.bytes = field.count * element_bytes(block);
+      field.rows = static_cast<size_t>(block.shape[0]);
+      field.lead = nb::cast<size_t>(target[1]);
+      field.is_flag = nb::cast<bool>(target[2]);
+      field.optional = nb::cast<bool>(target[3]);
+      if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
+        throw nb::value_error("flags are held in bytes or in float32");
+      fields_.push_back(field);
+    }
+    sources_.resize(fields_.size());
+  }
+
+  // Returns -1 when the row was written, else the index of the first value that does not fit as it is (nothing is
+  // written then). None leaves an optional field's row as it was.
+  int64_t write(size_t row, nb::tuple values) {
+    if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
+    for (size_t i = 0; i < fields_.size(); i++) {
+      Field& field = fields_[i];
+      DLTensor block = describe(field.block);
+      if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
+        throw nb::value_error("a block has changed its size");
+      field.base = address(block);
+      PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
+      sources_[i] = Source{};
+      if (value == Py_None && field.optional) continue;
+      if (row >= field.rows || field.lead >= field.rows - row) throw nb::index_error("a row beyond the end of its block");
+      if (!find_source(value, field, &sources_[i])) return static_cast<int64_t>(i);
+    }
+    for (size_t i = 0; i < fields_.size(); i++) {
+      if (!sources_[i].memory) continue;
+      const Field& field = fields_[i];
+      char* target = field.base + (row + field.lead) * field.bytes;
+      if (sources_[i].strided.data)
+        copy_strided(target, sources_[i].memory, sources_[i].strided, 0);
+      else if (!field.is_flag)
+        copy_row(target, sources_[i].memory, field.bytes);
+      else if (field.dtype.bits == 8)
+        write_flags(reinterpret_cast<uint8_t*>(target), sources_[i], field.count);
+      else
+        write_flags(reinterpret_cast<float*>(target), sources_[i], field.count);
+    }
+    for (size_t i = 0; i < counter_count_; i++) counter_[i]++;
+    return -1;
+  }
+
+ private:
+  struct Field {
+    nb::object block;
+    char* base = nullptr;
+    DLDataType dtype;
+    std::vector<int64_t> shape;  // of one time row
+    size_t count, bytes, rows, lead;
+    bool is_flag, optional;
+  };
+
+  // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
+  static bool find_source(PyObject* value, const Field& field, Source* found) {
+    DLTensor tensor;
+    if (exchange->describe(value, &tensor)) {
+      PyErr_Clear();
+      return false;
+    }
+    const bool type_fits = field.is_flag ? can_be_flag(tensor.dtype) : tensor.dtype == field.dtype;
+    if (tensor.device.type != kCpu || !type_fits || !same_shape(tensor, field.shape)) return false;
+    const bool contiguous = is_contiguous(tensor);
+    if (field.is_flag && !contiguous) return false;
+    // A lazily negated tensor looks like any other here; but for a single element it cannot be contiguous.
+    if ((!contiguous || field.count == 1) && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return false;
+    static const char empty = 0;  // a row of no bytes has no memory, and is still a row
+    *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype, contiguous ? DLTensor{} : tensor};
+    return !field.is_flag || is_nan_free(*found, field.count);
+  }
+
+  // Equal; or both are rows of scalars, (n,) or (n, 1).
+  static bool same_shape(const DLTensor& tensor, const std::vector<int64_t>& shape) {
+    const size_t given = static_cast<size_t>(tensor.ndim);
+    if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];
+    return given == shape.size() && std::equal(shape.begin(), shape.end(), tensor.shape);
+  }
+
+  static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
+
+  std::vector<Field> fields_;
+  std::vector<Source> sources_;
+  nb::object counters_;  // the ring's own memory, which does not move
+  int64_t* counter_ = nullptr;
+  size_t counter_count_ = 0;
+};
+
+}  // namespace rlstore
