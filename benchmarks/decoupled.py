@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.contenders import GAMMA, LAMBDA, Memcpy, Rllte, box, drain
 from benchmarks.data import Rollout, Shape, make_rollout
-from benchmarks.harness import CYCLE, Contender, Workload
+from benchmarks.harness import COLD_CYCLE, CYCLE, Contender, Workload
 
 SHAPE = Shape(steps=128, envs=16, obs=4, actions=2, epochs=10, mini_batches=8)
 
@@ -61,6 +61,7 @@ def workload() -> Workload:
             "returns again": "GAE, data in cache",
             "batches": "10 x 8 mini-batches",
             CYCLE: "whole cycle",
+            COLD_CYCLE: "whole cycle, caches cold",
         },
         contenders={
             "rlstore": partial(RlstoreDecoupled, rollout),
@@ -68,5 +69,5 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, SHAPE),
         },
         batches=SHAPE.epochs * SHAPE.mini_batches,
-        rounds=100,
+        rounds=25,
     )

@@ -1,4 +1,6 @@
-"""Times contenders side by side: every round runs each of them once, in an order that rotates.
+"""Times contenders side by side: in every round each has its turn of a few cycles, in an order that rotates.
+
+The first cycle of a turn finds the caches full of the others' data and is kept apart, as the cold one.
 
 The clock is the processor time of the one thread that works, so that waiting for a processor does not count. Reading it
 costs up to a microsecond, which is part of each figure. It does not hide that other work takes cache and memory
@@ -23,13 +25,15 @@ import torch
 Role = Literal["ours", "peer", "floor"]
 PHASES = ("add", "returns", "returns again", "batches")
 CYCLE = "cycle"
+COLD_CYCLE = "cold cycle"
+CYCLES_IN_A_TURN = 4
 WARM_UP_ROUNDS = 3
 
 
 class Contender(ABC):
     """A buffer together with the way in which its own training loop drives it.
 
-    A round is one training cycle: ``add``, then ``compute_returns``, then ``serve``, each timed. Between the last two
+    A cycle is that of training: ``add``, then ``compute_returns``, then ``serve``, each timed. Between the last two
     ``compute_returns`` runs once more, with its data in the cache; that is timed apart and no part of the cycle.
     """
 
@@ -164,7 +168,9 @@ def _check(workload: Workload, contenders: list[Contender]) -> None:
 
 
 def _time_rounds(contenders: list[Contender], rounds: int) -> dict[str, dict[str, list[float]]]:
-    laps: dict[str, dict[str, list[float]]] = {c.name: {p: [] for p in (*PHASES, CYCLE)} for c in contenders}
+    laps: dict[str, dict[str, list[float]]] = {
+        c.name: {p: [] for p in (*PHASES, CYCLE, COLD_CYCLE)} for c in contenders
+    }
     # What lives now stays: without it each collection between the laps would walk all loaded modules.
     gc.collect()
     gc.freeze()
@@ -173,8 +179,11 @@ def _time_rounds(contenders: list[Contender], rounds: int) -> dict[str, dict[str
         for i in range(rounds):
             turn = i % len(contenders)
             for contender in contenders[turn:] + contenders[:turn]:
-                for phase, seconds in _time_cycle(contender).items():
-                    laps[contender.name][phase].append(seconds)
+                laps[contender.name][COLD_CYCLE].append(_time_cycle(contender)[CYCLE])
+                for _ in range(CYCLES_IN_A_TURN - 1):
+                    gc.collect()
+                    for phase, seconds in _time_cycle(contender).items():
+                        laps[contender.name][phase].append(seconds)
                 gc.collect()
     finally:
         gc.enable()

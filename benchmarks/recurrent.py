@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.contenders import Memcpy, Rlstore, RslRl
 from benchmarks.data import Rollout, make_rollout
-from benchmarks.harness import CYCLE, Target, Workload
+from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
 from benchmarks.rollout import SHAPE
 
 RECURRENT = replace(SHAPE, hidden=256)
@@ -24,6 +24,7 @@ def workload() -> Workload:
             "returns again": "GAE, data in cache",
             "batches": "5 x 4 padded mini-batches",
             CYCLE: "whole cycle",
+            COLD_CYCLE: "whole cycle, caches cold",
         },
         contenders={
             "rlstore": partial(Rlstore, rollout),
@@ -31,7 +32,7 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, RECURRENT, served=padded_bytes(rollout)),
         },
         batches=RECURRENT.epochs * RECURRENT.mini_batches,
-        rounds=200,
+        rounds=50,
         targets=(Target("add", "rsl_rl", 0.6), Target("batches", "rsl_rl", 0.08)),
     )
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks.contenders import Memcpy, Rlstore, RslRl, Sb3, TorchRl
 from benchmarks.data import Shape, make_rollout
-from benchmarks.harness import CYCLE, Target, Workload
+from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
 
 SHAPE = Shape(steps=24, envs=512, obs=48, actions=12, epochs=5, mini_batches=4, distribution=True)
 
@@ -20,6 +20,7 @@ def workload() -> Workload:
             "returns again": "GAE, data in cache",
             "batches": "5 x 4 mini-batches",
             CYCLE: "whole cycle",
+            COLD_CYCLE: "whole cycle, caches cold",
         },
         contenders={
             "rlstore": partial(Rlstore, rollout),
@@ -30,7 +31,7 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, SHAPE),
         },
         batches=SHAPE.epochs * SHAPE.mini_batches,
-        rounds=200,
+        rounds=50,
         targets=(
             Target("returns", "rsl_rl", 0.02),
             Target("returns again", "rsl_rl", 0.02),

@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks.contenders import Memcpy, Rllte, Rlstore, Sb3, TorchRl
 from benchmarks.data import Shape, make_rollout
-from benchmarks.harness import CYCLE, Target, Workload
+from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
 
 SHAPE = Shape(steps=2048, envs=8, obs=17, actions=6, epochs=10, mini_batches=256)
 
@@ -20,6 +20,7 @@ def workload() -> Workload:
             "returns again": "GAE, data in cache",
             "batches": "10 x 256 mini-batches",
             CYCLE: "whole cycle",
+            COLD_CYCLE: "whole cycle, caches cold",
         },
         contenders={
             "rlstore": partial(Rlstore, rollout),
@@ -30,6 +31,6 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, SHAPE),
         },
         batches=SHAPE.epochs * SHAPE.mini_batches,
-        rounds=20,
+        rounds=10,
         targets=(Target(CYCLE, "SB3", 0.18),),
     )

@@ -243,12 +243,19 @@ class RolloutStorage(OnPolicyStorage):
         terminated, truncated = self._end_flags(rows)
         final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
         ring.make_writable("advantages", "returns")
-        rewards, values, advantages, targets = (
-            ring.first(name, rows) for name in ("rewards", "values", "advantages", "returns")
+        returns.fill_gae(
+            ring.first("rewards", rows),
+            ring.first("values", rows),
+            last,
+            terminated,
+            truncated,
+            final,
+            gamma=gamma,
+            lam=lam,
+            advantages=ring.first("advantages", rows),
+            returns=ring.first("returns", rows),
+            epsilon=1e-8 if normalize_advantage else None,
         )
-        flags, epsilon = (terminated, truncated), 1e-8 if normalize_advantage else None
-        out = {"advantages": advantages, "returns": targets}
-        returns.fill_gae(rewards, values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=epsilon)
 
     def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""

@@ -20,6 +20,8 @@ def check_positive(owner: str, **sizes: object) -> None:
 def check_fraction(owner: str, **fractions: object) -> None:
     """Refuse numbers outside [0, 1], by name: discounts, lambdas."""
     for name, value in fractions.items():
+        if type(value) is float and 0 <= value <= 1:
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= float(value) <= 1:
             raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number between 0 and 1")
 

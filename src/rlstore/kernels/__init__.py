@@ -32,6 +32,5 @@ OPERATIONS = tuple(_TABLE)
 
 def kernel(operation: str, device_type: str) -> Callable[..., Any]:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
-    listed = _TABLE[operation].get(device_type)
-    plain: Callable[..., Any] = getattr(reference, operation)
-    return listed or plain
+    found: Callable[..., Any] = _TABLE[operation].get(device_type) or getattr(reference, operation)
+    return found
