@@ -138,21 +138,55 @@ misuse("gather: a list of rows", "Exception", lambda: native.gather((BLOCK,), [0
 # ---------------------------------------------------------------------------------------------------- RowWriter
 
 
+COUNTERS = rows(5, 6)
+OUTPUTS.append(COUNTERS)
+TARGET = (OUT[0], 0, False, False)
+
+
 def write(target: tuple, row: int, value: object) -> None:
-    native.RowWriter([target]).write(row, (value,))
+    native.RowWriter([target], COUNTERS).write(row, (value,))
 
 
-misuse("RowWriter: a row beyond the end", "IndexError", lambda: write((OUT[0], 0, False, False), 3, f32(4)))
+def write_after_a_change_of_size() -> None:
+    block = f32(3, 4)
+    writer = native.RowWriter([TARGET, (block, 0, False, False)], COUNTERS)
+    block.resize_(2, 4)
+    writer.write(0, (f32(4), f32(4)))
+
+
+misuse("RowWriter: a row beyond the end", "IndexError", lambda: write(TARGET, 3, f32(4)))
 misuse("RowWriter: a row beyond the end by its lead", "IndexError", lambda: write((OUT[0], 1, False, False), 2, f32(4)))
-misuse("RowWriter: a negative row", "Exception", lambda: write((OUT[0], 0, False, False), -1, f32(4)))
+misuse("RowWriter: a negative row", "Exception", lambda: write(TARGET, -1, f32(4)))
 misuse("RowWriter: a row that wraps", "Exception", lambda: write((OUT[0], 1, False, False), 2**64 - 1, f32(4)))
-misuse("RowWriter: a strided block", "Exception", lambda: write((strided(3, 4), 0, False, False), 0, f32(4)))
-misuse("RowWriter: a block without dimensions", "Exception", lambda: write((f32(), 0, False, False), 0, f32()))
-misuse("RowWriter: a target of one part", "Exception", lambda: native.RowWriter([(OUT[0],)]))
-misuse("RowWriter: a target of two parts", "Exception", lambda: native.RowWriter([(OUT[0], 0)]))
-misuse("RowWriter: a target that is no tensor", "Exception", lambda: native.RowWriter([([1.0], 0, False, False)]))
-misuse("RowWriter: flags in int64", "Exception", lambda: native.RowWriter([(rows(1, 2), 0, True, False)]))
-misuse("RowWriter: a list of values", "Exception", lambda: native.RowWriter([]).write(0, [f32(4)]))
+misuse("RowWriter: a row of a block of none", "IndexError", lambda: write((f32(0, 4), 0, False, False), 0, f32(4)))
+misuse("RowWriter: a strided block", "ValueError", lambda: write((strided(3, 4), 0, False, False), 0, f32(4)))
+misuse("RowWriter: a block without dimensions", "ValueError", lambda: write((f32(), 0, False, False), 0, f32()))
+misuse("RowWriter: a block that has become smaller", "ValueError", write_after_a_change_of_size)
+for name, (expected, target) in {
+    "of one part": ("ValueError", (OUT[0],)),
+    "of two parts": ("ValueError", (OUT[0], 0)),
+    "of three parts": ("ValueError", (OUT[0], 0, False)),
+    "of five parts": ("ValueError", (*TARGET, False)),
+    "that is no tensor": ("Exception", ([1.0], 0, False, False)),
+    "with a negative lead": ("Exception", (OUT[0], -1, False, False)),
+    "of flags in int64": ("ValueError", (rows(1, 2), 0, True, False)),
+}.items():
+    misuse(f"RowWriter: a target {name}", expected, lambda target=target: native.RowWriter([target], COUNTERS))
+misuse("RowWriter: a list of values", "Exception", lambda: native.RowWriter([TARGET], COUNTERS).write(0, [f32(4)]))
+misuse("RowWriter: too few values", "ValueError", lambda: native.RowWriter([TARGET], COUNTERS).write(0, ()))
+for name, counters in {
+    "missing": None,
+    "in a list": [5, 6],
+    "of int32": torch.zeros(2, dtype=torch.int32),
+    "of float64": torch.zeros(2, dtype=torch.float64),
+    "strided": torch.zeros(4, dtype=torch.int64)[::2],
+}.items():
+    misuse(
+        f"RowWriter: counters {name}",
+        "Exception",
+        lambda counters=counters: native.RowWriter([TARGET], counters).write(0, (f32(4),)),
+    )
+misuse("RowWriter: no counters", "TypeError", lambda: native.RowWriter([TARGET]))
 
 
 # ---------------------------------------------------------------------------------------------------- segments
@@ -192,6 +226,39 @@ misuse("pad_segments: a source of one dimension", "Exception", lambda: pad((f32(
 misuse("pad_segments: a mask too small", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, MASK[:, :1]))
 misuse("pad_segments: a mask without dimensions", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, flags()))
 misuse("pad_segments: fewer targets", "Exception", lambda: pad((SOURCE, SOURCE), ZERO, ZERO, ZERO, TWO))
+
+LANES_OUT = torch.full((3, 2, 4), NAN)
+OUTPUTS.append(LANES_OUT)
+LANES_SOURCE = f32(3, 5, 4)
+for name, (expected, sources, first, last, targets) in {
+    "lanes beyond the end": ("IndexError", (LANES_SOURCE,), 4, 6, (LANES_OUT,)),
+    "lanes far beyond the end": ("IndexError", (LANES_SOURCE,), 2**63, 2**63 + 2, (LANES_OUT,)),
+    "lanes the wrong way round": ("IndexError", (LANES_SOURCE,), 3, 1, (LANES_OUT,)),
+    "a negative lane": ("Exception", (LANES_SOURCE,), -1, 1, (LANES_OUT,)),
+    "lanes that the first source alone has": (
+        "IndexError",
+        (f32(0, 9, 4), LANES_SOURCE),
+        4,
+        6,
+        (f32(0, 2, 4), LANES_OUT),
+    ),
+    "a target too small": ("ValueError", (LANES_SOURCE,), 0, 2, (f32(3, 1, 4),)),
+    "a target too large": ("ValueError", (LANES_SOURCE,), 0, 1, (LANES_OUT,)),
+    "a target of another dtype": ("ValueError", (LANES_SOURCE,), 0, 2, (torch.ones(3, 2, 4, dtype=torch.int32),)),
+    "a target that is strided": ("ValueError", (LANES_SOURCE,), 0, 2, (strided(3, 2, 4),)),
+    "a target that is no tensor": ("Exception", (LANES_SOURCE,), 0, 2, ([1.0],)),
+    "a strided source": ("ValueError", (strided(3, 5, 4),), 0, 2, (LANES_OUT,)),
+    "a source of one dimension": ("ValueError", (f32(12),), 0, 2, (LANES_OUT,)),
+    "a source of one dimension that had two": ("ValueError", (f32(3, 5).resize_(3),), 0, 2, (f32(3, 2),)),
+    "fewer targets": ("ValueError", (LANES_SOURCE, LANES_SOURCE), 0, 2, (LANES_OUT,)),
+    "more targets": ("ValueError", (LANES_SOURCE,), 0, 2, (LANES_OUT, LANES_OUT)),
+    "a list of sources": ("TypeError", [LANES_SOURCE], 0, 2, (LANES_OUT,)),
+}.items():
+    misuse(
+        f"copy_lanes: {name}",
+        expected,
+        lambda a=(sources, first, last, targets): native.copy_lanes(*a),
+    )
 
 STATES = f32(3, 1, 2, 4)
 STATE_OUT = torch.full((1, 2, 4), NAN)
@@ -266,6 +333,9 @@ def segments_at_the_edge() -> None:
     out, mask = at_the_edge((3, 5, 7), torch.uint8), at_the_edge((3, 5), torch.bool)
     native.pad_segments((source,), *parts, (out,), mask)
     assert torch.equal(out, source)
+    lanes = at_the_edge((3, 2, 7), torch.uint8)
+    native.copy_lanes((source,), 3, 5, (lanes,))
+    assert torch.equal(lanes, source[:, 3:])
     states, first = at_the_edge((3, 2, 5, 3), torch.float32).normal_(), at_the_edge((2, 5, 3), torch.float32)
     native.first_states(states, parts[0], parts[1], first)
     assert torch.equal(first, states[0])
@@ -274,14 +344,44 @@ def segments_at_the_edge() -> None:
 def writes_at_the_edge() -> None:
     block, values = at_the_edge((3, 5, 7), torch.float32), at_the_edge((5, 7), torch.float32).normal_()
     floats, marks = at_the_edge((4, 5), torch.float32), at_the_edge((5,), torch.bool).fill_(True)
-    writer = native.RowWriter([(block, 0, False, False), (floats, 1, True, False)])
+    counters = at_the_edge((3,), torch.int64).zero_()
+    writer = native.RowWriter([(block, 0, False, False), (floats, 1, True, False)], counters)
     assert writer.write(2, (values, marks)) == -1
     assert torch.equal(block[2], values)
     assert bool((floats[3] == 1).all())
+    assert counters.tolist() == [1, 1, 1]
+
+
+def strided_writes_at_the_edge() -> None:
+    counters = rows(0)
+    for dtype in (torch.uint8, torch.float32):
+        whole = at_the_edge((2, 5, 7), dtype).copy_(torch.arange(70).view(2, 5, 7))
+        for value in (whole[1].t(), whole[1, ::2], whole[1, :, 3:], whole[:, -1], whole[1, -1:].expand(4, 7)):
+            block = at_the_edge((2, *value.shape), dtype)
+            assert native.RowWriter([(block, 0, False, False)], counters).write(1, (value,)) == -1
+            assert torch.equal(block[1], value)
+
+
+def large_writes_at_the_edge() -> None:
+    """Rows that go past the cache: any length, and so any place of the target in its cache line."""
+    counters = rows(0)
+    for size in (131071, 131072, 131073, 131087, 131135, 131136, 140001):
+        values, block = at_the_edge((size,), torch.uint8).random_(0, 256), at_the_edge((2, size), torch.uint8)
+        writer = native.RowWriter([(block, 0, False, False)], counters)
+        for row in (0, 1):
+            assert writer.write(row, (values,)) == -1
+            assert torch.equal(block[row], values)
 
 
 EDGES.update(
-    gather=gather_at_the_edge, scans=scans_at_the_edge, segments=segments_at_the_edge, writes=writes_at_the_edge
+    {
+        "gather": gather_at_the_edge,
+        "scans": scans_at_the_edge,
+        "segments": segments_at_the_edge,
+        "writes": writes_at_the_edge,
+        "strided writes": strided_writes_at_the_edge,
+        "large writes": large_writes_at_the_edge,
+    }
 )
 
 

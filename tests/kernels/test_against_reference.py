@@ -1,80 +1,24 @@
-"""Every operation of the table, the native version against the reference, on random inputs.
+"""Every operation of the table but the writer of rows, the native version against the reference, on random inputs.
 
 Where an operation is simple enough to say in a few lines of Python, both are held against those lines too.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
-import inspect
 import math
 import statistics
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
+from kernel_inputs import DTYPES, LANES, WIDTHS, assert_guards_whole, covers, guarded, native, random_tensor
 
-from rlstore import kernels
-from rlstore.kernels import OPERATIONS, kernel, reference
+from rlstore.kernels import reference
 
-COVERED: set[str] = set()
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
-WIDTHS = [0, 1, 2, 3, 5, 7, 8, 12, 17, 48, 200]
-LANES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65]
 FLAG_PATTERNS = ["none", "all", "some", "many"]
-
-
-def covers(*operations: str):
-    """Marks a test as the comparison of these operations; the last test of this file reads the marks."""
-    COVERED.update(operations)
-    return lambda test: test
-
-
-def native(operation: str):
-    return kernel(operation, "cpu")
-
-
-def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous tensor, poisoned, in the middle of a byte buffer whose both ends must stay as they are."""
-    count = math.prod(shape) * dtype.itemsize
-    whole = torch.full((64 + count + 64,), 0xA5, dtype=torch.uint8)
-    return whole[64 : 64 + count].view(dtype).view(shape), whole
-
-
-def assert_guards_whole(whole: torch.Tensor) -> None:
-    assert bool((whole[:64] == 0xA5).all())
-    assert bool((whole[-64:] == 0xA5).all())
-
-
-def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern for integers, ordinary numbers for floats, so that a swapped row cannot pass."""
-    if dtype == torch.bool:
-        return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
-    if dtype.is_floating_point:
-        return torch.from_numpy(rng.normal(size=shape) * 100).to(dtype)
-    if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    raw = rng.integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 # ---------------------------------------------------------------------------------------------------- scans
@@ -279,158 +223,6 @@ def test_gather_of_several_fields_agrees(seed, steps, lanes, count, data):
         assert_guards_whole(whole)
 
 
-# ---------------------------------------------------------------------------------------------------- RowWriter
-
-LANES_OF_ROW = 3
-# name: (block's row shape, block dtype, lead, is_flag, shapes that fit)
-FIELDS = {
-    "vector": ((LANES_OF_ROW, 5), torch.float32, 0, False, [(LANES_OF_ROW, 5)]),
-    "image": ((LANES_OF_ROW, 2, 3), torch.uint8, 0, False, [(LANES_OF_ROW, 2, 3)]),
-    "ahead": ((LANES_OF_ROW, 2), torch.float64, 1, False, [(LANES_OF_ROW, 2)]),
-    "scalar": ((LANES_OF_ROW,), torch.float32, 0, False, [(LANES_OF_ROW,), (LANES_OF_ROW, 1)]),
-    "column": ((LANES_OF_ROW, 1), torch.bfloat16, 0, False, [(LANES_OF_ROW,), (LANES_OF_ROW, 1)]),
-    "byte_flag": ((LANES_OF_ROW, 1), torch.uint8, 0, True, [(LANES_OF_ROW,), (LANES_OF_ROW, 1)]),
-    "float_flag": ((LANES_OF_ROW,), torch.float32, 1, True, [(LANES_OF_ROW,), (LANES_OF_ROW, 1)]),
-    "empty": ((LANES_OF_ROW, 0), torch.int64, 0, False, [(LANES_OF_ROW, 0)]),
-    "state": ((2, LANES_OF_ROW, 4), torch.float16, 0, False, [(2, LANES_OF_ROW, 4)]),
-}
-FLAG_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64]
-MISFITS = ["none", "nan", "dtype", "shape", "rank", "strided", "list", "number", "array", "text"]
-
-
-def fitting_value(rng: np.random.Generator, name: str, choice: int) -> torch.Tensor:
-    _, dtype, _, is_flag, shapes = FIELDS[name]
-    if is_flag:
-        marks = rng.choice([1, 2, 127]) * random_tensor(rng, (LANES_OF_ROW,), torch.bool).to(torch.uint8)
-        marks = marks.to(FLAG_DTYPES[choice % len(FLAG_DTYPES)])
-        marks = marks / 256 if marks.is_floating_point() else marks  # a part of a yes is a yes
-        return marks.reshape(shapes[choice % len(shapes)])
-    return random_tensor(rng, shapes[choice % len(shapes)], dtype)
-
-
-def misfit_value(rng: np.random.Generator, name: str, kind: str):
-    row_shape, _, _, is_flag, _ = FIELDS[name]
-    good = fitting_value(rng, name, 0)
-    other = torch.float16 if is_flag else torch.int32
-    if kind == "nan" and is_flag:
-        return torch.tensor([0.0, math.nan, 1.0]).reshape(good.shape)
-    if kind in ("dtype", "nan"):
-        return good.to(other)
-    if kind == "shape":
-        return torch.zeros((*row_shape[:-1], row_shape[-1] + 1), dtype=good.dtype)
-    if kind == "rank":
-        return good.unsqueeze(0)
-    if kind == "strided":
-        return torch.zeros((*good.shape, 2), dtype=good.dtype)[..., 0] if good.numel() else good.to(other)
-    others = {"none": None, "list": good.tolist(), "number": 1.0, "array": good.float().numpy(), "text": "no"}
-    return others[kind]
-
-
-def writers(names: list[str], steps: int, optional: bool):
-    """The native writer and the reference's, each with its own poisoned blocks."""
-    pairs = []
-    for make in (native("RowWriter"), reference.RowWriter):
-        blocks, wholes = [], []
-        for name in names:
-            row_shape, dtype, lead, _, _ = FIELDS[name]
-            block, whole = guarded((steps + lead, *row_shape), dtype)
-            blocks.append(block)
-            wholes.append(whole)
-        targets = [(block, *FIELDS[name][2:4], optional) for block, name in zip(blocks, names, strict=True)]
-        pairs.append((make(targets), wholes))
-    return pairs
-
-
-def contents(wholes: list[torch.Tensor]) -> list[list[int]]:
-    return [whole.tolist() for whole in wholes]
-
-
-@covers("RowWriter")
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=6),
-    st.lists(st.lists(st.integers(-1, 13), min_size=6, max_size=6), min_size=1, max_size=4),
-)
-def test_row_writer_agrees(seed, names, steps):
-    rng = np.random.default_rng(seed)
-    (mine, my_memory), (truth, true_memory) = writers(names, len(steps), optional=True)
-    for row, choices in enumerate(steps):
-        values = tuple(
-            None if choice < 0 else fitting_value(rng, name, choice)
-            for name, choice in zip(names, choices[: len(names)], strict=True)
-        )
-        assert mine.write(row, values) == -1
-        assert truth.write(row, values) == -1
-        assert contents(my_memory) == contents(true_memory)
-        for name, value, whole in zip(names, values, my_memory, strict=True):
-            row_shape, dtype, lead, is_flag, _ = FIELDS[name]
-            if value is not None:
-                block = whole[64:-64].view(dtype).view(len(steps) + lead, *row_shape)
-                expected = (value != 0).to(dtype) if is_flag else value
-                assert block[row + lead].tolist() == expected.reshape(row_shape).tolist()
-
-
-@given(
-    st.integers(0, 2**32),
-    st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=6, unique=True),
-    st.integers(0, 5),
-    st.sampled_from(MISFITS),
-)
-@example(0, sorted(FIELDS), 8, "strided")
-def test_row_writer_with_a_misfit_writes_nothing_at_all(seed, names, position, kind):
-    rng = np.random.default_rng(seed)
-    position %= len(names)
-    pair = writers(names, 2, optional=False)
-    values = [fitting_value(rng, name, 0) for name in names]
-    values[position] = misfit_value(rng, names[position], kind)
-    for later in range(position + 1, len(names)):
-        if rng.random() < 0.3:
-            values[later] = misfit_value(rng, names[later], kind)  # the first misfit is the one that is named
-    for writer, memory in pair:
-        before = contents(memory)
-        assert writer.write(1, tuple(values)) == position
-        assert contents(memory) == before
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["native", "reference"])
-def test_row_writer_refuses_a_row_beyond_the_end_and_writes_nothing(side):
-    names = ["vector", "scalar"]
-    writer, memory = writers(names, 2, optional=True)[side]
-    before = contents(memory)
-    values = tuple(fitting_value(np.random.default_rng(0), name, 0) for name in names)
-    with pytest.raises(IndexError):
-        writer.write(2, values)
-    assert contents(memory) == before
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["native", "reference"])
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_row_writer_needs_one_value_for_each_field(side, count):
-    writer, memory = writers(["vector", "scalar"], 2, optional=True)[side]
-    before = contents(memory)
-    values = [fitting_value(np.random.default_rng(0), name, 0) for name in ("vector", "scalar", "scalar")]
-    with pytest.raises(ValueError, match="one value for each field"):
-        writer.write(0, tuple(values[:count]))
-    assert contents(memory) == before
-
-
-def test_row_writer_leaves_other_rows_alone():
-    block = torch.full((4, 2), torch.nan)
-    writer = native("RowWriter")([(block, 0, False, False)])
-    writer.write(2, (torch.tensor([10.0, 11.0]),))
-    assert block[2].tolist() == [10.0, 11.0]
-    assert block[[0, 1, 3]].isnan().all()
-
-
-def test_row_writer_writes_a_lazily_negated_value_as_what_it_is():
-    """The imaginary part of a conjugate is a view whose memory holds the opposite sign."""
-    value = torch.tensor([1 + 2j]).conj().imag
-    assert value.tolist() == [-2.0]
-    block = torch.zeros(1, 1)
-    if native("RowWriter")([(block, 0, False, False)]).write(0, (value,)) == -1:
-        assert block.tolist() == [[-2.0]]
-
-
 # ---------------------------------------------------------------------------------------------------- segments
 
 
@@ -524,38 +316,30 @@ def test_first_states_agree(flags, dtype, layers, hidden):
         assert_guards_whole(whole)
 
 
-# ---------------------------------------------------------------------------------------------------- the table
-
-
-def test_every_operation_has_a_comparison_and_every_comparison_an_operation():
-    assert set(OPERATIONS) == COVERED
-
-
-def test_an_operation_is_native_on_the_cpu_and_the_reference_elsewhere():
-    for operation in OPERATIONS:
-        assert kernel(operation, "cpu") is getattr(kernels._native, operation)
-        assert kernel(operation, "no such device") is getattr(reference, operation)
-    with pytest.raises(KeyError):
-        kernel("no such operation", "cpu")
-
-
-def test_the_reference_has_nothing_that_the_table_lacks():
-    public = {
-        name
-        for name, part in vars(reference).items()
-        if not name.startswith("_") and getattr(part, "__module__", None) == reference.__name__
-    }
-    assert public == set(OPERATIONS)
-
-
-def test_the_native_stub_has_the_signatures_of_the_reference():
-    stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
-    declared = {node.name: node for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    assert set(declared) == set(OPERATIONS)
-    for name, node in declared.items():
-        if isinstance(node, ast.FunctionDef):
-            names = [argument.arg for argument in node.args.args]
-            assert names == list(inspect.signature(getattr(reference, name)).parameters), name
+@covers("copy_lanes")
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 9),
+    st.sampled_from(LANES),
+    st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (1,), (3,), (2, 3), (0,), (700,)])), max_size=4),
+    st.data(),
+)
+def test_copy_lanes_agrees(seed, steps, lanes, fields, data):
+    first = data.draw(st.integers(0, lanes))
+    last = data.draw(st.integers(first, lanes))
+    rng = np.random.default_rng(seed)
+    sources = tuple(random_tensor(rng, (steps, lanes, *shape), dtype) for dtype, shape in fields)
+    before = copy.deepcopy(sources)
+    expected = [[step[first:last] for step in source.tolist()] for source in sources]
+    for implementation in (native("copy_lanes"), reference.copy_lanes):
+        outs = [guarded((steps, last - first, *source.shape[2:]), source.dtype) for source in sources]
+        implementation(sources, first, last, tuple(out for out, _ in outs))
+        for (out, whole), truth, source in zip(outs, expected, sources, strict=True):
+            assert torch.equal(out, source[:, first:last])
+            assert out.tolist() == truth
+            assert_guards_whole(whole)
+    for now, then in zip(sources, before, strict=True):
+        assert torch.equal(now, then)
 
 
 def test_inputs_are_left_as_they_were():
