@@ -304,9 +304,10 @@ class RolloutStorage(OnPolicyStorage):
         build, batch_size = self._observations.build, torch.Size((size,))
         for _, batches in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
             for tensors in batches:
-                actions, values, advantages, returns_, log_prob, *params = tensors[leaves:]
+                actions, values, advantages, returns_, log_prob = tensors[leaves : leaves + 5]
+                params = tensors[leaves + 5 :] or None
                 observations = build(tensors[:leaves], batch_size)
-                yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, tuple(params) or None)
+                yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, params)
 
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
@@ -340,9 +341,10 @@ class RolloutStorage(OnPolicyStorage):
                 raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
             self._follow_callers()
             kept.follow(ring.stamp())
+            sources = self._batch_sources(rows)
             for index in range(num_mini_batches):
                 lanes = (index * width, (index + 1) * width)
-                make = partial(recurrent_tensors, ring, self._layout, self._batch_sources(rows), rows, lanes, empty)
+                make = partial(recurrent_tensors, ring, self._layout, sources, rows, lanes, empty)
                 yield recurrent_batch(kept.get(index, make), self._layout)
 
     def _require_mode(self, mode: str) -> None:

@@ -233,15 +233,21 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     params, states = transition.distribution_params, transition.hidden_states
     if params is not None:
         found["distribution_params"] = tuple(params)
-    if len(states) != len(HIDDEN_STATES):
+    if len(states) != 2:
         raise InvalidInputError(f"hidden_states has {len(states)} parts; it is (actor, critic). Nothing was written.")
-    for name, state in zip(HIDDEN_STATES, states, strict=True):
-        if state is not None:
-            found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
+    if states[0] is not None:
+        found[HIDDEN_STATES[0]] = _as_tuple(states[0])
+    if states[1] is not None:
+        found[HIDDEN_STATES[1]] = _as_tuple(states[1])
     # A transition of the original class has neither of these two.
-    truncated, final_values = getattr(transition, "truncated", None), getattr(transition, "final_values", None)
+    truncated = getattr(transition, "truncated", None)
     if truncated is not None:
         found["truncated"] = (truncated,)
+    final_values = getattr(transition, "final_values", None)
     if final_values is not None:
         found["final_values"] = (final_values,)
     return found
+
+
+def _as_tuple(state: Any) -> tuple[Any, ...]:
+    return tuple(state) if isinstance(state, (tuple, list)) else (state,)

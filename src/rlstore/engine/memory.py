@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,7 +41,7 @@ class Recycler:
     """
 
     def __init__(self) -> None:
-        self._spares: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._spares: dict[tuple[torch.Size, torch.dtype], deque[Tensor]] = {}
         self._used: set[int] = set()  # ids of the spares that have served since begin()
         self._addresses: dict[int, int] = {}  # of each spare; one that moved is shared with another process
         self._bytes = 0
@@ -51,14 +52,16 @@ class Recycler:
         self._spares, self._used, self._bytes = {}, set(), sum(spare.nbytes for spare in used)
         self._addresses = {id(spare): self._addresses[id(spare)] for spare in used}
         for spare in used:
-            self._spares.setdefault((spare.shape, spare.dtype), []).append(spare)
+            self._spares.setdefault((spare.shape, spare.dtype), deque()).append(spare)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with whatever was in its memory before."""
         if device.type != "cpu" or not _CAN_COUNT:
             return allocate_empty(shape, dtype, device)
-        spares = self._spares.setdefault((torch.Size(shape), dtype), [])
-        for spare in spares:
+        spares = self._spares.setdefault((torch.Size(shape), dtype), deque())
+        for _ in range(len(spares)):
+            spare = spares[0]
+            spares.rotate(-1)  # the one that served longest ago is the likeliest to be free
             if spare.data_ptr() == self._addresses[id(spare)] and _count_holders(spare) == _UNHELD:
                 self._used.add(id(spare))
                 return spare.detach()  # a tensor of its own on the same memory, by which a holder is seen
@@ -76,18 +79,21 @@ class Recycler:
 
 
 class Holders:
-    """How many tensors hold the memory of some tensors, and whether it is still as many."""
+    """How many hold the memory of some tensors, and whether it is still as many."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = tensors
-        self._counts = self._count()
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._counts = self._count() if _CAN_COUNT else []
 
     def same(self) -> bool:
         """True if nobody has come to hold any of the memory who did not when this was made."""
         return _CAN_COUNT and self._count() == self._counts
 
-    def _count(self) -> list[tuple[int, int, int]]:
-        return [(*_count_holders(tensor), tensor.data_ptr()) for tensor in self._tensors] if _CAN_COUNT else []
+    def _count(self) -> list[int]:
+        # A tensor that moved to other memory is shared with another process.
+        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        return [*counts, *map(sys.getrefcount, self._storages), *(tensor.data_ptr() for tensor in self._tensors)]
 
 
 # Not every torch tells how many hold a storage; without it nothing is used twice.

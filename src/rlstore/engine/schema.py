@@ -189,9 +189,8 @@ class Structure:
         if self.is_leaf:
             return next(iter(leaves))
         if self._flat_keys:
-            parts = dict(zip(self._flat_keys, leaves, strict=True))
-            size = batch_size if isinstance(batch_size, torch.Size) else torch.Size(batch_size)
-            return _new_tensordict(parts, batch_size=size)
+            size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
+            return _new_tensordict(dict(zip(self._flat_keys, leaves, strict=True)), batch_size=size)
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest
