@@ -141,14 +141,22 @@ def test_no_source_file_is_too_long(path):
     assert len(path.read_text().splitlines()) <= LONGEST_FILE
 
 
-def test_one_file_of_the_native_module_knows_python():
-    knows = {
-        path.name
-        for path in NATIVE.iterdir()
-        if any(word in path.read_text() for word in ("nanobind", "Python.h", "PyObject"))
-    }
-    assert knows <= {"bindings.cpp", "dlpack.h"}
-    assert "bindings.cpp" in knows
+PYTHON_WORDS = ("nanobind", "Python.h", "PyObject", "nb::", "torch/")
+
+
+@pytest.mark.parametrize("path", sorted(NATIVE.iterdir()), ids=lambda path: path.name)
+def test_only_the_bindings_of_the_native_module_know_python(path):
+    text = path.read_text()
+    knows = any(word in text for word in PYTHON_WORDS)
+    includes_bindings = '#include "bindings' in text
+    assert (knows or includes_bindings) == path.name.startswith("bindings")
+
+
+def test_every_file_of_the_native_module_is_looked_at():
+    """One folder of plain files, so that none escapes the tests above."""
+    assert {path.suffix for path in NATIVE.iterdir()} == {".cpp", ".h"}
+    assert {path.name for path in NATIVE.iterdir()} == {path.name for path in sources() if path.parent == NATIVE}
+    assert (NATIVE / "bindings.cpp").is_file()
 
 
 # ---------------------------------------------------------------------------------------------------- public names

@@ -109,16 +109,19 @@ def test_a_row_that_is_not_there_is_refused(row):
     st.integers(1, 10),
     st.integers(1, 5),
     st.sampled_from([1, 40, 100, 333, 1 << 20]),
+    st.sampled_from([1, 29, 58, 59, 1 << 20]),
+    st.booleans(),
     st.integers(0, 2**32),
 )
-def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, seed):
-    """Whatever is gathered together: each batch holds its own rows, and all of an epoch's come once."""
+def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large_bytes, keep, seed):
+    """Whatever is gathered together, or kept: each batch holds its own rows, and all of an epoch's come once."""
     size = min(size, STEPS * LANES // count)
     rows = torch.randperm(STEPS * LANES, generator=torch.Generator().manual_seed(seed))[: count * size]
     sources = blocks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "GROUP_BYTES", group_bytes)
-        batches = list(gather_batches(sources, rows, count, dtypes_of(sources)))
+        patch.setattr(gather, "LARGE_BYTES", large_bytes)
+        batches = list(gather_batches(sources, rows, count, dtypes_of(sources), KeptBatches(keep=keep)))
     assert len(batches) == count
     for index, batch in enumerate(batches):
         assert_rows(batch, rows[index * size : (index + 1) * size].tolist())
@@ -129,7 +132,7 @@ def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, seed)
 def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls, group_bytes, together):
     monkeypatch.setattr(gather, "GROUP_BYTES", group_bytes)
     sources = blocks()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
+    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True)))
     assert len(calls) == math.ceil(6 / together)
     assert sum(calls) == 30
     assert max(calls) == 5 * together
@@ -138,7 +141,7 @@ def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls
 def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
     monkeypatch.setattr(gather, "GROUP_BYTES", 290)
     sources = blocks()
-    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources))
+    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True))
     assert calls == []
     taken = []
     for _ in batches:
@@ -148,7 +151,7 @@ def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
 
 def test_batches_gathered_together_are_tensors_in_their_own_right():
     sources = blocks()
-    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
+    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True)))
     batches[2][0].zero_()
     batches[3][1].mul_(-1)
     for index in (0, 1, 4, 5):
@@ -161,7 +164,7 @@ def test_batches_gathered_together_are_tensors_in_their_own_right():
     assert weights.grad.flatten().tolist() == [20.0, 21.0, 22.0, 23.0, 24.0]
 
 
-def test_the_given_allocator_makes_every_result():
+def test_the_given_allocator_makes_every_result(monkeypatch):
     made = []
 
     def empty(shape, dtype, device):
@@ -172,141 +175,166 @@ def test_the_given_allocator_makes_every_result():
     batch = gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), empty)
     assert all(out is expected for out, expected in zip(batch, made, strict=True))
     made.clear()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), empty))
+    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True), empty))
     assert len(made) == len(sources)
+    made.clear()
+    monkeypatch.setattr(gather, "LARGE_BYTES", 145)
+    for batch in gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=False), empty):
+        assert all(out is expected for out, expected in zip(batch, made[-3:], strict=True))
+    assert len(made) == 6 * len(sources)
 
 
-# ---------------------------------------------------------------------------------------------------- KeptBatches
+# ----------------------------------------------------------------------------------- gather_batches, small and large
+
+BATCH = 145  # bytes of 5 rows of the three fields
 
 
-class Maker:
-    """Makes batch ``index`` of two tensors that tell the index, and counts how often it was asked to."""
-
-    def __init__(self, entries: int = 4):
-        self.made: list[int] = []
-        self._entries = entries
-
-    def __call__(self, index: int):
-        def make():
-            self.made.append(index)
-            return torch.full((self._entries,), float(index)), torch.full((self._entries,), index + 0.5)
-
-        return make
+def epoch(kept, sources, rows=range(30), count=6):
+    return gather_batches(sources, torch.tensor(rows), count, dtypes_of(sources), kept)
 
 
-def get(kept: KeptBatches, make: Maker, index: int) -> tuple[torch.Tensor, ...]:
-    batch = kept.get(index, make(index))
-    assert batch[0].tolist() == [float(index)] * len(batch[0])
-    assert batch[1].tolist() == [index + 0.5] * len(batch[1])
-    return batch
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch) -> str:
+    """The batches of :func:`epoch` on either side of the bound."""
+    monkeypatch.setattr(gather, "LARGE_BYTES", BATCH + (request.param == "small"))
+    return request.param
 
 
-def test_an_untouched_batch_is_served_again():
-    kept, make = KeptBatches(keep=True), Maker()
+def expect_epoch(batches) -> None:
+    """All six batches of :func:`epoch`, looked at and let go one by one."""
+    count = 0
+    for index, batch in enumerate(batches):
+        assert_rows(batch, list(range(index * 5, index * 5 + 5)))
+        count += 1
+    assert count == 6
+
+
+def test_large_batches_are_gathered_one_by_one_and_once(size, calls):
+    kept, sources = KeptBatches(keep=True), blocks()
     for _ in range(3):
-        for index in range(2):
-            get(kept, make, index)
-    assert make.made == [0, 1]
+        expect_epoch(epoch(kept, sources))
+    assert calls == ([5] * 6 if size == "large" else [30] * 3)
 
 
-def test_nothing_is_kept_that_will_not_be_asked_for_again():
-    kept, make = KeptBatches(keep=False), Maker()
+def test_large_batches_are_gathered_anew_if_nothing_is_to_be_kept(size, calls):
+    kept, sources = KeptBatches(keep=False), blocks()
     for _ in range(2):
-        get(kept, make, 0)
-    assert make.made == [0, 0]
+        expect_epoch(epoch(kept, sources))
+    assert calls == ([5] * 12 if size == "large" else [30] * 2)
 
 
-CHANGES = {
-    "in place": lambda tensor: tensor.mul_(2),
-    "an entry": lambda tensor: tensor.__setitem__(0, 99.0),
-    "through a view": lambda tensor: tensor[1:].zero_(),
-    "through a detached one": lambda tensor: tensor.detach().zero_(),
-    "in inference mode": lambda tensor: torch.inference_mode()(tensor.zero_)(),
-    "by an out argument": lambda tensor: torch.add(torch.ones(4), 1, out=tensor),
-}
+def test_large_batches_are_gathered_as_they_are_needed(size, calls):
+    batches = epoch(KeptBatches(keep=True), blocks())
+    assert calls == []
+    assert_rows(next(batches), list(range(5)))
+    assert calls == ([5] if size == "large" else [30])
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_not_met_again(change, place):
-    """``get`` compares what is served with what was made."""
-    kept, make = KeptBatches(keep=True), Maker()
+# uint8 served as float32: it is the bytes that are served that count. A row of 8 bytes is then one of 32.
+@pytest.mark.parametrize(("rows", "large"), [(8191, False), (8192, True), (8193, True)])
+def test_a_batch_is_large_from_256_kib_on(calls, rows, large):
+    assert gather.LARGE_BYTES == 256 << 10
+    source = torch.arange(2 * 8200 * 8).to(torch.uint8).view(4, 4100, 8)
+    ids, kept = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0)), KeptBatches(keep=True)
+    for _ in range(2):
+        for index, (out,) in enumerate(gather_batches((source,), ids, 2, [torch.float32], kept)):
+            assert torch.equal(out, source.flatten(0, 1)[ids[index * rows : (index + 1) * rows]].float())
+    assert calls == ([rows] * 2 if large else [2 * rows] * 2)
+    calls.clear()
+    for _ in range(2):
+        list(gather_batches((source,), ids, 2, [torch.uint8], kept))
+    assert calls == [2 * rows] * 2
+
+
+def change_in_place(batch) -> None:
+    batch[0].mul_(2)
+    batch[1][0] = 99.0
+    batch[2].detach().zero_()
+
+
+def test_a_change_in_place_is_not_met_in_the_next_epoch(size, calls):
+    kept, sources = KeptBatches(keep=True), blocks()
     for _ in range(3):
-        CHANGES[change](get(kept, make, 0)[place])
-        get(kept, make, 1)
-    assert make.made == [0, 1, 0, 0]
+        for index, batch in enumerate(epoch(kept, sources)):
+            assert_rows(batch, list(range(index * 5, index * 5 + 5)))
+            if index in (1, 4):
+                change_in_place(batch)
+    assert_blocks_are_whole(sources)
+    assert calls == ([5] * 6 + [5] * 4 if size == "large" else [30] * 3)
 
 
-HOLDERS = {
-    "the tensor": lambda tensor: tensor,
-    "a view": lambda tensor: tensor[1:],
-    "a detached one": lambda tensor: tensor.detach(),
-    "an array": lambda tensor: tensor.numpy(),
-    "a graph": lambda tensor: tensor * torch.ones(4, requires_grad=True),
-}
-
-
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_batch_that_somebody_holds_is_made_anew(holder, place):
-    kept, make = KeptBatches(keep=True), Maker()
-    held = HOLDERS[holder](get(kept, make, 0)[place])
-    before = held.tolist()
-    again = get(kept, make, 0)
-    for tensor in again:
-        tensor.zero_()
-    assert held.tolist() == before
-    assert make.made == [0, 0]
-
-
-def test_a_batch_that_was_let_go_is_kept_from_then_on():
-    kept, make = KeptBatches(keep=True), Maker()
-    held = get(kept, make, 0)
-    del held
-    get(kept, make, 0)
-    assert make.made == [0]
-
-
-def test_what_becomes_of_a_batch_does_not_cling_to_the_next():
-    kept, make = KeptBatches(keep=True), Maker()
-    batch = get(kept, make, 0)
-    batch[0].requires_grad_()
-    (batch[0] * 2).sum().backward()
-    del batch
-    again = get(kept, make, 0)
-    assert not again[0].requires_grad
-    assert again[0].grad is None
-
-
-def test_new_data_make_all_batches_anew():
-    kept, make = KeptBatches(keep=True), Maker()
-    for stamp in ("a", "a", "b", "b", "a"):
-        kept.follow(stamp)
-        get(kept, make, 0)
-    assert make.made == [0, 0, 0]
-
-
-def test_no_more_is_kept_than_the_bound(monkeypatch):
-    """A batch of two times 4 floats is 32 bytes; room for two of them."""
-    monkeypatch.setattr(gather, "KEEP_BYTES", 64)
-    kept, make = KeptBatches(keep=True), Maker()
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_changed_tensor_is_enough_for_a_batch_to_be_made_anew(size, place):
+    kept, sources = KeptBatches(keep=True), blocks()
     for _ in range(3):
-        for index in range(4):
-            get(kept, make, index)
-    assert make.made == [0, 1, 2, 3, 2, 3, 2, 3]
+        for index, batch in enumerate(epoch(kept, sources)):
+            assert_rows(batch, list(range(index * 5, index * 5 + 5)))
+            batch[place].zero_()
 
 
-def test_room_is_free_again_after_a_change_and_after_new_data(monkeypatch):
-    monkeypatch.setattr(gather, "KEEP_BYTES", 64)
-    kept, make = KeptBatches(keep=True), Maker()
-    for _ in range(5):
-        get(kept, make, 0)[0].zero_()  # always made anew, and never counted twice
-        get(kept, make, 1)
-    assert make.made == [0, 1, 0, 0, 0, 0]
-    make.made.clear()
-    for stamp in range(5):
+def assert_blocks_are_whole(sources) -> None:
+    assert all(torch.equal(source, expected) for source, expected in zip(sources, blocks(), strict=True))
+
+
+def test_batches_in_a_list_share_no_memory(size):
+    kept, sources = KeptBatches(keep=True), blocks()
+    batches = [batch for _ in range(3) for batch in epoch(kept, sources)]
+    for number, batch in enumerate(batches):
+        index = number % 6
+        assert_rows(batch, list(range(index * 5, index * 5 + 5)))
+        for tensor in batch:
+            tensor.zero_()
+    assert_blocks_are_whole(sources)
+    expect_epoch(epoch(kept, sources))
+
+
+def test_gradients_do_not_come_back(size):
+    kept, sources = KeptBatches(keep=True), blocks()
+    for _ in range(3):
+        for batch in epoch(kept, sources):
+            for tensor in batch[:2]:
+                assert not tensor.requires_grad
+                assert tensor.grad is None
+                assert tensor.is_leaf
+            batch[0].requires_grad_()
+            (batch[0] * batch[1].sum()).sum().backward()
+            assert batch[0].grad is not None
+
+
+def test_what_a_backward_pass_still_needs_stays_as_it_was(size):
+    kept, sources = KeptBatches(keep=True), blocks()
+    weight = torch.ones(1, requires_grad=True)
+    losses = [(batch[0] * weight, float(batch[0].sum())) for _ in range(2) for batch in epoch(kept, sources)]
+    for loss, total in losses:
+        weight.grad = None
+        loss.sum().backward()
+        assert weight.grad.item() == total
+
+
+def test_changed_sources_are_served_anew(size, calls):
+    """``follow`` is how the caller tells: between two epochs of the same stamp nothing is looked at again."""
+    kept, sources = KeptBatches(keep=True), blocks()
+    for stamp in (1, 1, 2, 2):
         kept.follow(stamp)
-        for _ in range(2):
-            get(kept, make, 0)
-            get(kept, make, 1)
-    assert make.made == [0, 1] * 5
+        if stamp == 2:
+            sources[0].copy_(blocks()[0] + 100)
+        for index, batch in enumerate(epoch(kept, sources)):
+            ids = [float(row + (stamp == 2) * 100) for row in range(index * 5, index * 5 + 5)]
+            assert batch[0].flatten().tolist() == ids
+    assert calls == ([5] * 12 if size == "large" else [30] * 4)
+
+
+def test_a_kept_batch_of_other_rows_is_not_served_after_new_data(size):
+    kept, sources = KeptBatches(keep=True), blocks()
+    for stamp, rows in enumerate([list(range(30)), list(range(29, -1, -1))]):
+        kept.follow(stamp)
+        for index, batch in enumerate(epoch(kept, sources, rows)):
+            assert_rows(batch, rows[index * 5 : index * 5 + 5])
+
+
+def test_batches_of_no_rows_and_of_no_bytes_are_batches():
+    (batch,) = gather_batches(blocks(), torch.arange(0), 1, dtypes_of(blocks()), KeptBatches(keep=True))
+    assert [tuple(out.shape) for out in batch] == [(0, 1), (0, 2, 3), (0,)]
+    nothing = torch.zeros(STEPS, LANES, 0)
+    batches = list(gather_batches((nothing,), torch.arange(30), 6, [torch.float32], KeptBatches(keep=True)))
+    assert [tuple(out.shape) for (out,) in batches] == [(5, 0)] * 6

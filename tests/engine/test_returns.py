@@ -355,16 +355,6 @@ def test_values_with_gradients_give_targets_without():
     torch.testing.assert_close(targets, returns.lambda_returns(**whole, gamma=0.9, lam=0.8), rtol=0, atol=0)
 
 
-def test_out_is_written_and_returned():
-    whole = long_rollout()
-    out = tuple(torch.full((6, 3), torch.nan, dtype=torch.float64) for _ in range(2))
-    got = returns.gae(**whole, gamma=0.9, lam=0.8, out=out)
-    assert got[0] is out[0]
-    assert got[1] is out[1]
-    for a, b in zip(out, returns.gae(**whole, gamma=0.9, lam=0.8), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def test_results_made_in_inference_mode_are_plain_tensors():
     whole = long_rollout()
     with torch.inference_mode():
@@ -377,26 +367,6 @@ def test_results_made_in_inference_mode_are_plain_tensors():
     for tensor in made:
         assert not tensor.is_inference()
         tensor.add_(1)
-
-
-# ---------------------------------------------------------------------------------------------------- normalize
-
-
-def test_normalize_by_hand():
-    x = torch.tensor([[1.0, 2.0], [3.0, 6.0]], dtype=torch.float64)
-    returns.normalize(x, 1.0)
-    # mean 3; squares 4 + 1 + 0 + 9 = 14, unbiased std sqrt(14 / 3)
-    scale = math.sqrt(14 / 3) + 1
-    torch.testing.assert_close(
-        x, torch.tensor([[-2 / scale, -1 / scale], [0, 3 / scale]], dtype=torch.float64), rtol=1e-14, atol=1e-15
-    )
-
-
-@DTYPE
-def test_normalize_of_equal_and_of_single_entries_is_zero(dtype):
-    for x in (torch.full((5,), 3.0, dtype=dtype), torch.full((1, 1), 3.0, dtype=dtype)):
-        returns.normalize(x, 1e-8)
-        assert (x == 0).all()
 
 
 # ---------------------------------------------------------------------------------------------------- refused

@@ -212,12 +212,6 @@ def test_a_field_of_no_entries_is_a_field(shape):
     assert ring.blocks["rewards"][0].tolist() == row(0)[2].tolist()
 
 
-def test_a_lazily_negated_value_is_written_as_what_it_is():
-    ring = Ring([Column(field("rewards"), "rewards")], 2, 1, CPU)
-    ring.write((torch.tensor([1 + 2j]).conj().imag,))
-    assert ring.blocks["rewards"][0].tolist() == [-2.0]
-
-
 # ---------------------------------------------------------------------------------------------------- beginning anew
 
 

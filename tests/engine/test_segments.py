@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstore.engine.segments import first_states, pad, split
+from rlstore.engine.segments import cut, first_states, pad, split
 
 # Lane 0: steps 0-1, 2-3. Lane 1: one whole. Lane 2: 0, 1, 2-3 (its last flag ends nothing new).
 DONES = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.uint8)
@@ -71,6 +72,61 @@ def test_pad_to_the_longest_is_enough():
     (padded,), mask = pad((ids() + 1,), found, 2)
     assert padded.tolist() == [[21, 121, 221], [0, 0, 321]]
     assert mask.int().tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_cut_by_hand():
+    plain, wide = cut((ids() + 1, ids(2) + 1), 1, 3)
+    assert plain.tolist() == [[11, 21], [111, 121], [211, 221], [311, 321]]
+    assert torch.equal(wide[..., 0], plain)
+    assert torch.equal(wide[..., 1], plain + 1 / 16)
+    assert plain.is_contiguous()
+    assert wide.is_contiguous()
+
+
+@given(st.integers(0, 6), st.integers(1, 9), st.data(), st.integers(0, 2**32))
+def test_cut_is_a_copy_of_the_lanes(steps, lanes, data, seed):
+    first = data.draw(st.integers(0, lanes))
+    last = data.draw(st.integers(first, lanes))
+    rng = torch.Generator().manual_seed(seed)
+    sources = (
+        torch.randn(steps, lanes, generator=rng),
+        torch.randint(0, 256, (steps, lanes, 3, 5), generator=rng, dtype=torch.uint8),
+        torch.randint(-9, 9, (steps, lanes, 0), generator=rng),
+        torch.randn(steps, lanes, 1, generator=rng, dtype=torch.float64),
+        torch.randn(steps, lanes, 2, generator=rng) < 0,
+    )
+    before = [source.clone() for source in sources]
+    outs = cut(sources, first, last)
+    for out, source in zip(outs, before, strict=True):
+        assert out.dtype == source.dtype
+        assert out.shape == (steps, last - first, *source.shape[2:])
+        assert torch.equal(out, source[:, first:last])
+        out.zero_()
+    assert all(torch.equal(source, was) for source, was in zip(sources, before, strict=True))
+
+
+def test_cut_takes_its_memory_from_the_given_allocator():
+    made = []
+
+    def empty(shape, dtype, device):
+        made.append(torch.empty(tuple(shape), dtype=dtype, device=device))
+        return made[-1]
+
+    outs = cut((ids(), ids(2)), 0, 2, empty)
+    assert len(made) == 2
+    assert all(out is expected for out, expected in zip(outs, made, strict=True))
+
+
+def test_cut_makes_plain_tensors_in_inference_mode_too():
+    with torch.inference_mode():
+        outs = cut((ids(), ids(2)), 0, 2)
+    assert not any(out.is_inference() for out in outs)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (3, 5), (2, 1)])
+def test_cut_of_lanes_that_are_not_there_is_refused(first, last):
+    with pytest.raises((IndexError, RuntimeError)):
+        cut((ids(),), first, last)
 
 
 def test_first_states_by_hand():
