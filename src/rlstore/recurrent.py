@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rlstore.engine import segments
-from rlstore.engine.memory import Allocator
+from rlstore.engine.gather import Made
+from rlstore.engine.memory import Allocator, Arena
 from rlstore.engine.ring import Ring
 from rlstore.transition import HIDDEN_STATES, HiddenState, RolloutBatch, TransitionLayout, group_blocks
 
@@ -19,8 +20,8 @@ def recurrent_tensors(
     rows: int,
     lanes: tuple[int, int],
     empty: Allocator,
-) -> tuple[Tensor, ...]:
-    """Fresh tensors of a recurrent batch, in the order in which :func:`recurrent_batch` takes them.
+) -> Made:
+    """Fresh tensors of a recurrent batch, in the order in which :func:`recurrent_batch` takes them, and their memory.
 
     Args:
         ring: Holds ``dones`` and the hidden states.
@@ -28,19 +29,23 @@ def recurrent_tensors(
         sources: The blocks of the batch's fields ``[rows, envs, ...]``, observations first.
         rows: The steps that are held.
         lanes: The first environment and the one after the last.
-        empty: What makes the tensors.
+        empty: What makes the memory.
     """
     first, last = lanes
-    leaves = len(layout.observations.paths)
+    observations, others = sources[: len(layout.observations.paths)], sources[len(layout.observations.paths) :]
+    groups = [(group, layout.groups.get(group, 0)) for group in HIDDEN_STATES]
+    states = [ring.first(name, rows) for group, count in groups for name in group_blocks(group, count)]
     trajectories = segments.split(ring.first("dones", rows), first, last)
-    padded, masks = segments.pad(sources[:leaves], trajectories, rows, empty)
-    others = segments.cut(sources[leaves:], first, last, empty)
-    states = [
-        segments.first_states(ring.first(name, rows), trajectories, empty)
-        for group in HIDDEN_STATES
-        for name in group_blocks(group, layout.groups.get(group, 0))
-    ]
-    return (*padded, masks, *states, *others)
+    # Bytes of one environment's step in the observations with their mask, in the other fields, and in the states.
+    padded_step, step, start = (
+        sum(block.nbytes for block in blocks) // (rows * ring.lanes) for blocks in (observations, others, states)
+    )
+    count = trajectories.lanes.shape[0]
+    nbytes = rows * (count * (padded_step + 1) + (last - first) * step) + count * start
+    arena = Arena(nbytes, len(sources) + len(states) + 1, ring.device, empty)
+    padded, masks = segments.pad(observations, trajectories, rows, arena.empty)
+    first_states = [segments.first_states(state, trajectories, arena.empty) for state in states]
+    return (*padded, masks, *first_states, *segments.cut(others, first, last, arena.empty)), (arena.piece,)
 
 
 def recurrent_batch(tensors: tuple[Tensor, ...], layout: TransitionLayout) -> RolloutBatch:

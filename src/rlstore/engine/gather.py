@@ -11,6 +11,9 @@ from torch import Tensor
 from rlstore.engine.memory import KEEP_BYTES, Allocator, Holders, allocate_empty
 from rlstore.kernels import kernel
 
+# The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
+Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
 # Mini-batches of this size and more are gathered one by one, and kept for the next epoch.
@@ -55,7 +58,7 @@ def gather_batches(
     row_bytes = sum(source.shape[2:].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
     if size * row_bytes >= LARGE_BYTES:
         for index, group in enumerate(torch.split(rows, size)):
-            yield kept.get(index, partial(gather_rows, sources, group, dtypes, empty))
+            yield kept.get(index, partial(_gather_alone, sources, group, dtypes, empty))
         return
     for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
         gathered = gather_rows(sources, group, dtypes, empty)
@@ -63,6 +66,11 @@ def gather_batches(
         parts = [torch.unsafe_split(whole, size) for whole in gathered]
         del gathered
         yield from zip(*parts, strict=True)
+
+
+def _gather_alone(sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: Allocator) -> Made:
+    tensors = gather_rows(sources, rows, dtypes, empty)
+    return tensors, tensors
 
 
 class KeptBatches:
@@ -78,7 +86,7 @@ class KeptBatches:
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._kept: dict[int, tuple[tuple[Tensor, ...], list[int], Holders]] = {}
+        self._kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[int], Holders]] = {}
         self._bytes = 0
         self._stamp: object = None
 
@@ -88,19 +96,21 @@ class KeptBatches:
             self._kept.clear()
             self._stamp, self._bytes = stamp, 0
 
-    def get(self, index: int, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Batch ``index``, made anew unless it is still as it was handed out."""
+    def get(self, index: int, make: Callable[[], Made]) -> tuple[Tensor, ...]:
+        """Batch ``index``, made anew unless it is still as it was handed out.
+
+        What ``make`` gives are the tensors of the batch and those whose memory they lie in.
+        """
         if index in self._kept:
-            tensors, versions, holders = self._kept[index]
-            if holders.same() and [tensor._version for tensor in tensors] == versions:
+            tensors, pieces, versions, holders = self._kept[index]
+            if holders.same() and [piece._version for piece in pieces] == versions:
                 return tuple(tensor.detach() for tensor in tensors)
             del self._kept[index]
-            self._bytes -= sum(tensor.nbytes for tensor in tensors)
-        tensors = make()
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        if not self._keep or self._bytes + nbytes > KEEP_BYTES:
-            return tensors
-        self._bytes += nbytes
-        self._kept[index] = tensors, [tensor._version for tensor in tensors], Holders(tensors)
+            self._bytes -= sum(piece.nbytes for piece in pieces)
+        tensors, pieces = make()
+        nbytes = sum(piece.nbytes for piece in pieces)
+        if self._keep and self._bytes + nbytes <= KEEP_BYTES:
+            self._bytes += nbytes
+            self._kept[index] = tensors, pieces, [piece._version for piece in pieces], Holders(pieces)
         # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
         return tuple(tensor.detach() for tensor in tensors)

@@ -78,6 +78,35 @@ class Recycler:
         return Recycler().__dict__  # a copy makes outputs of its own
 
 
+class Arena:
+    """Tensors cut from one piece of memory, for a batch of many tensors whose shapes change from update to update.
+
+    Args:
+        nbytes: Bytes of all tensors together.
+        count: How many there will be.
+        device: Where.
+        empty: What makes the piece.
+    """
+
+    def __init__(self, nbytes: int, count: int, device: torch.device, empty: Allocator) -> None:
+        # Rounded up to an eighth of its power of two, so that a piece serves again when the next need differs a little.
+        needed = nbytes + count * _ALIGNMENT
+        grain = max(1 << max(needed.bit_length() - 4, 0), _ALIGNMENT)
+        self.piece = empty((-(-needed // grain) * grain,), torch.uint8, device)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The next tensor."""
+        size = torch.Size(shape)
+        first = self._used
+        end = first + size.numel() * dtype.itemsize
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return self.piece[first:end].view(dtype).view(size)
+
+
+_ALIGNMENT = 64
+
+
 class Holders:
     """How many hold the memory of some tensors, and whether it is still as many."""
 
