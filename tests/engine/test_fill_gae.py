@@ -105,7 +105,7 @@ def test_fill_gae_by_hand(case):
     arguments = {
         "rewards": column(case.rewards),
         "values": column(case.values),
-        "last_values": torch.tensor([case.last_value]),
+        "last_values": torch.tensor([case.last_value], dtype=torch.float32),
         "terminated": column(case.terminated, torch.uint8),
         "truncated": column(case.truncated, torch.uint8),
         "final_values": None if case.final_values is None else column(case.final_values),

@@ -12,16 +12,25 @@ from rlstore.engine.gather import KeptBatches
 class Maker:
     """Makes batch ``index`` of two tensors that tell the index, and counts how often it was asked to."""
 
-    def __init__(self, entries: int = 4):
+    def __init__(self, *, cut: bool = False):
         self.made: list[int] = []
-        self._entries = entries
+        self._cut = cut
 
     def __call__(self, index: int):
         def make():
             self.made.append(index)
-            return torch.full((self._entries,), float(index)), torch.full((self._entries,), index + 0.5)
+            piece = torch.tensor([float(index)] * 4 + [index + 0.5] * 4)
+            if self._cut:
+                return (piece[:4], piece[4:]), (piece,)
+            tensors = piece[:4].clone(), piece[4:].clone()
+            return tensors, tensors
 
         return make
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "cut from one piece"])
+def make(request) -> Maker:
+    return Maker(cut=request.param)
 
 
 def get(kept: KeptBatches, make: Maker, index: int) -> tuple[torch.Tensor, ...]:
@@ -31,16 +40,16 @@ def get(kept: KeptBatches, make: Maker, index: int) -> tuple[torch.Tensor, ...]:
     return batch
 
 
-def test_an_untouched_batch_is_served_again():
-    kept, make = KeptBatches(keep=True), Maker()
+def test_an_untouched_batch_is_served_again(make):
+    kept = KeptBatches(keep=True)
     for _ in range(3):
         for index in range(2):
             get(kept, make, index)
     assert make.made == [0, 1]
 
 
-def test_nothing_is_kept_that_will_not_be_asked_for_again():
-    kept, make = KeptBatches(keep=False), Maker()
+def test_nothing_is_kept_that_will_not_be_asked_for_again(make):
+    kept = KeptBatches(keep=False)
     for _ in range(2):
         get(kept, make, 0)
     assert make.made == [0, 0]
@@ -58,9 +67,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_not_met_again(change, place):
+def test_a_change_is_not_met_again(change, place, make):
     """``get`` compares what is served with what was made."""
-    kept, make = KeptBatches(keep=True), Maker()
+    kept = KeptBatches(keep=True)
     for _ in range(3):
         CHANGES[change](get(kept, make, 0)[place])
         get(kept, make, 1)
@@ -78,8 +87,8 @@ HOLDERS = {
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_batch_that_somebody_holds_is_made_anew(holder, place):
-    kept, make = KeptBatches(keep=True), Maker()
+def test_a_batch_that_somebody_holds_is_made_anew(holder, place, make):
+    kept = KeptBatches(keep=True)
     held = HOLDERS[holder](get(kept, make, 0)[place])
     before = held.tolist()
     again = get(kept, make, 0)
@@ -89,16 +98,16 @@ def test_a_batch_that_somebody_holds_is_made_anew(holder, place):
     assert make.made == [0, 0]
 
 
-def test_a_batch_that_was_let_go_is_kept_from_then_on():
-    kept, make = KeptBatches(keep=True), Maker()
+def test_a_batch_that_was_let_go_is_kept_from_then_on(make):
+    kept = KeptBatches(keep=True)
     held = get(kept, make, 0)
     del held
     get(kept, make, 0)
     assert make.made == [0]
 
 
-def test_what_becomes_of_a_batch_does_not_cling_to_the_next():
-    kept, make = KeptBatches(keep=True), Maker()
+def test_what_becomes_of_a_batch_does_not_cling_to_the_next(make):
+    kept = KeptBatches(keep=True)
     batch = get(kept, make, 0)
     batch[0].requires_grad_()
     (batch[0] * 2).sum().backward()
@@ -108,27 +117,27 @@ def test_what_becomes_of_a_batch_does_not_cling_to_the_next():
     assert again[0].grad is None
 
 
-def test_new_data_make_all_batches_anew():
-    kept, make = KeptBatches(keep=True), Maker()
+def test_new_data_make_all_batches_anew(make):
+    kept = KeptBatches(keep=True)
     for stamp in ("a", "a", "b", "b", "a"):
         kept.follow(stamp)
         get(kept, make, 0)
     assert make.made == [0, 0, 0]
 
 
-def test_no_more_is_kept_than_the_bound(monkeypatch):
+def test_no_more_is_kept_than_the_bound(monkeypatch, make):
     """A batch of two times 4 floats is 32 bytes; room for two of them."""
     monkeypatch.setattr(gather, "KEEP_BYTES", 64)
-    kept, make = KeptBatches(keep=True), Maker()
+    kept = KeptBatches(keep=True)
     for _ in range(3):
         for index in range(4):
             get(kept, make, index)
     assert make.made == [0, 1, 2, 3, 2, 3, 2, 3]
 
 
-def test_room_is_free_again_after_a_change_and_after_new_data(monkeypatch):
+def test_room_is_free_again_after_a_change_and_after_new_data(monkeypatch, make):
     monkeypatch.setattr(gather, "KEEP_BYTES", 64)
-    kept, make = KeptBatches(keep=True), Maker()
+    kept = KeptBatches(keep=True)
     for _ in range(5):
         get(kept, make, 0)[0].zero_()  # always made anew, and never counted twice
         get(kept, make, 1)

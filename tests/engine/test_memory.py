@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlstore.engine import memory
-from rlstore.engine.memory import Recycler, allocate, allocate_empty
+from rlstore.engine.memory import Arena, Recycler, allocate, allocate_empty
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,55 @@ def test_a_copy_makes_outputs_of_its_own(twin_of):
     ours, theirs = recycler.empty((100,), torch.float32, CPU), twin.empty((100,), torch.float32, CPU)
     assert address(ours) == place
     assert address(theirs) != place
+
+
+# ---------------------------------------------------------------------------------------------------- Arena
+
+SHAPES = [
+    ((3, 5), torch.float32),
+    ((7,), torch.bool),
+    ((2, 0), torch.int64),
+    ((1,), torch.uint8),
+    ((), torch.float64),
+    ((4, 1, 3), torch.int16),
+    ((9,), torch.float64),
+]
+
+
+def bytes_of(shapes) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[::-1], SHAPES[:1], SHAPES[2:3]], ids=len)
+def test_tensors_cut_from_an_arena_are_apart_and_fit_into_it(shapes):
+    arena = Arena(bytes_of(shapes), len(shapes), CPU, allocate_empty)
+    arena.piece.fill_(0xA5)
+    tensors = [arena.empty(shape, dtype, CPU) for shape, dtype in shapes]
+    for number, ((shape, dtype), tensor) in enumerate(zip(shapes, tensors, strict=True)):
+        assert tuple(tensor.shape) == shape
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % dtype.itemsize == 0
+        tensor.fill_(number % 2)
+    for number, tensor in enumerate(tensors):
+        assert (tensor == number % 2).all()
+        assert tensor.numel() == 0 or address(tensor) == address(arena.piece)
+
+
+def test_an_arena_takes_its_piece_from_the_given_allocator():
+    recycler = Recycler()
+    arena = Arena(100, 2, CPU, recycler.empty)
+    place = address(arena.piece)
+    tensor = arena.empty((5,), torch.float32, CPU)
+    del arena
+    assert address(Arena(100, 2, CPU, recycler.empty).piece) != place  # somebody holds a tensor cut from it
+    del tensor
+    recycler.begin()
+    assert address(Arena(101, 2, CPU, recycler.empty).piece) == place  # a need that differs a little
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 1000, 4095, 4096, 4097, 10**6, 2**20 - 1, 2**20])
+def test_an_arena_wastes_no_more_than_an_eighth_and_its_alignment(nbytes):
+    for count in (1, 20):
+        size = Arena(nbytes, count, CPU, allocate_empty).piece.nbytes
+        assert nbytes <= size <= (nbytes + count * 64) * 9 / 8 + 64

@@ -223,6 +223,12 @@ for name, (lanes, starts, lengths) in {
 misuse("pad_segments: a target too small", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, (f32(2, 2),)))
 misuse("pad_segments: a strided source", "Exception", lambda: pad((strided(3, 2),), ZERO, ZERO, ZERO, TWO))
 misuse("pad_segments: a source of one dimension", "Exception", lambda: pad((f32(3),), ZERO, ZERO, ZERO, TWO))
+# The size of the dimension that it no longer has is still in its memory, and would be taken for the number of lanes.
+misuse(
+    "pad_segments: a source of one dimension that had two",
+    "ValueError",
+    lambda: pad((f32(3, 1000).resize_(3),), rows(0, 999), ZERO, rows(1, 1), TWO),
+)
 misuse("pad_segments: a mask too small", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, MASK[:, :1]))
 misuse("pad_segments: a mask without dimensions", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, flags()))
 misuse("pad_segments: fewer targets", "Exception", lambda: pad((SOURCE, SOURCE), ZERO, ZERO, ZERO, TWO))
