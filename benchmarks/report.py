@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.harness import CYCLE, PHASES, Result, Target, Timing
+from benchmarks.harness import COLD_CYCLE, CYCLE, PHASES, Result, Target, Timing
 
 PACKAGES = (
     "rlstore",
@@ -66,7 +66,7 @@ def table(result: Result) -> Table:
     for heading in ("median", "to best peer", "to memcpy"):
         drawn.add_column(heading, justify="right")
     drawn.add_column("target")
-    for phase in (*PHASES, CYCLE):
+    for phase in (*PHASES, CYCLE, COLD_CYCLE):
         shown = [timing for timing in result.timings if timing.phase == phase]
         for i, timing in enumerate(shown):
             drawn.add_row(
