@@ -205,33 +205,47 @@ void check_segments(const Segments& segments, size_t steps, size_t lanes) {
   }
 }
 
-void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::handle lengths, nb::tuple targets, nb::handle mask) {
-  Segments segments = segments_view(lanes, starts, lengths);
-  if (sources.size() != targets.size()) throw nb::value_error("pad_segments: as many targets as sources");
-  const size_t steps = static_cast<size_t>(describe(mask).shape[0]);
-  mask_segments(typed<uint8_t>(mask, steps * segments.count), segments, steps);
+// The steps, lanes and row bytes of a source [steps, lanes, ...].
+struct LanesView {
+  const char* source;
+  char* target;
+  size_t steps, lanes, row_bytes;
+};
+
+// Every pair of source and target, each target to be of `rows(source)` rows of its source's size and dtype.
+template <typename Rows>
+std::vector<LanesView> lanes_views(nb::tuple sources, nb::tuple targets, Rows rows) {
+  if (sources.size() != targets.size()) throw nb::value_error("as many targets as sources");
+  std::vector<LanesView> views;
   for (size_t k = 0; k < sources.size(); k++) {
     DLTensor source = describe(sources[k]), target = describe(targets[k]);
-    const size_t row_bytes = element_count(source, 2) * element_bytes(source);
-    if (element_count(target) * element_bytes(target) != steps * segments.count * row_bytes)
-      throw nb::value_error("pad_segments: a target does not fit its source");
-    check_segments(segments, static_cast<size_t>(source.shape[0]), static_cast<size_t>(source.shape[1]));
-    pad_segments(address(target), address(source), segments, steps, static_cast<size_t>(source.shape[1]), row_bytes);
+    if (source.ndim < 2) throw nb::value_error("a source is [steps, lanes, ...]");
+    LanesView view{address(source), address(target), static_cast<size_t>(source.shape[0]), static_cast<size_t>(source.shape[1]),
+                   element_count(source, 2) * element_bytes(source)};
+    if (!(source.dtype == target.dtype) || element_count(target) * element_bytes(target) != rows(view) * view.row_bytes)
+      throw nb::value_error("a target does not fit its source");
+    views.push_back(view);
   }
+  return views;
+}
+
+void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::handle lengths, nb::tuple targets, nb::handle mask) {
+  Segments segments = segments_view(lanes, starts, lengths);
+  const size_t steps = static_cast<size_t>(describe(mask).shape[0]);
+  uint8_t* flags = typed<uint8_t>(mask, steps * segments.count);
+  std::vector<LanesView> views = lanes_views(sources, targets, [&](const LanesView&) { return steps * segments.count; });
+  for (const LanesView& view : views) check_segments(segments, view.steps, view.lanes);
+  mask_segments(flags, segments, steps);
+  for (const LanesView& view : views) pad_segments(view.target, view.source, segments, steps, view.lanes, view.row_bytes);
 }
 
 void copy_lanes_binding(nb::tuple sources, size_t first, size_t last, nb::tuple targets) {
-  if (sources.size() != targets.size()) throw nb::value_error("copy_lanes: as many targets as sources");
-  for (size_t k = 0; k < sources.size(); k++) {
-    DLTensor source = describe(sources[k]), target = describe(targets[k]);
-    if (source.ndim < 2) throw nb::value_error("copy_lanes: a source is [steps, lanes, ...]");
-    const size_t steps = static_cast<size_t>(source.shape[0]), lanes = static_cast<size_t>(source.shape[1]);
-    if (first > last || last > lanes) throw nb::index_error("lanes out of range");
-    const size_t row_bytes = element_count(source, 2) * element_bytes(source);
-    if (!(source.dtype == target.dtype) || element_count(target) * element_bytes(target) != steps * (last - first) * row_bytes)
-      throw nb::value_error("copy_lanes: a target does not fit its source");
-    copy_lanes(address(target), address(source), steps, lanes, first, last, row_bytes);
-  }
+  if (first > last) throw nb::index_error("lanes out of range");
+  std::vector<LanesView> views = lanes_views(sources, targets, [&](const LanesView& view) {
+    if (last > view.lanes) throw nb::index_error("lanes out of range");
+    return view.steps * (last - first);
+  });
+  for (const LanesView& view : views) copy_lanes(view.target, view.source, view.steps, view.lanes, first, last, view.row_bytes);
 }
 
 void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle starts, nb::handle target_tensor) {

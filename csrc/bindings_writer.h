@@ -108,7 +108,8 @@ class RowWriter {
       sources_[i] = Source{};
       if (value == Py_None && field.optional) continue;
       if (row >= field.rows || field.lead >= field.rows - row) throw nb::index_error("a row beyond the end of its block");
-      if (!find_source(value, field, &sources_[i])) return static_cast<int64_t>(i);
+      const char* target = field.base + (row + field.lead) * field.bytes;
+      if (!find_source(value, field, target, &sources_[i])) return static_cast<int64_t>(i);
     }
     for (size_t i = 0; i < fields_.size(); i++) {
       if (!sources_[i].memory) continue;
@@ -138,7 +139,7 @@ class RowWriter {
   };
 
   // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
-  static bool find_source(PyObject* value, const Field& field, Source* found) {
+  static bool find_source(PyObject* value, const Field& field, const char* target, Source* found) {
     DLTensor tensor;
     if (exchange->describe(value, &tensor)) {
       PyErr_Clear();
@@ -148,11 +149,22 @@ class RowWriter {
     if (tensor.device.type != kCpu || !type_fits || !same_shape(tensor, field.shape)) return false;
     const bool contiguous = is_contiguous(tensor);
     if (field.is_flag && !contiguous) return false;
-    // A lazily negated tensor looks like any other here; but for a single element it cannot be contiguous.
+    // A lazily negated or conjugated tensor looks like any other here. But for a single element, a negated one cannot be
+    // contiguous, and only complex ones are conjugated.
     if ((!contiguous || field.count == 1) && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return false;
+    if (tensor.dtype.code == kComplex && nb::cast<bool>(nb::handle(value).attr("is_conj")())) return false;
+    if (!contiguous && overlaps(tensor, target, field.bytes)) return false;
     static const char empty = 0;  // a row of no bytes has no memory, and is still a row
     *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype, contiguous ? DLTensor{} : tensor};
     return !field.is_flag || is_nan_free(*found, field.count);
+  }
+
+  // True if a strided tensor lies in the row that is to be written, and would be read after being written over.
+  static bool overlaps(const DLTensor& tensor, const char* target, size_t bytes) {
+    int64_t last = 0;
+    for (int i = 0; i < tensor.ndim; i++) last += (tensor.shape[i] - 1) * tensor.strides[i];
+    const char* begin = address(tensor);
+    return begin < target + bytes && target < begin + (static_cast<size_t>(last) + 1) * element_bytes(tensor);
   }
 
   // Equal; or both are rows of scalars, (n,) or (n, 1).

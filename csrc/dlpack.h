@@ -8,7 +8,7 @@
 namespace rlstore {
 
 enum DeviceType : int32_t { kCpu = 1 };
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
+enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
 
 struct DLDevice {
   int32_t type;

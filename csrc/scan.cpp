@@ -163,26 +163,17 @@ RLSTORE_INLINE void vtrace_scan(const Rollout<Real>& rollout, const Real* log_rh
 
 template <typename Real>
 RLSTORE_INLINE void normalize_all(Real* x, size_t count, double epsilon) {
-  // Short runs are summed as they are, in many partial sums side by side; the runs are summed in double.
-  constexpr size_t kRun = 512;
-  double sum = 0, squares = 0;
-  for (size_t run = 0; run < count; run += kRun) {
-    const size_t end = run + kRun < count ? run + kRun : count;
-    Real part = 0;
-#pragma omp simd reduction(+ : part)
-    for (size_t i = run; i < end; i++) part += x[i];
-    sum += part;
-  }
-  const Real mean = static_cast<Real>(sum / static_cast<double>(count));
-  for (size_t run = 0; run < count; run += kRun) {
-    const size_t end = run + kRun < count ? run + kRun : count;
-    Real part = 0;
-#pragma omp simd reduction(+ : part)
-    for (size_t i = run; i < end; i++) part += (x[i] - mean) * (x[i] - mean);
-    squares += part;
-  }
-  const Real scale = static_cast<Real>(1.0 / (std::sqrt(squares / static_cast<double>(count - 1)) + epsilon));
-  for (size_t i = 0; i < count; i++) x[i] = (x[i] - mean) * scale;
+  // Seen from its first entry, so that equal entries are exactly equal, whatever a sum of them is rounded to.
+  const double base = x[0];
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (size_t i = 0; i < count; i++) sum += x[i] - base;
+  const double mean = sum / static_cast<double>(count);
+  double squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (size_t i = 0; i < count; i++) squares += (x[i] - base - mean) * (x[i] - base - mean);
+  const double scale = 1.0 / (std::sqrt(squares / static_cast<double>(count - 1)) + epsilon);
+  for (size_t i = 0; i < count; i++) x[i] = static_cast<Real>((x[i] - base - mean) * scale);
 }
 
 }  // namespace

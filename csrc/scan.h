@@ -42,7 +42,7 @@ template <typename Real>
 void vtrace(const Rollout<Real>& rollout, const Real* log_rhos, Real gamma, Real lam, VtraceClips<Real> clips,
             Real* targets, Real* advantages);
 
-// x = (x - mean) / (std + epsilon) in place, std unbiased.
+// x = (x - mean) / (std + epsilon) in place, std unbiased, moments in double.
 template <typename Real>
 void normalize(Real* x, size_t count, double epsilon);
 

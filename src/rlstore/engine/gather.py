@@ -103,7 +103,7 @@ class KeptBatches:
         """
         if index in self._kept:
             tensors, pieces, versions, holders = self._kept[index]
-            if holders.same() and [piece._version for piece in pieces] == versions:
+            if holders.same() and [tensor._version for tensor in tensors] == versions:
                 return tuple(tensor.detach() for tensor in tensors)
             del self._kept[index]
             self._bytes -= sum(piece.nbytes for piece in pieces)
@@ -111,6 +111,6 @@ class KeptBatches:
         nbytes = sum(piece.nbytes for piece in pieces)
         if self._keep and self._bytes + nbytes <= KEEP_BYTES:
             self._bytes += nbytes
-            self._kept[index] = tensors, pieces, [piece._version for piece in pieces], Holders(pieces)
+            self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
         # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
         return tuple(tensor.detach() for tensor in tensors)

@@ -101,7 +101,8 @@ class Arena:
         first = self._used
         end = first + size.numel() * dtype.itemsize
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return self.piece[first:end].view(dtype).view(size)
+        # Through .data, so that each has a version counter of its own: autograd is to see them as tensors apart.
+        return self.piece.data[first:end].view(dtype).view(size)
 
 
 _ALIGNMENT = 64

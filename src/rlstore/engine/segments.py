@@ -48,7 +48,7 @@ def pad(
     """
     device, count = trajectories.lanes.device, trajectories.lanes.shape[0]
     outs = tuple(empty((steps, count, *source.shape[2:]), source.dtype, device) for source in sources)
-    mask = allocate_empty((steps, count), torch.bool, device)
+    mask = empty((steps, count), torch.bool, device)
     kernel("pad_segments", device.type)(
         sources, trajectories.lanes, trajectories.starts, trajectories.lengths, outs, mask
     )

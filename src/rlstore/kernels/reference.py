@@ -65,7 +65,7 @@ class RowWriter:
         given, held = value.shape, block.shape[1:]
         scalar_rows = ((held[0],), (held[0], 1)) if len(held) else ()
         same_shape = given == held or (given in scalar_rows and held in scalar_rows)
-        return same_type and same_shape and value.is_contiguous()
+        return same_type and same_shape and (value.is_contiguous() or not is_flag)
 
 
 def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...]) -> None:
@@ -188,7 +188,7 @@ class _Ends:
 
 def normalize(x: Tensor, epsilon: float) -> None:
     """``x = (x - mean) / (std + epsilon)`` in place, std unbiased, moments in float64."""
-    wide = x.double()
+    wide = x.double() - x.flatten()[0].double()  # equal entries stay exactly equal, whatever a sum is rounded to
     x.copy_((wide - wide.mean()) / (wide.std() + epsilon))
 
 
