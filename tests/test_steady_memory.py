@@ -165,7 +165,7 @@ def blocks_of(storage):
 def loop(request):
     """A loop that has come to its steady state."""
     loop = request.param()
-    run(loop, 30)
+    run(loop, 100)
     return loop
 
 

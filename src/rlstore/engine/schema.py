@@ -101,7 +101,7 @@ def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
     """
     if given.dtype == dtype:
         return True
-    if given.dtype.is_complex or not torch.can_cast(given.dtype, dtype):
+    if given.dtype.is_complex or dtype.is_complex or not torch.can_cast(given.dtype, dtype):
         return False
     if dtype.is_floating_point or given.dtype == torch.bool or given.numel() == 0:
         return True

@@ -212,6 +212,10 @@ def split_segments(dones: Tensor, first: int, last: int, lanes: Tensor, starts: 
     lengths.copy_(stops - starts)
 
 
+# Not every torch can fill the unsigned types; their zero is the same in the signed ones.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def pad_segments(
     sources: tuple[Tensor, ...],
     lanes: Tensor,
@@ -226,8 +230,8 @@ def pad_segments(
     mask.copy_(inside)
     for source, target in zip(sources, targets, strict=True):
         picked = source[(starts + t).clamp(max=max(source.shape[0] - 1, 0)), lanes]
-        within = inside.reshape(inside.shape + (1,) * (picked.dim() - 2))
-        target.copy_(torch.where(within, picked, picked.new_zeros(())))
+        target.copy_(picked)
+        target.view(_SIGNED.get(target.dtype, target.dtype))[~inside] = 0
 
 
 def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tuple[Tensor, ...]) -> None:
