@@ -156,6 +156,7 @@ void vtrace_binding(nb::handle rewards, nb::handle values, nb::handle last_value
 
 void normalize_binding(nb::handle tensor, double epsilon) {
   DLTensor x = describe(tensor);
+  if (element_count(x) < 2) throw nb::value_error("normalize: at least two entries");
   if (x.dtype == DLDataType{kFloat, 32, 1})
     normalize(reinterpret_cast<float*>(address(x)), element_count(x), epsilon);
   else if (x.dtype == DLDataType{kFloat, 64, 1})

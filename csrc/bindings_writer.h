@@ -40,7 +40,8 @@ inline void copy_strided(char* target, const char* source, const DLTensor& tenso
 inline bool can_be_flag(const DLDataType& dtype) {
   if (dtype.lanes != 1) return false;
   if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
-  return dtype.bits == 8 || (dtype.code == kInt && (dtype.bits == 32 || dtype.bits == 64));
+  if (dtype.code == kInt) return dtype.bits == 8 || dtype.bits == 32 || dtype.bits == 64;
+  return dtype.bits == 8 && (dtype.code == kUInt || dtype.code == kBool);
 }
 
 inline bool is_nan_free(const Source& source, size_t count) {
@@ -77,6 +78,7 @@ class RowWriter {
       nb::tuple target = nb::cast<nb::tuple>(item);
       if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
       DLTensor block = describe(target[0]);
+      if (block.ndim < 1) throw nb::value_error("a block is [rows, ...]");
       Field field;
       field.block = nb::borrow(target[0]);
       field.dtype = block.dtype;

@@ -1,8 +1,10 @@
 // One source, several instruction sets: the loader picks the best version for the machine at run time.
-// Elsewhere than on x86-64 Linux with GCC the plain version is compiled.
+// Elsewhere than on x86-64 Linux with GCC 12 or later the plain version is compiled.
 #pragma once
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#include <cstddef>  // and with it __GLIBC__
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define RLSTORE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define RLSTORE_CLONES

@@ -1,7 +1,7 @@
 """PPO on CartPole, with RolloutStorage.
 
 Collect a rollout from several environments, fold its rewards into advantages, learn from shuffled mini-batches,
-and begin again. ``python examples/ppo.py --out out`` takes about half a minute.
+and begin again. ``python examples/ppo.py --out out`` takes some seconds.
 """
 
 from __future__ import annotations

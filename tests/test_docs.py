@@ -1,7 +1,10 @@
 """The code in the README runs as it stands, top to bottom, and prints what it says it prints."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
+
+import rlstore
 
 ROOT = Path(__file__).parent.parent
 
@@ -9,11 +12,22 @@ ROOT = Path(__file__).parent.parent
 def test_the_readme_runs_and_its_error_is_the_one_that_is_printed(capsys):
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec("\n".join(blocks), {"__name__": "readme"})
     printed = capsys.readouterr().out.split()
     shown = re.findall(r"^# (.*)$", blocks[-1], flags=re.MULTILINE)
     assert printed == " ".join(shown).split()
+
+
+def test_the_version_is_the_same_everywhere():
+    assert rlstore.__version__ == version("rlstore")
+    assert f'version = "{rlstore.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_map_of_the_house_shows_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for module in (ROOT / "src" / "rlstore").rglob("*.py"):
+        assert f" {module.name} " in text, f"docs/architecture.md does not show {module.name}"
 
 
 def test_every_file_that_the_documents_link_to_exists():

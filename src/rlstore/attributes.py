@@ -61,9 +61,12 @@ class BlockGroup:
 
     def __set__(self, storage: OnPolicyStorage, value: Sequence[Tensor]) -> None:
         blocks = self._blocks(storage)
+        if not isinstance(value, (tuple, list)) or len(value) != len(blocks):
+            given = f"{len(value)} tensors" if isinstance(value, (tuple, list)) else type(value).__name__
+            raise InvalidInputError(
+                f"{self._name} is {len(blocks)} tensors and cannot become {given}; it was not changed"
+            )
         storage._handed_lists.pop(self._name, None)
-        if not blocks or len(value) != len(blocks):
-            raise InvalidInputError(f"{self._name} is {len(blocks)} tensors and cannot be replaced by {len(value)}")
         storage._ready_ring().bind_all(list(blocks), value)
 
     def _blocks(self, storage: OnPolicyStorage) -> dict[str, Tensor]:
@@ -75,7 +78,11 @@ class ObservationAttribute:
     """The observations as one attribute: a tensor, or a TensorDict or tuple whose leaves are the blocks."""
 
     def __get__(self, storage: OnPolicyStorage | None, owner: type) -> Any:
-        return self if storage is None else storage._view_observations()
+        if storage is None:
+            return self
+        if storage._ring is None:
+            raise AttributeError(f"this {owner.__name__} has no observations before its first sample")
+        return storage._view_observations()
 
     def __set__(self, storage: OnPolicyStorage, value: Any) -> None:
         storage._bind_observations(value)

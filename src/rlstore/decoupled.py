@@ -145,7 +145,9 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         return self.max_size
 
     def _allocate_for(self, sample: Sample) -> None:
-        num_envs = as_tensor(sample.get("rewards"), "rewards").reshape(-1).shape[0]
+        num_envs = (*as_tensor(sample.get("rewards"), "rewards").shape, 1)[0]
+        if self.num_envs not in (None, num_envs):
+            raise InvalidInputError(f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}")
         structure = Structure.of(sample["observations"], "obs")
         leaves = [as_tensor(leaf, "observations") for leaf in structure.leaves(sample["observations"])]
         fields = [
@@ -155,7 +157,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         self._allocate(structure, fields, tuple(as_tensor(sample.get("actions"), "actions").shape[1:]), num_envs)
 
     def _allocate(self, structure: Structure, obs: list[Field], action_shape: tuple[int, ...], num_envs: int) -> None:
-        own = f"{type(self).__name__}() for {num_envs} environments"
+        own = f"num_envs={num_envs}"
 
         def scalar(name: str, *, is_flag: bool = False) -> Field:
             return Field(name, (), torch.float32, own, is_flag=is_flag)
@@ -240,7 +242,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
 
     def _carry_flags(self) -> None:
         ring = self._ready_ring()
-        ring.make_writable("terminateds", "truncateds")
+        ring.mark_written()
         for block in (self.terminateds, self.truncateds):
             block[0].copy_(block[ring.size])
 
@@ -266,7 +268,7 @@ class DecoupledRolloutStorage(OnPolicyStorage):
         last = self._fit_last_values(last_values)
         flags = (self.terminateds[1:] != 0, self.truncateds[1:] != 0)
         final = ring.blocks["final_values"]
-        ring.make_writable("advantages", "returns")
+        ring.mark_written()
         out = {"advantages": self.advantages, "returns": self.returns}
         returns.fill_gae(self.rewards, self.values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=1e-5)
 
@@ -345,12 +347,11 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             "flags_before": torch.stack([self.terminateds[0], self.truncateds[0]]),
         }
 
-    def _restore(self, data: Sample, rows: int) -> None:
-        for name in ("returns", "advantages"):
-            if name in data:
-                self._restore_block(name, data[name], rows)
+    def _restore(self, data: Sample) -> None:
         if "flags_before" in data:
-            self.terminateds[0], self.truncateds[0] = as_tensor(data["flags_before"], "flags_before")
+            lanes = self._ready_ring().lanes
+            field = Field("flags_before", (2,), torch.float32, f"num_envs={lanes}", lane_axis=1)
+            self.terminateds[0], self.truncateds[0] = field.fit(data["flags_before"], lanes, self._torch_device)
 
 
 def _given(space: SpaceLike | None, name: str) -> SpaceLike:

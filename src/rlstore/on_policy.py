@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -66,8 +66,8 @@ class OnPolicyStorage(Storage):
         """What ``get_all_buffer_data`` gives besides the columns."""
 
     @abstractmethod
-    def _restore(self, data: Sample, rows: int) -> None:
-        """Put back what ``get_all_buffer_data`` gives and a sample does not hold."""
+    def _restore(self, data: Sample) -> None:
+        """Put back what :meth:`_apart` gives and a sample does not hold."""
 
     @abstractmethod
     def _following(self) -> list[Tensor]:
@@ -116,13 +116,21 @@ class OnPolicyStorage(Storage):
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
         if self._observation_view is not None:
-            held = self._observations.leaves(self._observation_view)
-            if self._ready_ring().bind_all(self._observations.names, held):
+            try:
+                held = self._observations.leaves(self._observation_view)
+                changed = self._ready_ring().bind_all(self._observations.names, held)
+            except InvalidInputError:
+                self._observation_view = None  # what was put there cannot be held: show what is
+                raise
+            if changed:
                 self._observation_view = None  # what is held may be a converted copy: show that one
         for group in list(self._handed_lists) if self._handed_lists else ():
-            blocks = self._handed_lists[group]
-            if self._ready_ring().bind_all([f"{group}[{index}]" for index in range(len(blocks))], blocks):
-                del self._handed_lists[group]
+            handed = self._handed_lists.pop(group)
+            names = [name for name in self._ready_ring().blocks if name.startswith(f"{group}[")]
+            if len(names) != len(handed):
+                raise InvalidInputError(f"{group} holds {len(names)} tensors and cannot become {len(handed)} of them")
+            if not self._ready_ring().bind_all(names, handed):
+                self._handed_lists[group] = handed
 
     def _fit_observations(self, value: Any) -> list[Tensor]:
         """The leaves of observations of one step, checked and copied: an environment may write over its own."""
@@ -324,7 +332,12 @@ class OnPolicyStorage(Storage):
         return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
 
     def insert_data_slice(self, new_data: Sample) -> None:
-        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives."""
+        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives.
+
+        The data count as a rollout that nobody has learnt from yet.
+        """
+        if not isinstance(new_data, Mapping):
+            raise InvalidInputError(f"new_data is a {type(new_data).__name__}; give a dict. Nothing was changed.")
         unknown = [name for name in new_data if name not in (*self._sample_names, *self._data_names)]
         if unknown or (new_data and "observations" not in new_data):
             problem = f"cannot hold {unknown}" if unknown else "needs 'observations' [steps, envs, ...]"
@@ -340,13 +353,16 @@ class OnPolicyStorage(Storage):
                 )
             for t in range(steps):
                 twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in samples.items()})
-            twin._restore(new_data, steps)
+            for name in ("returns", "advantages"):
+                if name in new_data:
+                    twin._restore_block(name, new_data[name], steps)
+            twin._restore(new_data)
         self.__dict__ = twin.__dict__
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are no part of a row back into the first ``rows`` of a block."""
-        self._ready_ring().make_writable(name)
         block = self._ready_ring().first(name, rows)
+        self._ready_ring().mark_written()
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(
@@ -356,6 +372,7 @@ class OnPolicyStorage(Storage):
 
     def reset(self) -> None:
         """Make the storage empty, every tensor zero."""
+        self._observation_view = None
         if self._ring is not None:
             self._ring.zero()
         self._spent = False
@@ -410,7 +427,8 @@ def _at_step(value: Any, t: int, steps: int, name: str) -> Any:
     """Entry t of a tensor, or of each tensor in a nest."""
     if value is None:
         return None
-    if isinstance(value, (tuple, list)) and not (value and isinstance(value[0], (int, float))):
+    is_list_of_tensors = isinstance(value, list) and all(part is None or isinstance(part, Tensor) for part in value)
+    if isinstance(value, tuple) or is_list_of_tensors:
         return tuple(_at_step(part, t, steps, name) for part in value)
     if isinstance(value, dict):
         return {key: _at_step(part, t, steps, name) for key, part in value.items()}

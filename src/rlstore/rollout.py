@@ -137,12 +137,14 @@ class RolloutStorage(OnPolicyStorage):
 
     def _allocate_for(self, sample: Sample) -> None:
         actions = as_tensor(sample.get("actions"), "actions")
-        num_envs = as_tensor(sample.get("rewards"), "rewards").reshape(-1).shape[0]
+        num_envs = (*as_tensor(sample.get("rewards"), "rewards").shape, 1)[0]
         actions_shape = tuple(actions.shape[1:]) if actions.dim() > 1 else (1,)
         self._allocate(num_envs, sample["observations"], actions_shape, "the first sample")
 
     def _allocate(self, num_envs: int, obs: Any, actions_shape: tuple[int, ...], origin: str) -> None:
         structure = Structure.of(obs, "observations")
+        if not structure.paths:
+            raise InvalidInputError(f"the observations {obs} have no part that could be held")
         fields = []
         for name, leaf in zip(structure.names, structure.leaves(obs), strict=True):
             example = as_tensor(leaf, name)
@@ -151,8 +153,8 @@ class RolloutStorage(OnPolicyStorage):
                     f"{name} is {tuple(example.shape)}; its first dimension must be the {num_envs} environments"
                 )
             fields.append(Field(name, tuple(example.shape[1:]), example.dtype, origin))
-        own = f"{type(self).__name__}() for {num_envs} environments"
-        actions_origin = f"the actions_shape {list(actions_shape)} and {num_envs} environments"
+        own = f"num_envs={num_envs}"
+        actions_origin = f"actions_shape={list(actions_shape)} and num_envs={num_envs}"
         fields.append(Field("actions", actions_shape, torch.float32, actions_origin))
         fields.append(Field("rewards", (1,), torch.float32, own))
         fields.append(Field("dones", (1,), torch.uint8, own, is_flag=True))
@@ -187,20 +189,20 @@ class RolloutStorage(OnPolicyStorage):
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
-            InvalidInputError: (a ValueError) if a field is missing, unknown or does not fit.
+            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not looked at.
         """
         ring = self._ready_ring()
         if ring.size >= ring.steps:
             raise RolloutFullError(
-                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update, "
-                "or raise num_transitions_per_env. Nothing was written."
+                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update (or "
+                "after_gradients(), before insert_transition()), or raise num_transitions_per_env. Nothing was written."
             )
         self._follow_callers()
         values, optional = self._layout.row(transition)
         if optional:
             values = self._extend(values, optional)
         ring.write(values)
-        self._spent = False
+        self._spent, self._last_observations = False, None
 
     def _extend(self, values: tuple[Any, ...], optional: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
         """Make room for optional fields met for the first time, once the whole row is known to fit."""
@@ -242,7 +244,7 @@ class RolloutStorage(OnPolicyStorage):
         last = self._fit_last_values(last_values)
         terminated, truncated = self._end_flags(rows)
         final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
-        ring.make_writable("advantages", "returns")
+        ring.mark_written()
         returns.fill_gae(
             ring.first("rewards", rows),
             ring.first("values", rows),
@@ -290,6 +292,8 @@ class RolloutStorage(OnPolicyStorage):
         """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
 
         Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
+        A batch is yours: change it in place as you like. (Large ones are served again in the next epoch if torch's
+        version counters say that they are unchanged; ``.data`` and ``.numpy()`` get past those.)
 
         Args:
             num_mini_batches: Batches in each epoch.
@@ -326,13 +330,10 @@ class RolloutStorage(OnPolicyStorage):
         ``[steps, envs, ...]``.
         """
         self._require_mode("rl")
-        ring = self._ready_ring()
-        rows = self._require_rows()
+        rows, ring = self._require_rows(), self._ready_ring()
         check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
         if num_mini_batches > ring.lanes:
-            raise InvalidInputError(
-                f"{num_mini_batches} mini-batches were asked for, and there are {ring.lanes} environments"
-            )
+            raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
         width = ring.lanes // num_mini_batches
         kept, empty = KeptBatches(keep=num_epochs > 1), self._outputs.empty
         self._outputs.begin()
@@ -442,9 +443,6 @@ class RolloutStorage(OnPolicyStorage):
             apart["last_observations"] = self._observations.build(self._last_observations, (self._ready_ring().lanes,))
         return apart
 
-    def _restore(self, data: Sample, rows: int) -> None:
-        for name in ("returns", "advantages"):
-            if name in data:
-                self._restore_block(name, data[name], rows)
+    def _restore(self, data: Sample) -> None:
         if data.get("last_observations") is not None:
             self._last_observations = self._fit_observations(data["last_observations"])

@@ -152,6 +152,10 @@ class TransitionLayout:
 
         Values are not yet checked against their columns; that is for the ring to do.
         """
+        if not hasattr(transition, "observations"):
+            raise InvalidInputError(
+                f"a {type(transition).__name__} is no RolloutStorage.Transition; dicts go to insert_transition()"
+            )
         if transition.observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
         values = self.observations.leaves(transition.observations)
@@ -232,9 +236,11 @@ def _optional_fields(transition: RolloutTransition) -> dict[str, tuple[Any, ...]
     found: dict[str, tuple[Any, ...]] = {}
     params, states = transition.distribution_params, transition.hidden_states
     if params is not None:
+        if not isinstance(params, (tuple, list)):
+            raise InvalidInputError("distribution_params must be a tuple of tensors. Nothing was written.")
         found["distribution_params"] = tuple(params)
-    if len(states) != 2:
-        raise InvalidInputError(f"hidden_states has {len(states)} parts; it is (actor, critic). Nothing was written.")
+    if states is None or len(states) != 2:
+        raise InvalidInputError("hidden_states must be a pair (actor, critic), each may be None. Nothing was written.")
     if states[0] is not None:
         found[HIDDEN_STATES[0]] = _as_tuple(states[0])
     if states[1] is not None:

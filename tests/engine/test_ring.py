@@ -344,12 +344,18 @@ def test_blocks_made_in_inference_mode_are_plain_tensors():
         block.add_(1)
 
 
-def test_a_bound_inference_tensor_gives_way_to_a_plain_copy_where_a_kernel_writes():
+def test_a_tensor_of_another_block_is_bound_as_a_copy():
+    ring = make_ring()
+    ring.reserve([field("returns")])
+    ring.bind("rewards", ring.blocks["returns"])
+    ring.blocks["returns"].fill_(3.0)
+    assert (ring.blocks["rewards"] == 0.0).all()
+
+
+def test_a_bound_inference_tensor_gives_way_to_a_plain_copy():
     ring = make_ring()
     with torch.inference_mode():
         ring.bind("rewards", torch.full((4, LANES), 5.0))
-    assert ring.blocks["rewards"].is_inference()
-    ring.make_writable("rewards")
     assert not ring.blocks["rewards"].is_inference()
     assert (ring.blocks["rewards"] == 5.0).all()
     ring.write(row(0))
@@ -394,7 +400,7 @@ CHANGES = {
     "a write": lambda ring: ring.write(row(1)),
     "a change in place": lambda ring: ring.blocks["rewards"][0].mul_(2),
     "another tensor": lambda ring: ring.bind("rewards", torch.zeros(4, LANES)),
-    "a kernel's write": lambda ring: ring.make_writable("rewards"),
+    "a kernel's write": lambda ring: ring.mark_written(),
     "zeros": lambda ring: ring.zero(),
     "a new block": lambda ring: ring.reserve([field("returns")]),
 }

@@ -51,6 +51,10 @@ def check_device(owner: str, device: str | torch.device) -> torch.device:
         raise InvalidInputError(
             f"device is {device!r}; torch sees {torch.cuda.device_count()} CUDA devices on this machine"
         )
+    try:
+        torch.empty(1, device=known)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InvalidInputError(f"device is {device!r}, which is not to be had on this machine: {error}") from error
     return known
 
 

@@ -110,13 +110,24 @@ class Ring:
         for block, tensor in zip(blocks, tensors, strict=True):
             held = self.blocks[block]
             if tensor is not held:
-                plain = tensor.detach() if tensor.requires_grad else tensor
-                if held.dtype == torch.uint8 and any(c.block == block and c.field.is_flag for c in self.columns):
-                    plain = plain if plain.dtype == torch.uint8 else plain != 0
-                self.blocks[block] = plain.to(held.device, held.dtype).contiguous()
+                self.blocks[block] = self._adopt(block, tensor, held)
                 self._writer = None
         self._revision += 1
         return True
+
+    def _adopt(self, block: str, tensor: Tensor, held: Tensor) -> Tensor:
+        """The tensor as a block: of the same dtype and device, contiguous, in memory that no other block has."""
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if held.dtype == torch.uint8 and any(c.block == block and c.field.is_flag for c in self.columns):
+            plain = plain if plain.dtype == torch.uint8 else plain != 0
+        plain = plain.to(held.device, held.dtype).contiguous()
+        others = (other for name, other in self.blocks.items() if name != block)
+        shared = any(plain.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in others)
+        if shared or plain.is_inference():
+            # An inference tensor could not be written into later, and two blocks in one memory would mix.
+            with torch.inference_mode(False):
+                return plain.clone()
+        return plain
 
     def write(self, values: tuple[Any, ...]) -> None:
         """Write one row for all lanes at the cursor; every value fits, or nothing is written.
@@ -154,32 +165,21 @@ class Ring:
     def zero(self) -> None:
         """Begin anew, every block zero."""
         self.restart()
-        for name, block in self.blocks.items():
-            self.blocks[name] = block.zero_() if not block.is_inference() else torch.zeros_like(block)
-        self._writer = None
+        for block in self.blocks.values():
+            block.zero_()
 
     def first(self, block: str, rows: int) -> Tensor:
         """The first ``rows`` rows of a block."""
         held = self.blocks[block]
         return held if rows == held.shape[0] else held[:rows]
 
-    def make_writable(self, *blocks: str) -> None:
-        """Make blocks ready for a kernel to write into: a caller's inference tensor gives way to a plain copy."""
-        for block in blocks:
-            if self.blocks[block].is_inference():
-                with torch.inference_mode(False):
-                    self.blocks[block] = self.blocks[block].clone()
-                self._writer = None
+    def mark_written(self) -> None:
+        """Say that a kernel writes into blocks, which torch's version counters do not tell."""
         self._revision += 1
 
     def stamp(self) -> tuple[object, ...]:
-        """Differs from an earlier stamp if a block was replaced or written since.
-
-        A change that a caller makes to an inference tensor in place cannot be seen: torch does not count those.
-        """
-        versions = tuple(
-            (block.data_ptr(), None if block.is_inference() else block._version) for block in self.blocks.values()
-        )
+        """Differs from an earlier stamp if a block was replaced or written since, as far as torch counts that."""
+        versions = ((block.data_ptr(), block._version) for block in self.blocks.values())
         return (self._revision, int(self.written[0]), *versions)
 
     def _make_writer(self) -> Any:
