@@ -168,12 +168,12 @@ RLSTORE_INLINE void normalize_all(Real* x, size_t count, double epsilon) {
   double sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (size_t i = 0; i < count; i++) sum += x[i] - base;
-  const double mean = sum / static_cast<double>(count);
+  const double mean = base + sum / static_cast<double>(count);
   double squares = 0;
 #pragma omp simd reduction(+ : squares)
-  for (size_t i = 0; i < count; i++) squares += (x[i] - base - mean) * (x[i] - base - mean);
+  for (size_t i = 0; i < count; i++) squares += (x[i] - mean) * (x[i] - mean);
   const double scale = 1.0 / (std::sqrt(squares / static_cast<double>(count - 1)) + epsilon);
-  for (size_t i = 0; i < count; i++) x[i] = static_cast<Real>((x[i] - base - mean) * scale);
+  for (size_t i = 0; i < count; i++) x[i] = static_cast<Real>((x[i] - mean) * scale);
 }
 
 }  // namespace

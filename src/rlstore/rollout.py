@@ -194,8 +194,9 @@ class RolloutStorage(OnPolicyStorage):
         ring = self._ready_ring()
         if ring.size >= ring.steps:
             raise RolloutFullError(
-                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update (or "
-                "after_gradients(), before insert_transition()), or raise num_transitions_per_env. Nothing was written."
+                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update "
+                "(or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
+                "Nothing was written."
             )
         self._follow_callers()
         values, optional = self._layout.row(transition)

@@ -93,16 +93,21 @@ class Arena:
         needed = nbytes + count * _ALIGNMENT
         grain = max(1 << max(needed.bit_length() - 4, 0), _ALIGNMENT)
         self.piece = empty((-(-needed // grain) * grain,), torch.uint8, device)
+        self._typed: dict[torch.dtype, Tensor] = {}  # the whole piece, seen as each dtype
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next tensor."""
-        size = torch.Size(shape)
+        if dtype not in self._typed:
+            self._typed[dtype] = self.piece.view(dtype)
+        strides, count = [], 1
+        for size in reversed(shape):
+            strides.append(count)
+            count *= size
         first = self._used
-        end = first + size.numel() * dtype.itemsize
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         # Through .data, so that each has a version counter of its own: autograd is to see them as tensors apart.
-        return self.piece.data[first:end].view(dtype).view(size)
+        return self._typed[dtype].data.as_strided(tuple(shape), strides[::-1], first // dtype.itemsize)
 
 
 _ALIGNMENT = 64
