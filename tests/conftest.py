@@ -13,7 +13,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
-# A person's run looks for new failures each time; that of CI is the same each time, so that it speaks of the change alone.
+# A person's run looks for new failures each time. That of CI is always the same, so that it speaks of the change alone.
 settings.register_profile(
     "rlstore", deadline=None, max_examples=60, print_blob=True, derandomize=bool(os.environ.get("CI"))
 )
