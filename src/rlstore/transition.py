@@ -215,7 +215,8 @@ class TransitionLayout:
             return Field(name, (1,), absent.dtype, f"{self._lanes} environments", is_flag=group == "truncated")
         lane_axis = 0 if group == "distribution_params" else 1
         shape = list(example.shape)
-        if len(shape) != (3 if lane_axis else max(len(shape), 1)) or shape[lane_axis] != self._lanes:
+        right_dims = len(shape) == 3 if lane_axis else len(shape) >= 1
+        if not right_dims or shape[lane_axis] != self._lanes:
             form = "[layers, envs, hidden]" if lane_axis else "[envs, ...]"
             raise InvalidInputError(
                 f"{name} is {tuple(shape)}; it must be {form} for {self._lanes} environments. Nothing was written."
