@@ -22,7 +22,7 @@ def free_ram(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, str] | 
 
 def free_disk(path: Path) -> int:
     """The bytes free on the disk on which a path lies, or will lie."""
-    existing = next(folder for folder in (path,) if folder.exists())
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return shutil.disk_usage(existing).free
 
 
