@@ -205,7 +205,9 @@ def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one element counts as contiguous whatever its strides, and a view as bytes wants a stride of 1.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -284,6 +286,8 @@ class SnapshotReader:
             source = self._opened.get_slice(name) if plain.dim() else {(): self._opened.get_tensor(name)}
             for index in chunks(plain.shape, plain.element_size()):
                 part = source[index]
+                if (part.dtype, part.shape) != (plain.dtype, plain[index].shape):
+                    raise self._damaged(f"{name} is not of the form that was saved")
                 checksum = zlib.crc32(_bytes_of(part), checksum)
                 plain[index].copy_(part)
         except SafetensorError as error:
