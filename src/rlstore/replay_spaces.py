@@ -19,7 +19,7 @@ _AUTORESETS = ("NextStep", "SameStep", "Disabled")
 
 
 def check_autoreset(owner: str, mode: Any) -> str | None:
-    """gymnasium's AutoresetMode, or its value, as the value."""
+    """Gymnasium's AutoresetMode, or its value, as the value."""
     value = getattr(mode, "value", mode)
     if value is not None and value not in _AUTORESETS:
         raise InvalidInputError(
@@ -109,7 +109,8 @@ class ReplayFields:
             axis = -1 if len(shape) == 3 and shape[-1] < shape[0] else 0
         if not -len(shape) <= axis < len(shape) or shape[axis] % self._stack:
             raise InvalidInputError(
-                f"{field.name} is {shape}, and frame_stack={self._stack} does not divide its axis {axis}; the space is that "
+                f"{field.name} is {shape}, and frame_stack={self._stack} does not divide its axis {axis}; the "
+                f"space is that "
                 "of whole stacks. Give stack_axis if the frames are stacked along another axis"
             )
         return Leaf(replace(field), self._stack, axis % len(shape))

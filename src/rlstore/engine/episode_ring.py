@@ -1,8 +1,9 @@
 """The memory of replay: lanes that move alone and wrap, rows that belong to episodes, one copy of each observation.
 
 The observation after a row is that of the row behind it. Where an episode ends it is kept in a table of final
-observations instead, by the episode's slot. A frame stack is kept as single frames; what stood before an episode's first
-frame is told in the table of episodes, or kept in a table of starts where it is neither zeros nor that frame again.
+observations instead, by the episode's slot. A frame stack is kept as single frames; what stood before an episode's
+first frame is told in the table of episodes, or kept in a table of starts where it is neither zeros nor that frame
+again.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class EpisodeRing:
 
     def held(self) -> Tensor:
         """The rows held by each lane, int64 ``[lanes]``."""
-        return (self.written - self.begun).clamp(max=self.steps)
+        held: Tensor = (self.written - self.begun).clamp(max=self.steps)
+        return held
 
     @property
     def size(self) -> int:
@@ -216,9 +218,10 @@ class EpisodeRing:
         """Write one step of all lanes; every value fits, or nothing is written.
 
         Args:
-            values: The observation leaves, those of the next observations, the columns; whether the episode terminated and
-                whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final observations,
-                each None if there are none, and which lanes have one (None: all that end).
+            values: The observation leaves, those of the next observations, the columns; whether the episode terminated
+                and
+                whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
+                observations, each None if there are none, and which lanes have one (None: all that end).
 
         Raises:
             InvalidInputError: If a value does not fit.
@@ -264,14 +267,11 @@ class EpisodeRing:
         if deeper == deep:
             raise RuntimeError("every slot is taken, which cannot be: each holds a row")
         slots, on_host = deeper * self.lanes, self.backing.on_host()
-        frames = [leaf.field.name for leaf in self.leaves]
-        names = ("final", "start")
-        longer = {
-            (kind, k): self.backing.extend(f"{kind} {frames[k]}", table, slots)
-            for kind, tables in zip(names, (self.finals, self.starts), strict=True)
-            for k, table in enumerate(tables)
-            if table is not None
-        }
+        longer: dict[tuple[str, int], Tensor] = {}
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
+                if table is not None:
+                    longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
         episodes = on_host.extend("episodes", self.episodes, slots)
         free = on_host.extend("free_slots", self.free_slots, deeper)
         # The new slots go on top of each stack, the lowest uppermost.
@@ -295,7 +295,8 @@ class EpisodeRing:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies apart.
+        # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
+        # apart.
         views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
