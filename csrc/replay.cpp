@@ -65,22 +65,17 @@ class Gather {
  private:
   RLSTORE_INLINE void locate(const int64_t* rows, size_t i, Found* found) {
     Found& f = found[i % kPipeline];
-    if (rows[i] < 0) {
-      f.lane = -1;
-      return;
-    }
     const Found& before = found[(i + kPipeline - 1) % kPipeline];
     if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
       f.lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
-    } else {
-      f.lane = lanes_.by_lanes.remainder(rows[i], &f.time);
+    } else if (lanes_.part(rows[i], &f.lane, &f.time)) {
       f.place = lanes_.by_rows.remainder(f.time);
-    }
-    if (f.time < lanes_.oldest(f.lane) || f.time >= lanes_.written[f.lane]) {
-      all_held_ = false;
+    } else {
+      all_held_ = all_held_ && rows[i] < 0;
       f.lane = -1;
       return;
     }
+    if (!lanes_.holds(f.lane, f.time)) return refuse(f);
     __builtin_prefetch(&lanes_.slot_at(f.lane, f.place));
     for (const Observation& leaf : leaves_) {
       if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware to see
@@ -91,15 +86,23 @@ class Gather {
     }
   }
 
-  RLSTORE_INLINE void find_episode(Found& f) const {
+  RLSTORE_INLINE void refuse(Found& f) {
+    all_held_ = false;
+    f.lane = -1;
+  }
+
+  RLSTORE_INLINE void find_episode(Found& f) {
     if (f.lane < 0) return;
     f.slot = lanes_.slot_at(f.lane, f.place);
+    if (!lanes_.has_slot(f.slot)) return refuse(f);
     f.episode = lanes_.episodes + f.slot;
     __builtin_prefetch(f.episode);
   }
 
-  RLSTORE_INLINE void measure(Found& f) const {
+  RLSTORE_INLINE void measure(Found& f) {
     const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+    // Tables that came from a damaged file must not lead out of memory.
+    if (f.time < f.episode->start || f.time >= stop) return refuse(f);
     f.taken = std::min(fold_.n_step, stop - f.time);
     f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
   }
@@ -215,7 +218,7 @@ class Gather {
   // The frame that stood before the episode's first one, at time `at` < start.
   const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
     const size_t bytes = leaf.frame_bytes();
-    if (f.episode->padding == kKept) {
+    if (f.episode->padding == kKept && leaf.starts) {
       // The first stack was [starts..., first frame]: start - 1 is the newest of them.
       const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
       return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.episode->start - 1 - at)) * static_cast<int64_t>(bytes);
@@ -244,10 +247,9 @@ bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leav
 
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count) {
   for (size_t i = 0; i < count; i++) {
-    if (rows[i] < 0) return false;
-    int64_t time;
-    const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);
-    if (time < lanes.oldest(lane) || time >= lanes.written[lane]) return false;
+    int64_t lane, time;
+    if (!lanes.part(rows[i], &lane, &time) || !lanes.holds(lane, time)) return false;
+    if (!lanes.has_slot(lanes.slot_at(lane, lanes.by_rows.remainder(time)))) return false;
   }
   return true;
 }
