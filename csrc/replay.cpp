@@ -66,18 +66,21 @@ class Gather {
   RLSTORE_INLINE bool run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
     for (size_t w = 0; w < windows; w++) {
       const int64_t* window = rows + w * length;
-      if (w + 1 < windows && window[length] >= 0) prefetch_rows(window[length], length);
+      if (w + 1 < windows) prefetch_rows(window[length], length);
       size_t held = 0;
-      for (; held < length && window[held] == window[0] + static_cast<int64_t>(held) * lanes_.lanes; held++) {}
+      const uint64_t first = static_cast<uint64_t>(window[0]), apart = static_cast<uint64_t>(lanes_.lanes);
+      for (; held < length && static_cast<uint64_t>(window[held]) == first + held * apart; held++) {}
       for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
       if (window[0] < 0) held = 0;
       size_t done = 0;
       while (done < held) {
-        Found f;
-        locate(window + done, 0, &f);
+        Found found[kPipeline];
+        Found& f = found[0];
+        locate(window + done, 0, found);
+        if (f.lane >= 0) find_episode(f);
+        if (f.lane >= 0) measure(f);
         if (f.lane < 0) break;
-        find_episode(f);
-        const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+        const int64_t stop = std::min(lanes_.stop_of(*f.episode, f.lane), lanes_.written[f.lane]);
         const size_t run = std::min({held - done, static_cast<size_t>(stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
         for (size_t k = 0; k < output_count; k++) write_run(f, run, outputs[k], w * length + done);
         done += run;
@@ -119,8 +122,8 @@ class Gather {
   }
 
   RLSTORE_INLINE void prefetch_rows(int64_t row, size_t count) const {
-    int64_t time;
-    const int64_t lane = lanes_.by_lanes.remainder(row, &time);
+    int64_t lane, time;
+    if (!lanes_.part(row, &lane, &time)) return;
     const char* slot = reinterpret_cast<const char*>(&lanes_.slot_at(lane, lanes_.by_rows.remainder(time)));
     const char* end = slot + std::min<size_t>(count * lanes_.row_stride, 4096);  // the hardware sees the rest coming
     for (const char* line = slot - lanes_.row_stride; line < end; line += 64) __builtin_prefetch(line);
@@ -129,16 +132,17 @@ class Gather {
   RLSTORE_INLINE void locate(const int64_t* rows, size_t i, Found* found) {
     Found& f = found[i % kPipeline];
     f.lane = -1;
-    if (rows[i] < 0) return;
-    const Found& before = found[(i - 1) % kPipeline];
+    const Found& before = found[(i + kPipeline - 1) % kPipeline];
     int64_t lane;
     if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
       lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
-    } else {
-      lane = lanes_.by_lanes.remainder(rows[i], &f.time);
+    } else if (lanes_.part(rows[i], &lane, &f.time)) {
       f.place = lanes_.by_rows.remainder(f.time);
+    } else {
+      all_held_ = all_held_ && rows[i] < 0;
+      return;
     }
-    if (f.time < lanes_.oldest(lane) || f.time >= lanes_.written[lane]) {
+    if (!lanes_.holds(lane, f.time)) {
       all_held_ = false;
       return;
     }
@@ -153,15 +157,23 @@ class Gather {
     }
   }
 
-  RLSTORE_INLINE void find_episode(Found& f) const {
+  RLSTORE_INLINE void refuse(Found& f) {
+    all_held_ = false;
+    f.lane = -1;
+  }
+
+  RLSTORE_INLINE void find_episode(Found& f) {
     if (f.lane < 0) return;
     f.slot = lanes_.slot_at(f.lane, f.place);
+    if (!lanes_.has_slot(f.slot)) return refuse(f);
     f.episode = lanes_.episodes + f.slot;
     __builtin_prefetch(f.episode);
   }
 
-  RLSTORE_INLINE void measure(Found& f) const {
+  RLSTORE_INLINE void measure(Found& f) {
     const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+    // Tables that came from a damaged file must not lead out of memory.
+    if (f.time < f.episode->start || f.time >= stop) return refuse(f);
     f.taken = std::min(fold_.n_step, stop - f.time);
     f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
   }
@@ -277,7 +289,7 @@ class Gather {
   // The frame that stood before the episode's first one, at time `at` < start.
   const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
     const size_t bytes = leaf.frame_bytes();
-    if (f.episode->padding == kKept) {
+    if (f.episode->padding == kKept && leaf.starts) {
       // The first stack was [starts..., first frame]: start - 1 is the newest of them.
       const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
       return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.episode->start - 1 - at)) * static_cast<int64_t>(bytes);
@@ -312,10 +324,9 @@ bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, 
 
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count) {
   for (size_t i = 0; i < count; i++) {
-    if (rows[i] < 0) return false;
-    int64_t time;
-    const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);
-    if (time < lanes.oldest(lane) || time >= lanes.written[lane]) return false;
+    int64_t lane, time;
+    if (!lanes.part(rows[i], &lane, &time) || !lanes.holds(lane, time)) return false;
+    if (!lanes.has_slot(lanes.slot_at(lane, lanes.by_rows.remainder(time)))) return false;
   }
   return true;
 }

@@ -35,7 +35,7 @@ bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leav
 bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
                     const Fold& fold, const int64_t* rows, size_t windows, size_t length, const std::vector<Output>& outputs);
 
-// True if every row is one that is held now.
+// True if every row is one that is held now, in an episode of the table.
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count);
 
 // The first and one past the last held row of the episode of each row, as times.

@@ -32,7 +32,9 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
     if (start >= lanes.begun[lane] && (start - lanes.begun[lane]) % stride_ == 0) push(lanes, lane, start, oldest, added);
     return;
   }
-  const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
+  const int64_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(time));
+  if (!lanes.has_slot(slot)) return;
+  const Episode& episode = lanes.episodes[slot];
   if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was broken off
   open_[lane] = episode.start + 1;
   const int64_t taken = stop - episode.start;
@@ -78,8 +80,8 @@ void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t
 }
 
 bool Windows::contains(const Lanes& lanes, int64_t row) const {
-  int64_t time;
-  const int64_t lane = lanes.by_lanes.remainder(row, &time);
+  int64_t lane, time;
+  if (!lanes.part(row, &lane, &time)) return false;
   int64_t low = heads_[lane], high = tails_[lane];
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;

@@ -70,7 +70,7 @@ class Windows:
         """The index itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             memory = (self._queue, *self._counters)
-            make = kernel("WindowIndex", "cpu")
+            make = kernel("WindowIndex", self._ring.device.type)
             self._kernel = make(self._ring.kernel, self.length, self._stride, self._across, memory)
         return self._kernel
 
