@@ -496,7 +496,7 @@ def test_nothing_of_the_episode_before_a_reset_reaches_the_one_after_it():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_copy_goes_on_by_itself(way, num_workers):
     storage = make_storage(steps=4, batch_size=40, seed=0, num_workers=num_workers)
-    fill(storage, 5, terminated=(0,))
+    fill(storage, 5, terminated=(0, 1))
     storage.sample()
     other = way(storage)
     for _ in range(3):
