@@ -1,6 +1,6 @@
 """Worked examples of n-step targets: one lane in, what each of its transitions is served as, small enough for the hand.
 
-The observations of a lane are its letters in alphabetical order: step 0 was taken in "a" and came to "b". Where an episode
+The observations of a lane are letters in alphabetical order: step 0 was taken in "a" and came to "b". Where an episode
 ends, the observation it ended in is written beside the end, and the next step starts in the next letter. gamma is 1/2
 and the rewards are powers of 2 unless a case says otherwise, so that all numbers are exact.
 """

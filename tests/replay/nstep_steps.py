@@ -1,4 +1,4 @@
-"""Steps for replay storages whose numbers tell their (step, env), what a storage serves, and a plain model of n steps."""
+"""Steps for replay storages whose numbers tell their (step, env), what a storage serves, and a plain n-step model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NStepReplayStorage as its document and the contract have it: arguments, attributes, and the shape of what it serves."""
+"""NStepReplayStorage as its document and the contract have it: arguments, attributes, the shape of what it serves."""
 
 from __future__ import annotations
 

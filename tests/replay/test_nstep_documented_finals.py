@@ -165,7 +165,7 @@ def test_the_final_observation_of_a_dict_space_comes_in_any_form(form, key):
     for step in range(3):
         ids = ids_of(step)
         ends = {"truncated": (1,), "infos": {key: form(nested(torch.tensor([0.0, -7.0])))}} if step == 1 else {}
-        storage.add(**make_step(step, **ends, **{"observations": nested(ids), "next_observations": nested(ids + 2)}))
+        storage.add(**make_step(step, **ends, observations=nested(ids), next_observations=nested(ids + 2)))
     batch = storage.sample()
     expected = {1: 3, 2: 4, 3: 5, 4: -7, 5: 7, 6: 8}
     after = torch.tensor([float(expected[int(action)]) for action in batch.actions])
