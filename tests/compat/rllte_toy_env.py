@@ -8,8 +8,8 @@ from gymnasium import spaces
 class ReachVector:
     """Points on a line that are moved by actions in [-1, 1] and rewarded for being near 0.
 
-    They start at a distance between ``nearest`` and 3. An episode terminates at 0 and is truncated after ``limit`` steps; same-step autoreset. With ``pixels`` the position
-    is drawn as a bright column of a small image.
+    They start at a distance between ``nearest`` and 3. An episode terminates at 0 and is truncated after ``limit``
+    steps; same-step autoreset. With ``pixels`` the position is drawn as a bright column of a small image.
     """
 
     def __init__(self, num_envs=1, *, pixels=False, limit=10, nearest=0.0, seed=0):

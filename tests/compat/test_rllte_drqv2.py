@@ -69,16 +69,14 @@ def make_agent(rllte, monkeypatch, tmp_path):
 def n_step_lines(transitions):
     """What each transition of one environment must be served as, by its first observation."""
     lines = {}
-    for start in range(len(transitions)):
-        total, factor = 0.0, 1.0
+    for start, (observation, action, *_) in enumerate(transitions):
+        total, factor, last = 0.0, 1.0, None
         for _, _, reward, terminated, truncated, after in transitions[start : start + N_STEP]:
-            total += factor * float(reward)
-            factor *= GAMMA
+            total, last = total + factor * float(reward), after
+            factor *= 0.0 if terminated else GAMMA
             if terminated or truncated:
-                factor *= not terminated
                 break
-        observation, action, *_ = transitions[start]
-        lines[tuple(observation.flatten().tolist())] = (action, total, factor, after)
+        lines[tuple(observation.flatten().tolist())] = (action, total, factor, last)
     return lines
 
 

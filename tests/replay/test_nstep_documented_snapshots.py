@@ -1,8 +1,9 @@
-"""NStepReplayStorage: finished episodes that are kept on disk (save_snapshot), and that nothing is written otherwise."""
+"""NStepReplayStorage: finished episodes kept on disk (save_snapshot), and that nothing is written otherwise."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -219,10 +220,8 @@ def test_an_episode_is_on_disk_when_add_returns_from_its_last_step(tmp_path):
     assert done.returncode == -signal.SIGKILL, done.stderr
     storage = kept(tmp_path, 2, 8)
     assert lanes_of(storage) == [[1, 3], [2, 4, 6, 8, 10]]
-    assert {number: line[3] for number, line in served(storage).items() if line[2] == 0} == {
-        1: -3,
-        3: -3,
-    } | dict.fromkeys((6, 8, 10), -10)
+    ended_in = {number: line[3] for number, line in served(storage).items() if line[2] == 0}
+    assert ended_in == {1: -3, 3: -3, 6: -10, 8: -10, 10: -10}
     storage.close()
 
 
@@ -233,7 +232,7 @@ def test_an_episode_is_written_with_its_last_step_and_not_before(tmp_path):
         storage.add(**make_step(step, 1, terminated=(0,) if step in (2, 5) else ()))
         sizes.append(bytes_under(tmp_path))
     storage.close()
-    grew = [after > before for before, after in zip(sizes, sizes[1:], strict=False)]
+    grew = [after > before for before, after in itertools.pairwise(sizes)]
     assert grew == [False, False, True, False, False, True]
 
 
