@@ -214,7 +214,7 @@ def test_a_relabel_fraction_out_of_range_is_refused(fraction):
     ids=["no Dict", "no desired goal", "no observation", "goals of two shapes"],
 )
 def test_a_space_without_goals_is_refused(space):
-    with pytest.raises(ValueError, match="goal|observation"):
+    with pytest.raises(ValueError, match=r"goal|observation"):
         BY_NAME["hindsight"].make(observation_space=space)
 
 

@@ -234,7 +234,7 @@ def test_a_batch_of_an_empty_storage_is_refused_and_works_later(kind):
     if hasattr(storage, "replay_iter"):
         asks.append(lambda: next(storage.replay_iter))
     for ask in asks:
-        with pytest.raises(NotReadyError, match="(?i)empty|no data|nothing|no transitions"):
+        with pytest.raises(NotReadyError, match=r"(?i)empty|no data|nothing|no transitions"):
             ask()
     assert_untouched(kind, storage, twin, 0)
 
@@ -254,7 +254,7 @@ def test_sequences_have_to_be_long_enough_or_over():
 @pytest.mark.parametrize("size", [0, -1, 1.5, "4", True, [3]])
 def test_a_batch_size_that_is_none_is_refused(kind, size):
     storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match="batch_size|mini_batch_size"):
+    with pytest.raises(ValueError, match=r"batch_size|mini_batch_size"):
         storage.sample(size)
     assert_untouched(kind, storage, twin, 4)
 

@@ -1,0 +1,635 @@
+"""What has gone wrong in replay elsewhere, and must not here. Each test is named for what broke."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from counting_env import drive, make_vector
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from nstep_steps import BOX, MANY, Lane, assert_tables, ids_of, make_step, make_storage, obs_of, served
+from replay_kinds import GOALS, KINDS, assert_same, assert_same_draws, distance, leaves, state
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlstore import HindsightReplayStorage, PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage, Storage
+
+
+def prioritized(num_envs=1, steps=8, **options):
+    given = {"num_envs": num_envs, "storage_size": num_envs * steps, "batch_size": 1000, "alpha": 1.0, "beta": 1.0}
+    return PrioritizedReplayStorage(BOX, spaces.Discrete(1_000_000), **{**given, "seed": 0, **options})
+
+
+def add_steps(storage, steps, first=0, **ends):
+    for step in range(first, first + steps):
+        storage.add(**make_step(step, storage.num_envs, **ends))
+
+
+# ------------------------------------------------------------------------------------- 1: n-step windows
+
+
+@pytest.mark.parametrize("written", range(1, 16))
+def test_n_step_window_crosses_neither_the_write_cursor_nor_an_episode(written):
+    """At every place of the cursor, before the storage is full and after."""
+    storage, lane = make_storage(1, 5, n_step=3, discount=0.5), Lane(5, 3, 0.5)
+    for step in range(written):
+        ended = step % 6 == 4
+        storage.add(**make_step(step, 1, terminated=(0,) if ended else ()))
+        lane.add(step + 1, step + 1.25, -step - 1 if ended else step + 2, "terminated" if ended else None)
+    assert_tables(served(storage), lane.table())
+
+
+def test_discount_is_that_of_the_steps_really_taken():
+    """Not gamma^n at the newest row, and not gamma where n is 3."""
+    storage = make_storage(1, 8, n_step=3, discount=0.5)
+    add_steps(storage, 4)
+    assert {number: line[2] for number, line in served(storage).items()} == {1: 0.125, 2: 0.125, 3: 0.25, 4: 0.5}
+
+
+def test_unfilled_storage_is_not_read_beyond_what_was_written():
+    storage = make_storage(2, 1000, n_step=5, discount=1.0)
+    add_steps(storage, 3)
+    assert_tables(
+        served(storage),
+        {
+            number: (number, sum(later + 0.25 for later in range(number, 7, 2)), 1.0, 8 - number % 2)
+            for number in range(1, 7)
+        },
+    )
+
+
+# ------------------------------------------------------------------------------------- 3, 4, 5: the ends of episodes
+
+
+def test_final_observation_is_taken_where_only_ended_environments_give_one():
+    storage = make_storage(3, 4, n_step=1)
+    final = np.full(3, None, dtype=object)
+    final[1] = np.array([-70, -69], np.float32)
+    storage.add(**make_step(0, 3, truncated=(1,), infos={"final_obs": final}))
+    assert {number: line[3] for number, line in served(storage).items()} == {1: 4, 2: -7, 3: 6}
+
+
+@pytest.mark.parametrize("how", ["terminated", "truncated"])
+def test_single_copy_of_observations_does_not_serve_the_reset_observation(how):
+    """The next observation of a last step is what the episode ended in, not the start of the next in the row after."""
+    storage = make_storage(1, 6, n_step=1)
+    for step in range(20):
+        storage.add(**make_step(step, 1, **({how: (0,)} if step % 3 == 1 else {})))
+        for number, line in served(storage).items():
+            assert line[3] == (-number if number % 3 == 2 else number + 1)
+
+
+def test_whole_data_hold_the_final_observations_as_well():
+    storage = make_storage(1, 6, n_step=1)
+    for step in range(8):
+        storage.add(**make_step(step, 1, truncated=(0,) if step % 3 == 1 else ()))
+    data = storage.get_all_buffer_data()
+    assert (data["observations"][:, 0, 0] / 10).tolist() == [3, 4, 5, 6, 7, 8]
+    assert (data["next_observations"][:, 0, 0] / 10).tolist() == [4, 5, -5, 7, 8, -8]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.value)
+def test_autoreset_inserts_no_invalid_transition(mode):
+    """No transition leads from one episode into another: numbers differ by a hundred between episodes."""
+    vector = make_vector(mode)
+    storage = make_storage(3, 40, observation_space=vector.single_observation_space, n_step=1)
+    played = drive(vector, storage, 40)
+    batch = storage.sample()
+    assert torch.equal(batch.next_observations[:, 0], batch.observations[:, 0] + 1)
+    assert set(batch.observations[:, 0].tolist()) == {float(step[0]) for lane in played for step in lane}
+
+
+# ------------------------------------------------------------------------------------- 6: sequences
+
+
+def naive_windows(length, over, size, stride):
+    """Where the windows of an episode start: (start, steps in it)."""
+    starts = list(range(0, length - size + 1, stride))
+    if over and (not starts or starts[-1] + size < length):
+        starts.append(max(0, length - size))
+    return {(start, min(size, length)) for start in starts}
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("burn_in", [0, 1])
+def test_slices_neither_miss_the_last_step_nor_cross_trajectories_at_any_place_of_the_cursor(overlap, burn_in):
+    """Episodes of 1, 2, ... steps in a lane of 9 places; a window is told by its first step, whatever the cursor is."""
+    size = 3 + burn_in
+    storage = SequenceReplayStorage(
+        BOX,
+        spaces.Discrete(1_000_000),
+        storage_size=9,
+        batch_size=600,
+        sequence_length=3,
+        burn_in=burn_in,
+        overlap=overlap,
+        seed=0,
+    )
+    lengths = [1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 2]
+    first, finished, step = {}, [], 0
+    for length in lengths:
+        begin = step
+        for _ in range(length):
+            over = step == begin + length - 1
+            storage.add(**make_step(step, 1, truncated=(0,) if over else ()))
+            step += 1
+            episodes = [*finished, (begin, step - begin, over)]
+            first = {
+                start + offset: taken
+                for start, so_far, done in episodes
+                for offset, taken in naive_windows(so_far, done, size, 3 - overlap)
+                if start + offset >= step - 9
+            }
+            if first:
+                check_windows(storage.sample(), first, burn_in, size, {e[0] for e in episodes})
+        finished.append((begin, length, True))
+    assert step == sum(lengths)
+
+
+def check_windows(batch, first, burn_in, size, beginnings):
+    """``first`` maps the step at which a window starts to how many steps it holds."""
+    starts = (batch.observations[:, 0, 0] / 10).long() - 1
+    assert set(starts.tolist()) == first.keys()
+    for row, start in enumerate(starts.tolist()):
+        taken = first[start]
+        steps = range(start, start + taken)
+        assert (batch.observations[row, :taken, 0] / 10).tolist() == [s + 1 for s in steps]
+        assert batch.actions[row, :taken].tolist() == [s + 1 for s in steps]
+        assert not batch.observations[row, taken:].any()
+        assert batch.masks[row].tolist() == [burn_in <= i < taken for i in range(size)]
+        assert batch.is_first[row, :taken].tolist() == [s in beginnings for s in steps]
+        assert not batch.truncated[row, : taken - 1].any()
+        for i, s in enumerate(steps):
+            ended = bool(batch.truncated[row, i])
+            assert (batch.next_observations[row, i, 0] / 10).item() == (-s - 1 if ended else s + 2)
+
+
+def test_slice_that_was_asked_for_across_episodes_tells_where_they_begin():
+    storage = SequenceReplayStorage(
+        BOX, spaces.Discrete(99), storage_size=8, batch_size=400, sequence_length=4, across_episodes=True, seed=0
+    )
+    for step in range(8):
+        storage.add(**make_step(step, 1, terminated=(0,) if step in (1, 4) else ()))
+    batch = storage.sample()
+    starts = (batch.observations[:, 0, 0] / 10).long()
+    assert set(starts.tolist()) == {1, 5}
+    firsts = {int(s): first.tolist() for s, first in zip(starts, batch.is_first, strict=True)}
+    assert firsts == {1: [True, False, True, False], 5: [False, True, False, False]}
+    assert batch.masks.all()
+
+
+# ------------------------------------------------------------------------------------- 7: priorities
+
+
+def served_priorities(storage):
+    """With beta 1 the weight of a row is the smallest priority drawn, over its own."""
+    batch = storage.sample()
+    weights = dict(zip(batch.rows.tolist(), batch.weights.flatten().tolist(), strict=True))
+    return {row: 1 / weight for row, weight in weights.items()}
+
+
+def test_priorities_are_raised_to_alpha_once():
+    for alpha, ratio in ((0.5, 2.0), (1.0, 4.0), (0.0, 1.0), (2.0, 16.0)):
+        storage = prioritized(alpha=alpha)
+        add_steps(storage, 2)
+        storage.update([0, 1], [1.0, 4.0])
+        assert served_priorities(storage) == pytest.approx({0: 1, 1: ratio})
+
+
+def test_a_priority_is_not_initialised_twice():
+    """A new row has the largest priority that is held, as it stands: not raised to alpha once more, not 1."""
+    storage = prioritized(alpha=0.5)
+    add_steps(storage, 1)
+    storage.update([0], [16.0])
+    add_steps(storage, 1, first=1)
+    assert served_priorities(storage) == pytest.approx({0: 1, 1: 1})
+    storage.update([1], [1.0])
+    add_steps(storage, 1, first=2)
+    assert served_priorities(storage) == pytest.approx({0: 4, 1: 1, 2: 4})
+
+
+def test_the_largest_priority_is_not_one_that_is_gone():
+    storage = prioritized(steps=3)
+    add_steps(storage, 3)
+    storage.update([0, 1, 2], [100.0, 2.0, 1.0])
+    add_steps(storage, 1, first=3)  # row 0 and its 100 give way to row 3, while 100 is still the largest or just gone
+    storage.update([3], [1.0])
+    add_steps(storage, 1, first=4)  # over row 1
+    storage.update([4], [3.0])
+    add_steps(storage, 1, first=5)  # over row 2; held: 1 and 3
+    assert served_priorities(storage) == pytest.approx({3: 1, 4: 3, 5: 3})
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_draws_follow_the_priorities_of_a_plain_list_after_many_updates(num_envs):
+    """One draw in each equal part of the total: a row is drawn as often as its share says, but for its two edges."""
+    steps, generator = 37, torch.Generator().manual_seed(0)
+    storage = prioritized(num_envs, steps, batch_size=5000)
+    plain = {}
+    for step in range(100):
+        largest = max(plain.values(), default=0.0) or 1.0
+        storage.add(**make_step(step, num_envs))
+        for env in range(num_envs):
+            plain[step * num_envs + env] = largest
+            plain.pop((step - steps) * num_envs + env, None)
+        rows = torch.tensor(sorted(plain))[torch.randint(len(plain), (8,), generator=generator)].unique()
+        values = torch.rand(len(rows), generator=generator) * 10
+        storage.update(rows, values)
+        plain.update(zip(rows.tolist(), values.tolist(), strict=True))
+    batch = storage.sample()
+    total, counts = sum(plain.values()), Counter(batch.rows.tolist())
+    assert counts.keys() <= plain.keys()
+    for row, priority in plain.items():
+        assert abs(counts[row] - 5000 * priority / total) <= 2, row
+    smallest = min(plain[row] for row in counts)
+    for row, weight in zip(batch.rows.tolist(), batch.weights.flatten().tolist(), strict=True):
+        assert weight == pytest.approx(smallest / plain[row], rel=1e-3)
+
+
+def test_the_sum_of_priorities_does_not_drift():
+    """A million updates between 1e-6 and 1e6, then all equal: the draws are those of equal priorities."""
+    storage = prioritized(steps=64, batch_size=640)
+    add_steps(storage, 64)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.arange(64).repeat(250)
+    for _ in range(63):
+        storage.update(rows, 10 ** (torch.rand(len(rows), generator=generator) * 12 - 6))
+    storage.update(torch.arange(64), torch.full((64,), 0.1))
+    counts = Counter(storage.sample().rows.tolist())
+    assert set(counts.values()) == {10}
+    assert set(storage.sample().weights.flatten().tolist()) == {1.0}
+
+
+def test_of_a_row_that_is_given_twice_the_last_priority_stands():
+    storage = prioritized()
+    add_steps(storage, 2)
+    storage.update([0, 1, 0, 0], [9.0, 1.0, 5.0, 2.0])
+    assert served_priorities(storage) == pytest.approx({0: 2, 1: 1})
+
+
+# ------------------------------------------------------------------------------------- 8 and 9: eviction
+
+
+def test_eviction_does_not_crash_prioritized_replay():
+    """Every batch's priorities come back while the rows are being written over, for sequences too."""
+    for kind in KINDS:
+        if not kind.name.startswith("prioritized"):
+            continue
+        storage = kind.make(num_envs=2, steps=5)
+        for step in range(60):
+            storage.add(**kind.step(step, terminated=(0,) if step % 7 == 6 else ()))
+            if step < 3:
+                continue
+            batch = storage.sample()
+            assert (batch.rows // 2 > step - 5).all()
+            storage.update(batch.rows, torch.rand(len(batch.rows)) * (step % 3))
+
+
+def test_priority_of_a_row_that_was_written_over_is_dropped_and_counted():
+    storage = prioritized(steps=3)
+    add_steps(storage, 3)
+    rows = storage.sample().rows.unique()
+    assert rows.tolist() == [0, 1, 2]
+    assert storage.stale_updates == 0
+    add_steps(storage, 2, first=3)  # over rows 0 and 1
+    storage.update(rows, torch.tensor([100.0, 100.0, 4.0]))
+    assert storage.stale_updates == 2
+    # Rows 3 and 4 keep what they had: nothing was written onto the steps that took their places.
+    assert served_priorities(storage) == pytest.approx({2: 4, 3: 1, 4: 1})
+    storage.update([0, 0, 3], [7.0, 7.0, 2.0])
+    assert storage.stale_updates == 4
+    assert served_priorities(storage) == pytest.approx({2: 4, 3: 2, 4: 1})
+
+
+def test_rows_from_before_a_reset_are_stale():
+    storage = prioritized(steps=4)
+    add_steps(storage, 3)
+    old = storage.sample().rows.unique()
+    storage.reset()
+    add_steps(storage, 2, first=10)
+    new = storage.sample().rows.unique()
+    assert not set(old.tolist()) & set(new.tolist())
+    storage.update(old, torch.full((3,), 50.0))
+    assert storage.stale_updates == 3
+    assert set(served_priorities(storage).values()) == {1.0}
+
+
+# ------------------------------------------------------------------------------------- 11: constant in the size
+
+
+class Work(TorchDispatchMode):
+    """Counts torch's operations, and the bytes of what they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.bytes += sum(
+            leaf.nbytes for leaf in leaves(result if isinstance(result, (tuple, list)) else [result]).values()
+        )
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.5}, {"overlap": 2, "burn_in": 1}], ids=str)
+def test_sequence_sampling_does_not_grow_with_the_buffer(options):
+    spent = []
+    for steps in (100, 20_000):
+        storage = SequenceReplayStorage(
+            BOX, spaces.Discrete(9), storage_size=steps, batch_size=16, sequence_length=4, seed=0, **options
+        )
+        length = steps // 10
+        data = {
+            "observations": torch.arange(2.0 * steps).reshape(steps, 1, 2),
+            "next_observations": torch.arange(2.0 * steps).reshape(steps, 1, 2) + 2,
+            "actions": torch.zeros(steps, 1, dtype=torch.int64),
+            "rewards": torch.zeros(steps, 1),
+            "terminated": torch.arange(1, steps + 1).reshape(steps, 1) % length == 0,
+            "truncated": torch.zeros(steps, 1, dtype=torch.bool),
+        }
+        storage.insert_data_slice(data)
+        assert len(storage) == steps
+        for _ in range(3):
+            storage.sample()
+        with Work() as work:
+            storage.sample()
+        spent.append((work.operations, work.bytes))
+    assert spent[0] == spent[1]
+
+
+# ------------------------------------------------------------------------------------- 12 and 13: memory
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_next_observations_are_not_stored_twice(kind):
+    """An observation of 1000 bytes, in episodes of 100 steps: hardly more than 1000 bytes a transition."""
+    space = spaces.Box(0, 255, (1000,), np.uint8)
+    if kind.space is GOALS:
+        goal = spaces.Box(0, 255, (2,), np.uint8)
+        space = spaces.Dict({"observation": space, "achieved_goal": goal, "desired_goal": goal})
+    storage = kind.make(num_envs=1, steps=400, observation_space=space)
+    image = torch.zeros(1, 1000, dtype=torch.uint8)
+
+    def observe(step):
+        image[0, :2] = torch.tensor([step % 250, 1])
+        if kind.space is not GOALS:
+            return image.clone()
+        return {"observation": image.clone(), "achieved_goal": image[:, :2].clone(), "desired_goal": image[:, 2:4]}
+
+    for step in range(500):
+        given = {"observations": observe(step), "next_observations": observe(step + 1), "infos": {}}
+        storage.add(**kind.step(step, 1, truncated=(0,) if step % 100 == 99 else (), **given))
+    assert len(storage) == 400
+    assert storage.nbytes < 400 * 1100
+    storage.close()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float16, np.float64])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.space is BOX], ids=repr)
+def test_bytes_become_floats_only_where_they_are_served(kind, dtype):
+    storage = kind.make(observation_space=spaces.Box(0, 200, (2,), dtype))
+    for step in range(4):
+        ids = ids_of(step).numpy().astype(dtype)
+        obs = np.stack([ids, ids + dtype(100)], -1)
+        storage.add(**kind.step(step, observations=obs, next_observations=obs + dtype(2)))
+    kept = torch.from_numpy(np.empty(0, dtype)).dtype
+    data = storage.get_all_buffer_data()
+    assert data["observations"].dtype == data["next_observations"].dtype == kept
+    assert data["observations"][0].tolist() == [[1, 101], [2, 102]]
+    served_as = torch.float32 if kind.name.startswith("n-step") else kept
+    assert storage.sample().observations.dtype == storage.sample().next_observations.dtype == served_as
+    storage.close()
+
+
+# ------------------------------------------------------------------------------------- 14: nothing before an end
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "sequence" not in kind.name], ids=repr)
+@pytest.mark.parametrize("num_workers", [0, 1, 8])
+def test_first_step_is_served_before_any_episode_ends_and_no_worker_is_without_data(kind, num_workers):
+    storage = kind.make(num_envs=1, num_workers=num_workers)
+    storage.add(**kind.step(0, 1))
+    for _ in range(2 * num_workers + 2):
+        assert set(storage.sample().actions.tolist()) == {1}
+    storage.close()
+
+
+# ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("rows", [0, 3, 14], ids=["empty", "midway", "wrapped"])
+def test_neither_data_nor_counters_nor_randomness_are_missing_after_a_resume(kind, rows, tmp_path):
+    storage = kind.make()
+    kind.fill(storage, rows)
+    if rows:
+        batch = storage.sample()
+        if kind.name.startswith("prioritized"):
+            storage.update(batch.rows, torch.linspace(0.5, 3.0, len(batch.rows)))
+            storage.update(batch.rows[:1] % 2, [5.0])  # stale, if the storage has wrapped
+    storage.save(tmp_path / "saved")
+    options = {"compute_reward": distance} if kind.name == "hindsight" else {}
+    resumed = Storage.load(tmp_path / "saved", **options)
+    assert type(resumed) is type(storage)
+    assert_same(state(resumed), state(storage))
+    if rows:
+        assert_same_draws(resumed, storage)
+    for either in (resumed, storage):
+        kind.fill(either, 3, first=rows)
+    assert_same(state(resumed), state(storage))
+    assert_same_draws(resumed, storage)
+    for either in (resumed, storage):
+        either.close()
+
+
+def test_beta_goes_on_where_it_was(tmp_path):
+    storage = prioritized(beta=0.0, beta_steps=10, batch_size=4)
+    add_steps(storage, 2)
+    storage.update([0, 1], [1.0, 4.0])
+    for _ in range(5):
+        storage.sample()
+    storage.save(tmp_path / "saved")
+    resumed = PrioritizedReplayStorage.load(tmp_path / "saved")
+    for _ in range(8):
+        assert_same_draws(resumed, storage, batches=1)
+
+
+def test_an_episode_goes_on_through_a_resume(tmp_path):
+    storage = make_storage(1, 8, n_step=3, discount=0.5)
+    add_steps(storage, 2)
+    storage.save(tmp_path / "saved")
+    resumed = type(storage).load(tmp_path / "saved")
+    for either in (storage, resumed):
+        add_steps(either, 2, first=2)
+    assert_tables(served(resumed), served(storage))
+    assert served(resumed)[1] == (1, 1.25 + 2.25 / 2 + 3.25 / 4, 0.125, 4)
+
+
+def test_checkpoints_may_be_made_again_and_again_in_the_same_place(tmp_path):
+    storage = make_storage(2, 6, seed=0)
+    for round_ in range(4):
+        add_steps(storage, 3, first=3 * round_)
+        storage.save(tmp_path / "saved")
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+        resumed = type(storage).load(tmp_path / "saved")
+        assert_same(state(resumed), state(storage))
+        resumed.close()
+
+
+def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
+    storage = make_storage(2, 6)
+    add_steps(storage, 3)
+    storage.save(tmp_path / "saved")
+    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    (manifest,) = [path for path in files if path.suffix == ".json"]
+    assert any("version" in key for key in json.loads(manifest.read_text()))
+
+
+def test_saving_loses_no_batch_that_was_prepared(tmp_path):
+    storage = make_storage(2, 6, batch_size=16, num_workers=3, seed=0)
+    add_steps(storage, 5)
+    storage.sample()
+    storage.save(tmp_path / "saved")
+    resumed = type(storage).load(tmp_path / "saved")
+    assert_same_draws(resumed, storage, batches=8)
+    storage.close()
+    resumed.close()
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused_and_the_one_before_it_is_there(tmp_path):
+    storage = make_storage(2, 6)
+    add_steps(storage, 3)
+    storage.save(tmp_path / "saved")
+    (data,) = (tmp_path / "saved").rglob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-8])
+    with pytest.raises((ValueError, OSError), match="saved"):
+        type(storage).load(tmp_path / "saved")
+
+
+def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_path):
+    space = spaces.Box(0, 255, (16, 16, 3), np.uint8)
+    storage = make_storage(1, 500, observation_space=space)
+    for step in range(600):
+        same = {name: torch.zeros(1, 16, 16, 3) for name in ("observations", "next_observations")}
+        storage.add(**make_step(step, 1, **same))
+    storage.save(tmp_path / "saved")
+    size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
+    assert size < 1.1 * storage.nbytes + 20_000
+    resumed = Storage.load(tmp_path / "saved", device="cpu")
+    assert resumed.device == torch.device("cpu")
+    assert resumed.nbytes <= 1.1 * storage.nbytes
+    with pytest.raises(ValueError, match="device"):
+        Storage.load(tmp_path / "saved", device="toaster")
+
+
+# ------------------------------------------------------------------------------------- 23: ragged data
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_lanes_of_different_lengths_are_kept_and_not_cut(kind):
+    storage = kind.make(num_envs=3, steps=6)
+    turns = [(True, True, True), (False, True, True), (False, False, True), (False, True, True)]
+    taken = [0, 0, 0]
+    for step, turn in enumerate(turns):
+        ids = torch.tensor([100.0 * (env + 1) + taken[env] for env in range(3)])
+        given = {"observations": kind.observations(ids), "next_observations": kind.observations(ids + 1)}
+        storage.add(**kind.step(step, 3, actions=ids.long(), mask=list(turn), **given))
+        taken = [count + turned for count, turned in zip(taken, turn, strict=True)]
+    assert taken == [1, 3, 4]
+    assert len(storage) == 8
+    data = storage.get_all_buffer_data()
+    masks = data["masks"].reshape(4, 3).bool()
+    assert masks.sum(0).tolist() == taken
+    assert [data["actions"].reshape(4, 3)[:, env][masks[:, env]].tolist() for env in range(3)] == [
+        [100],
+        [200, 201, 202],
+        [300, 301, 302, 303],
+    ]
+    other = kind.make(num_envs=3, steps=6)
+    other.insert_data_slice(data)
+    assert_same(state(other), state(storage))
+    for either in (storage, other):
+        either.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("name", ["rewards", "actions", "terminated", "truncated", "masks"])
+def test_columns_of_different_lengths_are_refused_and_not_cut(kind, name):
+    storage, other = kind.make(), kind.make()
+    kind.fill(storage, 4)
+    data = storage.get_all_buffer_data()
+    before = state(other)
+    with pytest.raises(ValueError, match=rf"(?s){name}.*Nothing was (written|changed)"):
+        other.insert_data_slice({**data, name: data[name][:3]})
+    assert_same(state(other), before)
+    for either in (storage, other):
+        either.close()
+
+
+# ------------------------------------------------------------------------------------- 25: fixed shapes, prefetch
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_every_batch_has_the_same_shapes_and_dtypes(kind):
+    """Whatever is in the storage: a compiled learner compiles once."""
+    storage = kind.make(num_envs=2, steps=6)
+    kind.fill(storage, 3)
+    seen = set()
+    for step in range(3, 30):
+        kind.fill(storage, 1, first=step)
+        batch = leaves(storage.sample())
+        seen.add(tuple((name, tuple(leaf.shape), leaf.dtype, leaf.stride()) for name, leaf in batch.items()))
+    assert len(seen) == 1
+    storage.close()
+
+
+def test_prefetch_really_has_a_batch_ready_before_it_is_asked_for():
+    """The caller's function is called for the second batch though nobody has asked for it yet."""
+    calls = []
+    second = threading.Event()
+
+    def compute_reward(achieved, desired, info):
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            second.set()
+        return torch.zeros(len(achieved))
+
+    storage = HindsightReplayStorage(
+        GOALS, spaces.Discrete(9), storage_size=10, batch_size=4, compute_reward=compute_reward, num_workers=1, seed=0
+    )
+    goals = {name: obs_of(torch.ones(1)) for name in GOALS}
+    storage.add(goals, [1], [0.0], [False], [False], {}, goals)
+    storage.sample()
+    assert second.wait(timeout=120)
+    assert calls[1] is not threading.main_thread()
+    storage.close()
+
+
+def test_without_prefetch_nothing_is_prepared():
+    calls = []
+
+    def compute_reward(achieved, desired, info):
+        calls.append(threading.current_thread())
+        return torch.zeros(len(achieved))
+
+    storage = HindsightReplayStorage(
+        GOALS, spaces.Discrete(9), storage_size=10, batch_size=4, compute_reward=compute_reward, seed=0
+    )
+    goals = {name: obs_of(torch.ones(1)) for name in GOALS}
+    storage.add(goals, [1], [0.0], [False], [False], {}, goals)
+    for _ in range(3):
+        storage.sample()
+    assert calls == [threading.main_thread()] * 3
+
+
+def test_uniform_replay_draws_from_everything():
+    storage = ReplayStorage(BOX, spaces.Discrete(1_000_000), storage_size=40, num_envs=4, batch_size=MANY, seed=0)
+    add_steps(storage, 25)
+    assert set(storage.sample().actions.tolist()) == set(range(61, 101))
