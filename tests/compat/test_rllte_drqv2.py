@@ -66,6 +66,11 @@ def make_agent(rllte, monkeypatch, tmp_path):
         storage.close()
 
 
+def train(agent, steps):
+    """With neither a log nor a checkpoint on the way: their logger leaves its files open."""
+    agent.train(num_train_steps=steps, save_interval=10**9, log_interval=10**9)
+
+
 def n_step_lines(transitions):
     """What each transition of one environment must be served as, by its first observation."""
     lines = {}
@@ -93,7 +98,7 @@ def assert_served_from(batch, lines):
 def test_the_agent_takes_batches_of_pixels(make_agent):
     env = ReachVector(pixels=True, limit=7)
     agent = make_agent(env, batch_size=8, storage_size=500)
-    agent.train(num_train_steps=70, save_interval=1000)
+    train(agent, 70)
     storage = agent.storage
     assert isinstance(storage, WatchedStorage)
     assert len(storage) == 70
@@ -112,7 +117,7 @@ def test_every_number_the_agent_learns_from_is_one_the_environment_gave(make_age
     env = ReachVector(num_envs, limit=6)
     agent = make_agent(env)
     agent.aug = None  # shifts are for images
-    agent.train(num_train_steps=60 * num_envs, save_interval=100_000)
+    train(agent, 60 * num_envs)
     storage = agent.storage
     assert len(storage) == 60 * num_envs
     ends = [terminated or truncated for _, _, _, terminated, truncated, _ in env.transitions]
@@ -129,7 +134,7 @@ def test_the_agent_learns(make_agent):
     env = ReachVector(limit=10, seed=3)
     agent = make_agent(env, num_init_steps=300, batch_size=64, lr=1e-3)
     agent.aug = None
-    agent.train(num_train_steps=1200, save_interval=100_000, log_interval=100_000)
+    train(agent, 1200)
     assert share_reached(env.transitions[600:]) > share_reached(env.transitions[:300]) + 0.2
 
 

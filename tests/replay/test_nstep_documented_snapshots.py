@@ -27,8 +27,8 @@ def bytes_under(folder):
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def kept(folder, num_envs=2, steps=8, **options):
-    return make_storage(num_envs, steps, save_snapshot=True, snapshot_dir=folder, **options)
+def kept(folder, num_envs=2, steps=8, *spaces_, **options):
+    return make_storage(num_envs, steps, *spaces_, save_snapshot=True, snapshot_dir=folder, **options)
 
 
 def lanes_of(storage):

@@ -53,7 +53,7 @@ class Stacks:
             final = [self.stack(env, episode, EPISODE) for env in range(self.envs)]
             storage.add(
                 np.stack([self.stack(env, episode, time) for env in range(self.envs)]),
-                np.zeros(self.envs),
+                np.zeros(self.envs, int),
                 np.zeros(self.envs),
                 np.zeros(self.envs),
                 np.full(self.envs, over),
@@ -74,7 +74,7 @@ class Stacks:
     ("frames", "channels", "most"), [(4, 1, 7_400), (3, 3, 22_000)], ids=["4 grey frames", "3 colour frames"]
 )
 @pytest.mark.parametrize("storage_class", [ReplayStorage, NStepReplayStorage, PrioritizedReplayStorage])
-@pytest.mark.parametrize("envs", [1, 4])
+@pytest.mark.parametrize("envs", [1, 2])
 def test_stacks_cost_little_more_than_one_frame_with_exact_final_observations(
     storage_class, frames, channels, most, envs
 ):
@@ -84,14 +84,14 @@ def test_stacks_cost_little_more_than_one_frame_with_exact_final_observations(
         film.space,
         spaces.Discrete(2),
         num_envs=envs,
-        storage_size=1600,
+        storage_size=1600 * envs,
         batch_size=64,
         frame_stack=frames,
         **options,
     )
-    film.fill(storage, 2000 // envs)
-    assert len(storage) == 1600
-    assert storage.nbytes / 1600 <= most
+    film.fill(storage, 2000)
+    assert len(storage) == 1600 * envs
+    assert storage.nbytes / len(storage) <= most
     for _ in range(4):
         batch = storage.sample()
         film.check(batch.observations, batch.next_observations)
@@ -174,6 +174,8 @@ class Loop:
             ended = torch.full((4,), self.number % 7 == 0)
             infos = {"final_obs": self.obs} if ended[0] else {}
             self.storage.add(self.obs, [0, 1, 2, 3], [0.5] * 4, ended, [False] * 4, infos, self.obs)
+            if self.number < 10:  # a sequence has to be complete first
+                continue
             batch = self.storage.sample()
             if self.kind.name.startswith("prioritized"):
                 self.storage.update(batch.rows, torch.rand(len(batch.rows)))
