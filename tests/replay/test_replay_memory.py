@@ -160,11 +160,11 @@ def test_the_bytes_a_storage_tells_are_those_the_process_has_grown_by():
 class Loop:
     """Steps that end here and there, samples and priorities, in a storage that has long been full."""
 
-    def __init__(self, kind, num_workers=0):
+    def __init__(self, kind):
         box = spaces.Box(-1e9, 1e9, (64,))
         space = box if kind.space is BOX else spaces.Dict(dict.fromkeys(GOALS, box))
         self.kind, self.number = kind, 0
-        self.storage = kind.make(4, 64, observation_space=space, num_workers=num_workers)
+        self.storage = kind.make(4, 64, observation_space=space)
         obs = torch.zeros(4, 64)
         self.obs = obs if kind.space is BOX else dict.fromkeys(GOALS, obs)
 
@@ -183,9 +183,8 @@ class Loop:
 
 @needs_proc
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_resident_memory_is_flat_over_thousands_of_steps_and_batches(kind, num_workers):
-    loop = Loop(kind, num_workers)
+def test_resident_memory_is_flat_over_thousands_of_steps_and_batches(kind):
+    loop = Loop(kind)
     loop.run(500)
     gc.collect()
     before = resident_bytes()
