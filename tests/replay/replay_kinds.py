@@ -84,6 +84,12 @@ PRIORITIZED = [kind for kind in KINDS if kind.name.startswith("prioritized")]
 FLAT = [kind for kind in KINDS if kind.space is BOX]
 
 
+def make_prioritized(num_envs=1, steps=8, **options):
+    """Priorities as they are (alpha 1), and weights that tell them (beta 1)."""
+    given = {"num_envs": num_envs, "storage_size": num_envs * steps, "batch_size": 1000, "alpha": 1.0, "beta": 1.0}
+    return PrioritizedReplayStorage(BOX, spaces.Discrete(1_000_000), **{**given, "seed": 0, **options})
+
+
 def leaves(value, path=""):
     """Every tensor inside a dict, a batch or a nest of them, by a name that says where it is."""
     if value is None:

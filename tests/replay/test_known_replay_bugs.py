@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,23 +10,12 @@ import torch
 from counting_env import drive, make_vector
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from nstep_steps import BOX, MANY, Lane, assert_tables, ids_of, make_step, make_storage, served
-from replay_kinds import GOALS, KINDS, assert_same, assert_same_draws, distance, leaves, state
+from nstep_steps import BOX, MANY, Lane, assert_tables, fill, ids_of, make_step, make_storage, served
+from replay_kinds import GOALS, KINDS, assert_same, leaves, state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage, Storage
-
-
-def prioritized(num_envs=1, steps=8, **options):
-    given = {"num_envs": num_envs, "storage_size": num_envs * steps, "batch_size": 1000, "alpha": 1.0, "beta": 1.0}
-    return PrioritizedReplayStorage(BOX, spaces.Discrete(1_000_000), **{**given, "seed": 0, **options})
-
-
-def add_steps(storage, steps, first=0, **ends):
-    for step in range(first, first + steps):
-        storage.add(**make_step(step, storage.num_envs, **ends))
-
+from rlstore import ReplayStorage, SequenceReplayStorage
 
 # ------------------------------------------------------------------------------------- 1: n-step windows
 
@@ -47,13 +34,13 @@ def test_n_step_window_crosses_neither_the_write_cursor_nor_an_episode(written):
 def test_discount_is_that_of_the_steps_really_taken():
     """Not gamma^n at the newest row, and not gamma where n is 3."""
     storage = make_storage(1, 8, n_step=3, discount=0.5)
-    add_steps(storage, 4)
+    fill(storage, 4)
     assert {number: line[2] for number, line in served(storage).items()} == {1: 0.125, 2: 0.125, 3: 0.25, 4: 0.5}
 
 
 def test_unfilled_storage_is_not_read_beyond_what_was_written():
     storage = make_storage(2, 1000, n_step=5, discount=1.0)
-    add_steps(storage, 3)
+    fill(storage, 3)
     assert_tables(
         served(storage),
         {
@@ -183,142 +170,6 @@ def test_slice_that_was_asked_for_across_episodes_tells_where_they_begin():
     assert batch.masks.all()
 
 
-# ------------------------------------------------------------------------------------- 7: priorities
-
-
-def served_priorities(storage):
-    """With beta 1 the weight of a row is the smallest priority drawn, over its own."""
-    batch = storage.sample()
-    weights = dict(zip(batch.rows.tolist(), batch.weights.flatten().tolist(), strict=True))
-    return {row: 1 / weight for row, weight in weights.items()}
-
-
-def test_priorities_are_raised_to_alpha_once():
-    for alpha, ratio in ((0.5, 2.0), (1.0, 4.0), (0.0, 1.0)):
-        storage = prioritized(alpha=alpha)
-        add_steps(storage, 2)
-        storage.update([0, 1], [1.0, 4.0])
-        assert served_priorities(storage) == pytest.approx({0: 1, 1: ratio})
-
-
-def test_a_priority_is_not_initialised_twice():
-    """A new row has the largest priority that is held, as it stands: not raised to alpha once more, not 1."""
-    storage = prioritized(alpha=0.5)
-    add_steps(storage, 1)
-    storage.update([0], [16.0])
-    add_steps(storage, 1, first=1)
-    assert served_priorities(storage) == pytest.approx({0: 1, 1: 1})
-    storage.update([1], [1.0])
-    add_steps(storage, 1, first=2)
-    assert served_priorities(storage) == pytest.approx({0: 4, 1: 1, 2: 4})
-
-
-def test_the_largest_priority_is_not_one_that_is_gone():
-    storage = prioritized(steps=3)
-    add_steps(storage, 3)
-    storage.update([0, 1, 2], [100.0, 2.0, 1.0])
-    add_steps(storage, 1, first=3)  # row 0 and its 100 give way to row 3, while 100 is still the largest or just gone
-    storage.update([3], [1.0])
-    add_steps(storage, 1, first=4)  # over row 1
-    storage.update([4], [3.0])
-    add_steps(storage, 1, first=5)  # over row 2; held: 1 and 3
-    assert served_priorities(storage) == pytest.approx({3: 1, 4: 3, 5: 3})
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_draws_follow_the_priorities_of_a_plain_list_after_many_updates(num_envs):
-    """One draw in each equal part of the total: a row is drawn as often as its share says, but for its two edges."""
-    steps, generator = 37, torch.Generator().manual_seed(0)
-    storage = prioritized(num_envs, steps, batch_size=5000)
-    plain = {}
-    for step in range(100):
-        storage.add(**make_step(step, num_envs))
-        new = step * num_envs + torch.arange(num_envs)
-        for row in new.tolist():
-            plain.pop(row - steps * num_envs, None)
-        held = torch.tensor([*plain, *new.tolist()])
-        rows = torch.cat([new, held[torch.randint(len(held), (8,), generator=generator)]]).unique()
-        values = torch.rand(len(rows), generator=generator) * 10
-        storage.update(rows, values)
-        plain.update(zip(rows.tolist(), values.tolist(), strict=True))
-    batch = storage.sample()
-    total, counts = sum(plain.values()), Counter(batch.rows.tolist())
-    assert counts.keys() <= plain.keys()
-    for row, priority in plain.items():
-        assert abs(counts[row] - 5000 * priority / total) <= 2, row
-    smallest = min(plain[row] for row in counts)
-    for row, weight in zip(batch.rows.tolist(), batch.weights.flatten().tolist(), strict=True):
-        assert weight == pytest.approx(smallest / plain[row], rel=1e-3)
-
-
-def test_the_sum_of_priorities_does_not_drift():
-    """A million updates between 1e-6 and 1e6, then all equal: the draws are those of equal priorities."""
-    storage = prioritized(steps=64, batch_size=640)
-    add_steps(storage, 64)
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.arange(64).repeat(250)
-    for _ in range(63):
-        storage.update(rows, 10 ** (torch.rand(len(rows), generator=generator) * 12 - 6))
-    storage.update(torch.arange(64), torch.full((64,), 0.1))
-    counts = Counter(storage.sample().rows.tolist())
-    assert set(counts.values()) == {10}
-    assert set(storage.sample().weights.flatten().tolist()) == {1.0}
-
-
-def test_of_a_row_that_is_given_twice_the_last_priority_stands():
-    storage = prioritized()
-    add_steps(storage, 2)
-    storage.update([0, 1, 0, 0], [9.0, 1.0, 5.0, 2.0])
-    assert served_priorities(storage) == pytest.approx({0: 2, 1: 1})
-
-
-# ------------------------------------------------------------------------------------- 8 and 9: eviction
-
-
-def test_eviction_does_not_crash_prioritized_replay():
-    """Every batch's priorities come back while the rows are being written over, for sequences too."""
-    for kind in KINDS:
-        if not kind.name.startswith("prioritized"):
-            continue
-        storage = kind.make(num_envs=2, steps=5)
-        for step in range(60):
-            storage.add(**kind.step(step, terminated=(0,) if step % 7 == 6 else ()))
-            if step < 3:
-                continue
-            batch = storage.sample()
-            assert (batch.rows // 2 > step - 5).all()
-            storage.update(batch.rows, 0.01 + torch.rand(len(batch.rows)) * (step % 3))
-
-
-def test_priority_of_a_row_that_was_written_over_is_dropped_and_counted():
-    storage = prioritized(steps=3)
-    add_steps(storage, 3)
-    rows = storage.sample().rows.unique()
-    assert rows.tolist() == [0, 1, 2]
-    assert storage.stale_updates == 0
-    add_steps(storage, 2, first=3)  # over rows 0 and 1
-    storage.update(rows, torch.tensor([100.0, 100.0, 4.0]))
-    assert storage.stale_updates == 2
-    # Rows 3 and 4 keep what they had: nothing was written onto the steps that took their places.
-    assert served_priorities(storage) == pytest.approx({2: 4, 3: 1, 4: 1})
-    storage.update([0, 0, 3], [7.0, 7.0, 2.0])
-    assert storage.stale_updates == 4
-    assert served_priorities(storage) == pytest.approx({2: 4, 3: 2, 4: 1})
-
-
-def test_rows_from_before_a_reset_are_stale():
-    storage = prioritized(steps=4)
-    add_steps(storage, 3)
-    old = storage.sample().rows.unique()
-    storage.reset()
-    add_steps(storage, 2, first=10)
-    new = storage.sample().rows.unique()
-    assert not set(old.tolist()) & set(new.tolist())
-    storage.update(old, torch.full((3,), 50.0))
-    assert storage.stale_updates == 3
-    assert set(served_priorities(storage).values()) == {1.0}
-
-
 # ------------------------------------------------------------------------------------- 11: constant in the size
 
 
@@ -419,115 +270,6 @@ def test_first_step_is_served_before_any_episode_ends_and_no_worker_is_without_d
     storage.close()
 
 
-# ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-@pytest.mark.parametrize("rows", [0, 3, 14], ids=["empty", "midway", "wrapped"])
-def test_neither_data_nor_counters_nor_randomness_are_missing_after_a_resume(kind, rows, tmp_path):
-    storage = kind.make()
-    kind.fill(storage, rows)
-    if rows:
-        batch = storage.sample()
-        if kind.name.startswith("prioritized"):
-            storage.update(batch.rows, torch.linspace(0.5, 3.0, len(batch.rows)))
-            storage.update(batch.rows[:1] % 2, [5.0])  # stale, if the storage has wrapped
-    storage.save(tmp_path / "saved")
-    options = {"compute_reward": distance} if kind.name == "hindsight" else {}
-    resumed = Storage.load(tmp_path / "saved", **options)
-    assert type(resumed) is type(storage)
-    assert_same(state(resumed), state(storage))
-    if rows:
-        assert_same_draws(resumed, storage)
-    for either in (resumed, storage):
-        kind.fill(either, 3, first=rows)
-    assert_same(state(resumed), state(storage))
-    assert_same_draws(resumed, storage)
-    for either in (resumed, storage):
-        either.close()
-
-
-def test_beta_goes_on_where_it_was(tmp_path):
-    storage = prioritized(beta=0.0, beta_steps=10, batch_size=4)
-    add_steps(storage, 2)
-    storage.update([0, 1], [1.0, 4.0])
-    for _ in range(5):
-        storage.sample()
-    storage.save(tmp_path / "saved")
-    resumed = PrioritizedReplayStorage.load(tmp_path / "saved")
-    for _ in range(8):
-        assert_same_draws(resumed, storage, batches=1)
-
-
-def test_an_episode_goes_on_through_a_resume(tmp_path):
-    storage = make_storage(1, 8, n_step=3, discount=0.5)
-    add_steps(storage, 2)
-    storage.save(tmp_path / "saved")
-    resumed = type(storage).load(tmp_path / "saved")
-    for either in (storage, resumed):
-        add_steps(either, 2, first=2)
-    assert_tables(served(resumed), served(storage))
-    assert served(resumed)[1] == (1, 1.25 + 2.25 / 2 + 3.25 / 4, 0.125, 4)
-
-
-def test_checkpoints_may_be_made_again_and_again_in_the_same_place(tmp_path):
-    storage = make_storage(2, 6, seed=0)
-    for round_ in range(4):
-        add_steps(storage, 3, first=3 * round_)
-        storage.save(tmp_path / "saved")
-        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-        resumed = type(storage).load(tmp_path / "saved")
-        assert_same(state(resumed), state(storage))
-        resumed.close()
-
-
-def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
-    storage = make_storage(2, 6)
-    add_steps(storage, 3)
-    storage.save(tmp_path / "saved")
-    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".json", ".safetensors"}
-    (manifest,) = [path for path in files if path.suffix == ".json"]
-    assert any("version" in key for key in json.loads(manifest.read_text()))
-
-
-def test_saving_loses_no_batch_that_was_prepared(tmp_path):
-    storage = make_storage(2, 6, batch_size=16, num_workers=3, seed=0)
-    add_steps(storage, 5)
-    storage.sample()
-    storage.save(tmp_path / "saved")
-    resumed = type(storage).load(tmp_path / "saved")
-    assert_same_draws(resumed, storage, batches=8)
-    storage.close()
-    resumed.close()
-
-
-def test_a_checkpoint_that_was_cut_off_is_refused_and_the_one_before_it_is_there(tmp_path):
-    storage = make_storage(2, 6)
-    add_steps(storage, 3)
-    storage.save(tmp_path / "saved")
-    (data,) = (tmp_path / "saved").rglob("*.safetensors")
-    data.write_bytes(data.read_bytes()[:-8])
-    with pytest.raises((ValueError, OSError), match="saved"):
-        type(storage).load(tmp_path / "saved")
-
-
-def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_path):
-    space = spaces.Box(0, 255, (16, 16, 3), np.uint8)
-    storage = make_storage(1, 500, observation_space=space)
-    for step in range(600):
-        same = {name: torch.zeros(1, 16, 16, 3, dtype=torch.uint8) for name in ("observations", "next_observations")}
-        storage.add(**make_step(step, 1, **same))
-    storage.save(tmp_path / "saved")
-    size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
-    assert size < 1.1 * storage.nbytes + 20_000
-    resumed = Storage.load(tmp_path / "saved", device="cpu")
-    assert resumed.device == torch.device("cpu")
-    assert resumed.nbytes <= 1.1 * storage.nbytes
-    with pytest.raises(ValueError, match="device"):
-        Storage.load(tmp_path / "saved", device="toaster")
-
-
 # ------------------------------------------------------------------------------------- 23: ragged data
 
 
@@ -607,5 +349,5 @@ def test_prefetch_really_gathers_a_batch_before_it_is_asked_for(kind):
 
 def test_uniform_replay_draws_from_everything():
     storage = ReplayStorage(BOX, spaces.Discrete(1_000_000), storage_size=40, num_envs=4, batch_size=MANY, seed=0)
-    add_steps(storage, 25)
+    fill(storage, 25)
     assert set(storage.sample().actions.tolist()) == set(range(61, 101))
