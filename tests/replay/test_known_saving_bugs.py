@@ -11,7 +11,7 @@ from gymnasium import spaces
 from nstep_steps import assert_tables, fill, make_step, make_storage, served
 from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_prioritized, state
 
-from rlstore import PrioritizedReplayStorage, Storage
+from rlstore import PrioritizedReplayStorage, SnapshotError, Storage
 
 # ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
 
@@ -27,9 +27,10 @@ def test_neither_data_nor_counters_nor_randomness_are_missing_after_a_resume(kin
             storage.update(batch.rows, torch.linspace(0.5, 3.0, len(batch.rows)))
             storage.update(batch.rows[:1] % 2, [5.0])  # stale, if the storage has wrapped
     storage.save(tmp_path / "saved")
-    options = {"compute_reward": distance} if kind.name == "hindsight" else {}
-    resumed = Storage.load(tmp_path / "saved", **options)
+    resumed = Storage.load(tmp_path / "saved")
     assert type(resumed) is type(storage)
+    if kind.name == "hindsight":  # a function is not saved
+        resumed.compute_reward = distance
     assert_same(state(resumed), state(storage))
     if rows:
         assert_same_draws(resumed, storage)
@@ -80,7 +81,7 @@ def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
     fill(storage, 3)
     storage.save(tmp_path / "saved")
     files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert {path.suffix for path in files if path.stat().st_size} == {".json", ".safetensors"}
     (manifest,) = [path for path in files if path.suffix == ".json"]
     assert any("version" in key for key in json.loads(manifest.read_text()))
 
@@ -102,7 +103,7 @@ def test_a_checkpoint_that_was_cut_off_is_refused_and_the_one_before_it_is_there
     storage.save(tmp_path / "saved")
     (data,) = (tmp_path / "saved").rglob("*.safetensors")
     data.write_bytes(data.read_bytes()[:-8])
-    with pytest.raises((ValueError, OSError), match="saved"):
+    with pytest.raises(SnapshotError, match="saved"):
         type(storage).load(tmp_path / "saved")
 
 
