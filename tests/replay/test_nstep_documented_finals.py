@@ -174,6 +174,36 @@ def test_the_final_observation_of_a_dict_space_comes_in_any_form(form, key):
     assert torch.equal(batch.next_observations["b", "c"], -after.unsqueeze(-1))
 
 
+def paired(ids):
+    return obs_of(ids), -ids.unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda pair: pair,
+        lambda pair: tuple(part.numpy() for part in pair),
+        lambda pair: tuple(objects(None, part[1].numpy()) for part in pair),
+        lambda pair: objects(None, tuple(part[1].numpy() for part in pair)),
+    ],
+    ids=["tuple of tensors", "tuple of arrays", "tuple of object arrays", "object array of tuples"],
+)
+def test_the_final_observation_of_a_tuple_space_comes_in_any_form(form):
+    space = spaces.Tuple([spaces.Box(-1e9, 1e9, (2,)), spaces.Box(-1e9, 1e9, (1,))])
+    storage = make_storage(observation_space=space, n_step=1, batch_size=64)
+    for step in range(3):
+        ids = ids_of(step)
+        ends = (
+            {"terminated": (1,), "infos": {"final_obs": form(paired(torch.tensor([0.0, -7.0])))}} if step == 1 else {}
+        )
+        storage.add(**make_step(step, **ends, observations=paired(ids), next_observations=paired(ids + 2)))
+    batch = storage.sample()
+    expected = {1: 3, 2: 4, 3: 5, 4: -7, 5: 7, 6: 8}
+    after = torch.tensor([float(expected[int(action)]) for action in batch.actions])
+    assert torch.equal(batch.next_observations[0], obs_of(after))
+    assert torch.equal(batch.next_observations[1], -after.unsqueeze(-1))
+
+
 # ------------------------------------------------------------------------------------------------- gymnasium
 
 
@@ -306,6 +336,14 @@ def test_a_mode_that_is_told_is_believed(mode, held):
     looks_like_a_reset.add(**make_step(1, 1, rewards=[0.0]))
     looks_like_a_reset.add(**make_step(2, 1))
     assert len(looks_like_a_reset) == held
+
+
+def test_in_next_step_mode_the_step_after_an_end_is_dropped_though_its_final_observation_was_given():
+    storage = make_storage(1, autoreset="NextStep")
+    storage.add(**make_step(0, 1, truncated=(0,)))
+    storage.add(**make_step(1, 1))
+    storage.add(**make_step(2, 1))
+    assert served(storage).keys() == {1, 3}
 
 
 def test_reset_steps_are_told_for_each_environment_by_itself():
