@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from nstep_steps import fill
 from replay_kinds import (
     PRIORITIZED,
     assert_same,
     assert_same_draws,
     assert_tells,
     assert_untouched,
+    make_prioritized,
     state,
     twins,
 )
@@ -78,6 +80,21 @@ def test_a_row_that_was_never_written_is_named_and_nothing_changes(kind, bad):
         storage.update(torch.tensor([row, bad]), torch.tensor([3.0, 3.0]))
     assert_tells(refused, "row", "No priority was changed")
     assert_untouched(kind, storage, twin, 9)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 7, 999])
+def test_a_row_beyond_all_counting_is_refused(num_envs):
+    """Where a row becomes a time and an environment, no rounding may make another row of it."""
+    storage = make_prioritized(num_envs, 4)
+    fill(storage, 3)
+    before = storage.sample(50 * num_envs).weights
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randint(2**52, 2**63 - 1, (200,), generator=generator).tolist()
+    for row in (2**53 + 1, 2**62, 2**63 - 1, *far):
+        with pytest.raises(ValueError, match=str(row)):
+            storage.update([row], [5.0])
+    assert storage.stale_updates == 0
+    assert torch.equal(storage.sample(50 * num_envs).weights, before)
 
 
 @pytest.mark.parametrize("kind", PRIORITIZED, ids=repr)
