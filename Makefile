@@ -9,11 +9,12 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 # The environment is made on first use and again when the build inputs change. rsl_rl, which the tests train with, asks for
 # ONNX and for TensorBoard's server, neither of which they import: it comes without dependencies, and [dev] has those it needs.
+# MinAtar's games need numpy alone.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard MinAtar
 	touch $@
 
 demo: $(VENV)/ready

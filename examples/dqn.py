@@ -78,7 +78,7 @@ def register_minatar() -> None:
     try:
         from minatar.gym import register_envs
     except ImportError:
-        sys.exit("MinAtar is not installed. Install it with: pip install 'rlstore[minatar]'")
+        sys.exit("MinAtar is not installed. This installs it: pip install 'rlstore[minatar]'")
     register_envs()
 
 
@@ -116,6 +116,8 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, env: str = 
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     task = task_of(env)
+    if task is MINATAR:
+        register_minatar()
     envs = make_envs(NUM_ENVS, env)
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     assert isinstance(obs_space, gym.spaces.Box)
@@ -157,8 +159,6 @@ def main() -> None:
     parser.add_argument("--env", default="CartPole-v1", help="or MinAtar/Breakout-v1 (default: %(default)s)")
     parser.add_argument("--threshold", type=float, help="stop at this mean return (default: 475, in MinAtar 8)")
     options = parser.parse_args()
-    if options.env.startswith("MinAtar/"):
-        register_minatar()
     threshold = task_of(options.env).threshold if options.threshold is None else options.threshold
     report(train(options.steps, options.seed, threshold, options.env), options.out)
 
