@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +51,9 @@ class HideVelocities(gym.ObservationWrapper[Array, Any, Array]):
 
 
 def make_envs(
-    num_envs: int, env: str | Callable[[], gym.Env[Any, Any]] = "CartPole-v1", wrapper: Callable[[Any], Any] | None = None
+    num_envs: int,
+    env: str | Callable[[], gym.Env[Any, Any]] = "CartPole-v1",
+    wrapper: Callable[[Any], Any] | None = None,
 ) -> gym.vector.SyncVectorEnv:
     """Environments that reset in the very step an episode ends, so that every step is a real transition.
 
@@ -80,7 +83,7 @@ def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
 def mlp(*sizes: int) -> nn.Sequential:
     """Linear layers of these sizes with ReLU between them."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -100,7 +100,7 @@ def update(
         best = network(batch.next_observations).argmax(1, keepdim=True)
         targets = batch.rewards + batch.discounts * target(batch.next_observations).gather(1, best)
     errors = network(batch.observations).gather(1, batch.actions.unsqueeze(1)) - targets
-    loss = (batch.weights * nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")).mean()
+    loss: Tensor = (batch.weights * nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")).mean()
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)

@@ -1,8 +1,8 @@
 """DrQ-v2 on a task seen only as pixels, with NStepReplayStorage.
 
-A point with inertia is to be steered to a target and kept there; the agent sees three small pictures, the newest and the
-two before, from which it has to make out the speed as well. What keeps a network from learning the pictures by heart is
-that they are shifted by a pixel or two at random whenever they are drawn (``random_shift``).
+A point with inertia is to be steered to a target and kept there; the agent sees three small pictures, the newest and
+the two before, from which it has to make out the speed as well. What keeps a network from learning the pictures by
+heart is that they are shifted by a pixel or two at random whenever they are drawn (``random_shift``).
 
 ``frame_stack=3`` lets the storage keep each picture once, as bytes, and put the stacks together again when it serves
 them, three-step targets folded. ``python examples/drqv2.py --out out`` takes a few minutes.
@@ -30,20 +30,20 @@ STORAGE_SIZE = 50_000
 BATCH_SIZE = 64
 N_STEP = 3
 GAMMA = 0.98
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 1e-3
 TARGET_RATE = 0.01
 SHIFT = 2  # pixels
 NOISE = (1.0, 0.1)  # standard deviation of the actions, at first and in the end
-NOISE_STEPS = 8_000  # environment steps over which it falls
+NOISE_STEPS = 5_000  # environment steps over which it falls
 NOISE_CLIP = 0.3
 LEARN_AFTER = 1_000  # environment steps
-# A random policy gets 2, one that steers by the pictures of the moment alone 28, and one that knows position and speed
-# 42 (``helmsman``). Four fifths of the way from the first to the last is 34, which takes more than one picture to reach.
+# A random policy gets 2, one that knows where everything is but not how fast it moves 28, and one that knows both 42
+# (``helmsman``). Four fifths of the way from the first to the last is 34: it takes more than one picture to get there.
 THRESHOLD = 34.0
 
 
 class Steering(gym.Env[Array, Array]):
-    """Push a point across the unit square to a target. The reward is 1 on the target and falls to 0 at a distance of REACH."""
+    """Push a point across the unit square to a target. The reward is 1 there and falls to 0 at a distance of REACH."""
 
     REACH = 0.3
 
@@ -127,8 +127,8 @@ class Actor(nn.Module):
         self.layers = nn.Sequential(trunk(features), mlp(50, 128, 128, 2), nn.Tanh())
 
     def forward(self, features: Tensor, noise: float) -> Tensor:
-        """Actions (B, 2) with some clipped noise. The gradient of the bounds is left out, lest actions stick to them."""
-        middle = self.layers(features)
+        """Actions (B, 2) with clipped noise. The gradient passes by the bounds, so that no action sticks to them."""
+        middle: Tensor = self.layers(features)
         actions = middle + (torch.randn_like(middle) * noise).clamp(-NOISE_CLIP, NOISE_CLIP)
         return actions + (actions.clamp(-1, 1) - actions).detach()
 
@@ -177,7 +177,7 @@ class Agent:
             next_values = torch.min(*self.targets(next_features, self.actor(next_features, noise)))
             wanted = batch.rewards + batch.discounts * next_values
         first, second = self.critics(features, batch.actions)
-        critic_loss = (first - wanted).pow(2).mean() + (second - wanted).pow(2).mean()
+        critic_loss: Tensor = (first - wanted).pow(2).mean() + (second - wanted).pow(2).mean()
         self.critic_optimizer.zero_grad()
         critic_loss.backward()
         self.critic_optimizer.step()

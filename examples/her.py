@@ -1,9 +1,9 @@
 """Hindsight experience replay on bit flipping, with HindsightReplayStorage and a DQN.
 
 A row of bits must be turned into another row, by flipping one bit at a time; only the finished row is rewarded. With
-15 bits, an agent that tries at random meets the goal once in some two thousand episodes, and plain DQN
-(``--plain``) has nothing to learn from. In hindsight every episode has reached something: the storage serves most
-transitions as if a state reached later in their episode had been the goal all along, with the reward that follows from it.
+15 bits, an agent that tries at random meets the goal once in some two thousand episodes, and plain DQN (``--plain``)
+has nothing to learn from. In hindsight every episode has reached something: the storage serves most transitions as if
+a state reached later in their episode had been the goal all along, with the reward that follows from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reached(achieved_goal: Tensor, desired_goal: Tensor, info: Any) -> Tensor:
     return (achieved_goal == desired_goal).all(-1).float()
 
 
-class BitFlipping(gym.Env[dict[str, Array], np.int64]):
+class BitFlipping(gym.Env[dict[str, Any], np.int64]):
     """Flip bits, one a step, until they match the goal; there are as many steps as bits, which is always enough."""
 
     def __init__(self, bits: int) -> None:
@@ -98,13 +98,13 @@ def update(
     """One step of double DQN on a batch with goals of hindsight."""
     with run.storage_watch:
         batch = storage.sample()
-    # Reaching its goal ends an episode. For a goal of hindsight the storage cannot know that: it has seen the episode go on.
+    # Reaching its goal ends an episode. Of a goal of hindsight the storage cannot know that: it saw the episode go on.
     discounts = batch.discounts * (batch.rewards == 0)
     with torch.no_grad():
         best = network(batch.next_observations).argmax(1, keepdim=True)
         targets = batch.rewards + discounts * target(batch.next_observations).gather(1, best)
     values = network(batch.observations).gather(1, batch.actions.unsqueeze(1))
-    loss = (values - targets).pow(2).mean()
+    loss: Tensor = (values - targets).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -113,7 +113,11 @@ def update(
 
 
 def train(
-    steps: int, seed: int = 0, threshold: float | None = None, bits: int = 15, relabel_fraction: float = RELABEL_FRACTION
+    steps: int,
+    seed: int = 0,
+    threshold: float | None = None,
+    bits: int = 15,
+    relabel_fraction: float = RELABEL_FRACTION,
 ) -> Result:
     """Train until the threshold is reached or the steps are used up.
 

@@ -1,7 +1,7 @@
 """Run every example in full, over several seeds, and check that each one learns what it should.
 
-``python examples/learn.py --out out`` takes about half an hour and exits with 1 if a check fails. The check on MinAtar is
-left out where the package is not installed.
+``python examples/learn.py --out out`` takes about half an hour and exits with 1 if a check fails. The check on MinAtar
+is left out where the package is not installed.
 """
 
 from __future__ import annotations

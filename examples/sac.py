@@ -85,7 +85,7 @@ class Agent:
             next_values = torch.min(*self.targets(batch.next_observations, next_actions)) - alpha * log_prob
             wanted = batch.rewards + batch.discounts * next_values
         first, second = self.critics(batch.observations, batch.actions)
-        critic_loss = (first - wanted).pow(2).mean() + (second - wanted).pow(2).mean()
+        critic_loss: Tensor = (first - wanted).pow(2).mean() + (second - wanted).pow(2).mean()
         self.critic_optimizer.zero_grad()
         critic_loss.backward()
         self.critic_optimizer.step()

