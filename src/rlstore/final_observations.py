@@ -34,7 +34,8 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
 
     Args:
         name: What they are called in errors.
-        value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for those
+        value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for
+            those
             that go on, or a nest of these in the observations' structure, or a list of such nests.
         structure: The structure of the observations.
         fields: The field of each leaf.
@@ -80,7 +81,7 @@ def _entries(name: str, value: Any, lanes: int) -> Sequence[Any]:
 
 
 def _without_masks(value: Any, structure: Structure) -> Any:
-    """gymnasium puts a mask ``_key`` beside each ``key`` of a dict of infos."""
+    """Gymnasium puts a mask ``_key`` beside each ``key`` of a dict of infos."""
     if not isinstance(value, Mapping):
         return value
     known = {path[0] for path in structure.paths if path}
@@ -91,7 +92,8 @@ def _fit_entry(name: str, field: Field, entry: Any) -> Tensor:
     held = as_tensor(entry, name)
     if tuple(held.shape) != field.shape or not can_hold(held, field.dtype):
         raise InvalidInputError(
-            f"{name} has an entry of {tuple(held.shape)} {held.dtype} for {field.name}; this storage holds {field.shape} "
+            f"{name} has an entry of {tuple(held.shape)} {held.dtype} for {field.name}; this storage holds "
+            f"{field.shape} "
             f"{field.dtype}, fixed by {field.origin}. Nothing was written."
         )
     return held.to("cpu", field.dtype)

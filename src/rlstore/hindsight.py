@@ -28,10 +28,11 @@ ComputeReward = Callable[[Any, Any, dict[str, Any]], Any]
 class HindsightReplayStorage(TransitionStorage):
     """Hindsight experience replay (Andrychowicz et al. 2017) over observations with goals.
 
-    Each transition of a batch is relabelled with the probability ``relabel_fraction``: its desired goal becomes the goal
-    that was achieved after a step t' of the same episode. t' is uniform over the steps from its own on (``future``), the
-    last step (``final``), or uniform over all steps held of the episode (``episode``); of an episode that goes on, the
-    steps so far. ``sample()`` gives a :class:`~rlstore.transition_batch.ReplayBatch` with TensorDict observations.
+    Each transition of a batch is relabelled with the probability ``relabel_fraction``: its desired goal becomes the
+    goal that was achieved after a step t' of the same episode. t' is uniform over the steps from its own on
+    (``future``), the last step (``final``), or uniform over all steps held of the episode (``episode``); of an episode
+    that goes on, the steps so far. ``sample()`` gives a :class:`~rlstore.transition_batch.ReplayBatch` with TensorDict
+    observations.
 
     Args:
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".
@@ -83,7 +84,8 @@ class HindsightReplayStorage(TransitionStorage):
         achieved, desired = (self._fields.observations[names.index(key)] for key in _KEYS[1:])
         if (achieved.shape, achieved.dtype) != (desired.shape, desired.dtype):
             raise InvalidInputError(
-                f"achieved_goal is {achieved.shape} {achieved.dtype} and desired_goal {desired.shape} {desired.dtype}; a goal "
+                f"achieved_goal is {achieved.shape} {achieved.dtype} and desired_goal {desired.shape} "
+                f"{desired.dtype}; a goal "
                 "that was achieved has to be one that can be desired"
             )
         self._achieved, self._desired = (names.index(key) for key in _KEYS[1:])
@@ -120,7 +122,8 @@ class HindsightReplayStorage(TransitionStorage):
         rewards = as_tensor(self._compute_reward(achieved, desired, {}), "what compute_reward gave")
         if rewards.numel() != batch or rewards.dtype.is_complex:
             raise InvalidInputError(
-                f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, one for each "
+                f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, "
+                f"one for each "
                 "transition of the batch"
             )
         computed = rewards.reshape(batch, 1).to(self._torch_device, torch.float32)

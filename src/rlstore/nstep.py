@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
 from rlstore.engine.spaces import SpaceLike
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import ReplayOptions, StorageOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 
 class ReplayIterator:
-    """Batches without end. Calling it gives the same iterator, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work."""
+    """Batches without end.
+
+    Calling it gives itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work.
+    """
 
     def __init__(self, storage: NStepReplayStorage) -> None:
         self._storage = storage
@@ -29,6 +31,7 @@ class ReplayIterator:
         return batch
 
     def __call__(self) -> ReplayIterator:
+        """Itself."""
         return self
 
 
@@ -53,7 +56,7 @@ class NStepReplayStorage(TransitionStorage):
         save_snapshot: Whether finished episodes are kept on disk, where a restarted run finds them.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
         snapshot_dir: The folder of the episodes; of one live storage at a time.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_base.StorageOptions`.
     """
 
     _default_memory: ClassVar[str] = "ram"
@@ -75,12 +78,17 @@ class NStepReplayStorage(TransitionStorage):
         save_snapshot: bool = False,
         *,
         snapshot_dir: str | os.PathLike[str] = "storage",
-        **options: Unpack[ReplayOptions],
+        **options: Unpack[StorageOptions],
     ) -> None:
-        options = {"num_workers": num_workers, "pin_memory": pin_memory, "fetch_every": fetch_every, **options}
+        given: ReplayOptions = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "fetch_every": fetch_every,
+            **options,
+        }
         self.save_snapshot, self.snapshot_dir = bool(save_snapshot), snapshot_dir
         super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, options
+            observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, given
         )
 
     @property

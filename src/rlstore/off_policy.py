@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.gather import Part, Request, TransitionGather
@@ -43,14 +42,14 @@ class OffPolicyStorage(ReplayBase):
         action_space: SpaceLike | None = None,
         num_envs: int | None = None,
         **arguments: Any,
-    ) -> Callable[..., Self]:
+    ) -> Callable[..., Any]:
         """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` transitions.
 
         Without spaces they learn the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword.
         """
 
-        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Self:
+        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
             storage = cls(observation_space, action_space, **given)
             storage._give(actor, algorithm)
@@ -84,8 +83,9 @@ class OffPolicyStorage(ReplayBase):
     def insert_transition(self, sample: Sample) -> None:
         """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
 
-        It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations``; and may
-        hold ``final_observations``, read where an episode ended, and ``masks``, False for environments that sat out.
+        It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations``; and
+        may hold ``final_observations``, read where an episode ended, and ``masks``, False for environments that sat
+        out.
         """
         if self._replay is None:
             self.init_tensors(sample)
@@ -248,7 +248,7 @@ class OffPolicyStorage(ReplayBase):
             self._follow()
 
     def _fit_steps(self, data: Sample, lead: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-        """The values of steps ``[*lead, envs, ...]`` as a ring takes them; refuses what does not fit, and writes nothing."""
+        """The values of steps ``[*lead, envs, ...]`` as a ring takes them, or an error; nothing is written."""
         ring, fields = self._ring_of(), self._fields
         lanes = ring.lanes
 
@@ -261,7 +261,8 @@ class OffPolicyStorage(ReplayBase):
                 )
             flat = given.flatten(0, len(lead)) if lead and given.dim() > 1 else given
             count = lanes * (lead[0] if lead else 1)
-            return field.fit(flat, count, ring.device).unflatten(0, (*lead, lanes))
+            fitted: Tensor = field.fit(flat, count, ring.device).unflatten(0, (*lead, lanes))
+            return fitted
 
         def flag(name: str) -> Field:
             return Field(name, (), torch.uint8, f"num_envs={lanes}", is_flag=True)

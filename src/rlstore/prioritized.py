@@ -16,7 +16,7 @@ from rlstore.transition_batch import TransitionStorage
 
 
 class PrioritizedBatch(NamedTuple):
-    """A :class:`~rlstore.transition_batch.ReplayBatch`, and:
+    """A :class:`~rlstore.transition_batch.ReplayBatch` with two fields more.
 
     - ``weights`` ``[batch, 1]``: ``(P(i) * size) ** -beta`` over the largest of them, for the loss of each row;
     - ``rows`` ``[batch]``: the row ids, with which priorities come back.

@@ -25,7 +25,7 @@ from rlstore.replay_spaces import ReplayFields, check_autoreset
 from rlstore.storage import Storage
 
 
-class ReplayOptions(TypedDict, total=False):
+class StorageOptions(TypedDict, total=False):
     """What every replay storage can be told besides its own arguments.
 
     Attributes:
@@ -34,14 +34,12 @@ class ReplayOptions(TypedDict, total=False):
         stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
         autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: a step that shows the final observation once more, with a reward of 0 and no flag, is a reset step.
+            the data: a step that shows the final observation once more, with a reward of 0 and no flag, is a reset
+            step.
         memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
             processes can have too. "mapped": files in the folder ``path``, which may be larger than RAM, and are found
             again by the next storage that is made with the same arguments.
         path: The folder of "mapped".
-        num_workers: Batches prepared ahead in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
         seed: The seed of everything drawn at random; None draws one from torch's own generator.
     """
 
@@ -52,10 +50,21 @@ class ReplayOptions(TypedDict, total=False):
     autoreset: Any
     memory: str
     path: str | os.PathLike[str] | None
+    seed: int | None
+
+
+class ReplayOptions(StorageOptions, total=False):
+    """:class:`StorageOptions`, and how batches are prepared in the background.
+
+    Attributes:
+        num_workers: Batches prepared ahead in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
+    """
+
     num_workers: int
     pin_memory: bool
     fetch_every: int
-    seed: int | None
 
 
 class Drawn(NamedTuple):
@@ -93,7 +102,7 @@ class ReplayBase(Storage):
         hidden_shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         owner = type(self).__name__
-        unknown = [name for name in options if name not in ReplayOptions.__annotations__]
+        unknown = [name for name in options if name not in _OPTIONS]
         if unknown:
             raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
         check_positive(owner, storage_size=storage_size, batch_size=batch_size)
@@ -274,7 +283,7 @@ class ReplayBase(Storage):
 
     @property
     def action_type(self) -> str:
-        """ "Discrete", "Box", "MultiDiscrete" or "MultiBinary"."""
+        """The kind of the action space: "Discrete", "Box", "MultiDiscrete" or "MultiBinary"."""
         return self._fields.action.kind
 
     def __repr__(self) -> str:
@@ -312,12 +321,19 @@ class ReplayBase(Storage):
             rewards: What it got, ``[envs]``.
             terminateds: The episode really ended with this step, ``[envs]``.
             truncateds: The episode was cut off after this step, ``[envs]``.
-            infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended: the observation in which
+            infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended: the observation in
+                which
                 it did. Without it that is ``next_observations``.
             next_observations: What the environment showed after the step.
             mask: False for environments that sat this step out, bool ``[envs]``; nothing of theirs is read.
         """
-        self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
+        fields = self._fields
+        if infos or infos is None or not fields.is_plain or self._ahead is not None:
+            self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
+        else:
+            # The short way for the usual step: nothing to look for, nothing to wait for.
+            none = None
+            self._put((observations, next_observations, actions, rewards, terminateds, truncateds, mask, none, none))
 
     def _write(
         self,
@@ -331,32 +347,27 @@ class ReplayBase(Storage):
         next_observations: Any,
         mask: Any,
     ) -> None:
-        ring, fields = self._replay, self._fields
-        if ring is None or self._closed:
-            ring = self._ring_of()
+        ring, fields = self._ring_of(), self._fields
         if self._ahead is not None:
             self._ahead.settle()
         final: tuple[Any, ...] = fields.no_final
-        if infos or infos is None or not isinstance(infos, dict):
-            found = find_final(infos)
-            if found is not None:
-                key, value = found
-                final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
-        if fields.structure.is_leaf:
-            values = (
-                observations, next_observations, actions, rewards, *hidden, terminateds, truncateds, mask, *final,
-            )  # fmt: skip
-        else:
-            leaves = fields.structure.leaves
-            values = (
-                *leaves(observations), *leaves(next_observations), actions, rewards, *hidden, terminateds, truncateds,
-                mask, *final,
-            )  # fmt: skip
-        broken = ring.broken
-        ring.write(values)
+        found = find_final(infos)
+        if found is not None:
+            key, value = found
+            final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
+        leaves = fields.structure.leaves
+        observed = (*leaves(observations), *leaves(next_observations))
+        self._put((*observed, actions, rewards, *hidden, terminateds, truncateds, mask, *final))
+
+    def _put(self, values: tuple[Any, ...]) -> None:
+        """Write a step whose values are in the order of the ring."""
+        ring = self._replay
+        if ring is None or self._closed:
+            ring = self._ring_of()
+        broken = ring.write(values)
         self._added += 1
         self._follow()
-        if ring.broken != broken and not self._warned:
+        if broken and not self._warned:
             self._warned = True
             warnings.warn(_BROKEN, stacklevel=3)
 
@@ -395,10 +406,13 @@ class ReplayBase(Storage):
         """The ring was emptied."""
 
 
+_OPTIONS = {*StorageOptions.__annotations__, *ReplayOptions.__annotations__}
 _BROKEN = (
-    "the observations of an environment are not the next_observations given for it before, and no end was flagged there. "
+    "the observations of an environment are not the next_observations given for it before, and no end was "
+    "flagged there. "
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
-    "targets and sequences stop there. If you normalise or augment observations, add them as the environment gave them. "
+    "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
+    "gave them. "
     "(This is said once.)"
 )
 

@@ -19,7 +19,7 @@ _AUTORESETS = ("NextStep", "SameStep", "Disabled")
 
 
 def check_autoreset(owner: str, mode: Any) -> str | None:
-    """gymnasium's AutoresetMode, or its value, as the value."""
+    """Gymnasium's AutoresetMode, or its value, as the value."""
     value = getattr(mode, "value", mode)
     if value is not None and value not in _AUTORESETS:
         raise InvalidInputError(
@@ -58,6 +58,7 @@ class ReplayFields:
         self.leaves: list[Leaf] = []
         self.columns: list[Field] = []
         self.no_final: tuple[None, ...] = ()  # what the ring takes where no final observations are given
+        self.is_plain = False  # a step is one tensor each of observations, actions and rewards
 
     def read_spaces(self, observation_space: SpaceLike | None, action_space: SpaceLike | None) -> None:
         """Take the fields from the spaces."""
@@ -90,6 +91,7 @@ class ReplayFields:
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
         self.no_final = (None,) * (len(fields) + 1)
+        self.is_plain = structure.is_leaf and not self.hidden_shapes
         own = f"{self._owner}()"
         self.columns = [
             Field("actions", action.shape, action.dtype, origin),
@@ -109,7 +111,8 @@ class ReplayFields:
             axis = -1 if len(shape) == 3 and shape[-1] < shape[0] else 0
         if not -len(shape) <= axis < len(shape) or shape[axis] % self._stack:
             raise InvalidInputError(
-                f"{field.name} is {shape}, and frame_stack={self._stack} does not divide its axis {axis}; the space is that "
+                f"{field.name} is {shape}, and frame_stack={self._stack} does not divide its axis {axis}; the "
+                f"space is that "
                 "of whole stacks. Give stack_axis if the frames are stacked along another axis"
             )
         return Leaf(replace(field), self._stack, axis % len(shape))

@@ -30,7 +30,8 @@ class SequenceBatch(NamedTuple):
     - ``terminated``, ``truncated`` bool ``[batch, length, 1]``;
     - ``is_first`` bool ``[batch, length]``: the step is the first of its episode, before which a memory is to be reset;
     - ``masks`` bool ``[batch, length]``: True where to learn: there is a step, and the burn-in is over;
-    - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a tuple of them, or
+    - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a tuple of them,
+        or
       None;
     - ``weights`` ``[batch, 1]``: importance weights; 1 where windows are drawn uniformly;
     - ``rows`` ``[batch]``: the row id of each first step, with which priorities come back.
@@ -52,9 +53,9 @@ class SequenceBatch(NamedTuple):
 class SequenceReplayStorage(PriorityStorage):
     """The newest ``storage_size`` transitions, served as windows of consecutive steps of one episode.
 
-    Windows begin every ``sequence_length - overlap`` steps of an episode, as far as they fit into it. When it is over it
-    gives one more, which ends with it, unless one does already; and if it is shorter than a window, a single shorter one.
-    They are drawn uniformly, or with ``alpha`` above 0 by priority.
+    Windows begin every ``sequence_length - overlap`` steps of an episode, as far as they fit into it. When it is over
+    it gives one more, which ends with it, unless one does already; and if it is shorter than a window, a single
+    shorter one. They are drawn uniformly, or with ``alpha`` above 0 by priority.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
@@ -67,8 +68,9 @@ class SequenceReplayStorage(PriorityStorage):
         sequence_length: Steps of a window to learn from.
         burn_in: Steps before them, to warm the memory up.
         overlap: Steps that a window shares with the next, at most ``sequence_length - 1``.
-        across_episodes: Windows of an environment's whole stream instead, whatever ends inside them; ``is_first`` tells.
-        hidden_shape: ``(layers, hidden)`` of the recurrent state that ``add`` takes, or a pair of those for an LSTM;
+        across_episodes: Windows of an environment's whole stream instead, whatever ends inside them; ``is_first``
+        tells. hidden_shape: ``(layers, hidden)`` of the recurrent state that ``add`` takes, or a pair of those for an
+        LSTM;
             None if there is none.
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
@@ -163,7 +165,8 @@ class SequenceReplayStorage(PriorityStorage):
             infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended.
             next_observations: What the environment showed after the step.
             mask: False for environments that sat this step out, bool ``[envs]``.
-            hidden_states: The recurrent state before the step, ``[layers, envs, hidden]``, or for an LSTM a pair of them.
+            hidden_states: The recurrent state before the step, ``[layers, envs, hidden]``, or for an LSTM a pair of
+                them.
         """
         hidden = self._hidden_of(hidden_states)
         self._write(observations, actions, rewards, hidden, terminateds, truncateds, infos, next_observations, mask)

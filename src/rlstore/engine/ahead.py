@@ -23,8 +23,8 @@ class _Job(Generic[Drawn]):
 class Ahead(Generic[Drawn]):
     """Keeps ``count`` batches ready.
 
-    What goes into a batch is drawn in the calling thread, at a moment that the order of calls decides; only the copying is
-    left to the background. So the batches do not depend on how the threads happen to run.
+    What goes into a batch is drawn in the calling thread, at a moment that the order of calls decides; only the
+    copying is left to the background. So the batches do not depend on how the threads happen to run.
 
     Args:
         count: Batches prepared ahead.

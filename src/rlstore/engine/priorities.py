@@ -126,7 +126,7 @@ class Priorities:
         )
 
     def of(self, rows: Tensor) -> Tensor:
-        """p of rows that are held, float32 ``[n]``."""
+        """P of rows that are held, float32 ``[n]``."""
         time, lane = rows // self._ring.lanes, rows % self._ring.lanes
         return self.leaves[lane * self._ring.steps + time % self._ring.steps]
 

@@ -46,9 +46,9 @@ def random_units(count: int, random: Tensor) -> Tensor:
 class Windows:
     """The windows of a fixed length that there are in a ring, by the row at which each begins.
 
-    Windows begin every ``stride`` rows of an episode, as far as they fit into it. An episode that is over gives one more,
-    which ends with it, if none does; and if it is shorter than a window, a single shorter one. Adding, dropping and
-    drawing take the same time however many there are.
+    Windows begin every ``stride`` rows of an episode, as far as they fit into it. An episode that is over gives one
+    more, which ends with it, if none does; and if it is shorter than a window, a single shorter one. Adding, dropping
+    and drawing take the same time however many there are.
 
     Args:
         ring: The rows.
