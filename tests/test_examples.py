@@ -200,8 +200,6 @@ def test_stopwatch_counts_the_arrival_of_items_and_not_their_use(monkeypatch):
         ("ppo.py", "ppo", []),
         ("recurrent_ppo.py", "recurrent_ppo_none", ["--feedforward"]),
         ("dqn.py", "dqn", ["--threshold", "500"]),
-        ("sac.py", "sac", []),
-        ("drqv2.py", "drqv2", []),
         ("her.py", "her_plain", ["--plain", "--threshold", "1.1"]),
     ],
 )
