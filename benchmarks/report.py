@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.harness import COLD_CYCLE, CYCLE, PHASES, Result, Target, Timing
+from benchmarks.harness import Result, Target, Timing
 
 PACKAGES = (
     "rlstore",
@@ -22,6 +22,9 @@ PACKAGES = (
     "stable-baselines3",
     "torchrl",
     "rllte-core",
+    "cpprb",
+    "rlox",
+    "tianshou",
 )
 
 
@@ -60,19 +63,20 @@ def versions() -> dict[str, str]:
 def table(result: Result) -> Table:
     """One workload: a line per phase and contender."""
     load = "load {:.1f} to {:.1f}".format(*result.load)
-    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds, {load})", title_justify="left")
+    clock = "" if result.clock == "thread" else f", {result.clock} clock"
+    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds{clock}, {load})", title_justify="left")
     drawn.add_column("phase")
     drawn.add_column("contender")
     for heading in ("median", "to best peer", "to memcpy"):
         drawn.add_column(heading, justify="right")
     drawn.add_column("target")
-    for phase in (*PHASES, CYCLE, COLD_CYCLE):
+    for phase, label in result.labels.items():
         shown = [timing for timing in result.timings if timing.phase == phase]
         for i, timing in enumerate(shown):
             drawn.add_row(
-                result.labels[phase] if i == 0 else "",
+                label if i == 0 else "",
                 timing.contender,
-                f"{timing.median * 1e6:,.1f} us",
+                _microseconds(timing.median),
                 _ratio(timing.median, result.best(phase, "peer")),
                 _ratio(timing.median, result.best(phase, "floor")),
                 _targets(result, timing),
@@ -80,6 +84,11 @@ def table(result: Result) -> Table:
                 end_section=i == len(shown) - 1,
             )
     return drawn
+
+
+def _microseconds(seconds: float) -> str:
+    time = seconds * 1e6
+    return f"{time:,.1f} us" if time >= 10 else f"{time:.2f} us"
 
 
 def _ratio(time: float, other: float | None) -> str:
@@ -90,13 +99,17 @@ def _targets(result: Result, timing: Timing) -> str:
     """Our aims for a phase, each beside what was measured."""
     measured = [(target, _to_peer(result, timing, target)) for target in result.targets]
     return ", ".join(
-        f"{ratio:.3f} of {target.peer} (at most {target.ratio})" for target, ratio in measured if ratio is not None
+        f"{ratio:.3f} of {_named(target)} (at most {target.ratio})" for target, ratio in measured if ratio is not None
     )
+
+
+def _named(target: Target) -> str:
+    return target.peers[0] if len(target.peers) == 1 else "the best of " + ", ".join(target.peers)
 
 
 def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
     """The ratio that a target speaks of; None where it does not concern this timing."""
-    peer = result.median(target.peer, target.phase)
+    peer = result.best_of(target.phase, target.peers)
     if timing.role != "ours" or timing.phase != target.phase or peer is None:
         return None
     return timing.median / peer
@@ -112,6 +125,8 @@ def _workload_json(result: Result) -> dict[str, Any]:
         "name": result.name,
         "title": result.title,
         "rounds": result.rounds,
+        "clock": result.clock,
+        "calls": result.calls,
         "load": result.load,
         "missing": result.missing,
         "timings": [_timing_json(result, timing) for timing in result.timings],
@@ -129,7 +144,7 @@ def _timing_json(result: Result, timing: Timing) -> dict[str, Any]:
         "ratio_to_best_peer": timing.median / best if best else None,
         "ratio_to_memcpy": timing.median / floor if floor else None,
         "targets": [
-            {"peer": target.peer, "at_most": target.ratio, "measured": ratio}
+            {"peers": target.peers, "at_most": target.ratio, "measured": ratio}
             for target, ratio in ratios
             if ratio is not None
         ],
