@@ -10,7 +10,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gymnasium.spaces import Box
 from tensordict import TensorDict
 
 from benchmarks.data import Rollout, Shape, Step
-from benchmarks.harness import Contender, Phase, Role
+from benchmarks.harness import Contender, Phase
 
 GAMMA = 0.99
 LAMBDA = 0.95
@@ -94,7 +94,7 @@ def box(size: int) -> Box:
 class Memcpy(RolloutContender):
     """The floor: the bytes of each phase, copied flat between tensors that already exist."""
 
-    role: ClassVar[Role] = "floor"
+    role = "floor"
 
     def __init__(self, shape: Shape, served: int | None = None) -> None:
         """Count the bytes of a shape; ``served`` replaces the bytes of the mini-batches of one epoch."""
@@ -173,7 +173,7 @@ class TransitionLoop(RolloutContender):
 class Rlstore(TransitionLoop):
     """Our RolloutStorage; ``reshuffle`` asks for a new permutation in every epoch."""
 
-    role: ClassVar[Role] = "ours"
+    role = "ours"
 
     def __init__(self, rollout: Rollout, *, reshuffle: bool = False) -> None:
         from rlstore import RolloutStorage

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -45,7 +45,7 @@ COLD_CYCLE = cold(CYCLE)
 class Contender(ABC):
     """A buffer together with the way in which its own training loop drives it."""
 
-    role: ClassVar[Role] = "peer"
+    role: Role = "peer"
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import decoupled, recurrent, report, rollout, small_batches
+from benchmarks import decoupled, recurrent, replay_vector, report, rollout, small_batches
 from benchmarks.harness import run_alone
 
 WORKLOADS = {
@@ -17,6 +17,7 @@ WORKLOADS = {
     "recurrent": recurrent.workload,
     "small_batches": small_batches.workload,
     "decoupled": decoupled.workload,
+    "replay_vector": replay_vector.workload,
 }
 OUTPUT = Path("out/bench.json")
 
