@@ -71,6 +71,9 @@ class Buffer(ABC):
         """One batch under the names that all share."""
         return self.batch(self.sampling(batch_size, 1)())
 
+    def rest(self) -> None:  # noqa: B027
+        """Wait until nothing works in the background."""
+
     def close(self) -> None:  # noqa: B027
         """Called once, at the end."""
 
@@ -372,7 +375,8 @@ class TorchRl(Buffer):
         self.sample = self.buffer.sample
 
     @staticmethod
-    def _data(steps: Steps) -> TensorDict:
+    def data(steps: Steps) -> TensorDict:
+        """Transitions in one axis, named as TorchRL's environments do."""
         tensors = {name: torch.from_numpy(values) for name, values in vars(steps).items()}
         ends = {name: tensors[name].unsqueeze(-1) for name in ("terminated", "truncated")}
         following = {
@@ -386,12 +390,12 @@ class TorchRl(Buffer):
 
     def fill(self) -> None:
         for steps in self.source.fill(self.capacity):
-            self.buffer.extend(self._data(steps.flat()))
+            self.buffer.extend(self.data(steps.flat()))
 
     def adding(self, steps: Steps) -> Loop:
         if self.source.envs == 1:
-            return calling(self.buffer.add, [(self._data(step)[0],) for step in steps.each()])
-        return calling(self.buffer.extend, [(self._data(step),) for step in steps.each()])
+            return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()])
+        return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()])
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         return {

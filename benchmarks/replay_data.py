@@ -176,7 +176,9 @@ class PixelSource(Source):
 
     def __init__(self, stack: int, channels: int, actions: int, episode_length: int = 200) -> None:
         pixels = Box(0, 255, (stack * channels, self.SIDE, self.SIDE), np.uint8)
-        super().__init__(pixels, unbounded(actions) if actions else Discrete(18), 1, episode_length, chunk=200)
+        super().__init__(
+            pixels, unbounded(actions) if actions else Discrete(18), 1, episode_length, chunk=episode_length
+        )
         self.stack = stack
         self.channels = channels
         self._frame = channels * self.SIDE**2

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.copies import Copies
 from benchmarks.harness import Contender, Phase, Target, Workload
 from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl
+from benchmarks.replay_contenders import Copies
 from benchmarks.replay_data import Array, check_batches
 from benchmarks.replay_vector import ADDS, BATCH, CAPACITY, GIVEN, SERVED, source
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.copies import Copies
-from benchmarks.harness import Contender, Phase, Target, Workload
-from benchmarks.replay_buffers import Buffer, Loop, Rlox, Rlstore, TorchRl, one_step_discounts
+from benchmarks.harness import Phase, Target, Workload
+from benchmarks.replay_buffers import Buffer, Rlox, Rlstore, TorchRl, one_step_discounts
+from benchmarks.replay_contenders import Copies, Sampling
 from benchmarks.replay_data import check_batches
 from benchmarks.replay_vector import ACTIONS, CAPACITY, OBS, source
 
@@ -76,26 +76,6 @@ class RloxSequences(Rlox):
         return zip(repeat(batch_size, calls), repeat(LENGTH), self.seeds, strict=False)
 
 
-class Sequences(Contender):
-    """Draws windows."""
-
-    def __init__(self, name: str, make: Callable[[], Buffer]) -> None:
-        super().__init__(name)
-        self._buffer = make()
-        self.role = self._buffer.role
-        self._buffer.fill()
-        self._loops = {"sample": self._buffer.sampling(WINDOWS, SAMPLES)}
-
-    def phases(self) -> Mapping[str, Loop]:
-        return self._loops
-
-    def evidence(self) -> Mapping[str, torch.Tensor]:
-        return self._buffer.drawn(WINDOWS)
-
-    def close(self) -> None:
-        self._buffer.close()
-
-
 def check(evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Check the transitions, and that each follows the one before it."""
     check_batches(source(), (WINDOWS, LENGTH), 1, evidence)
@@ -118,7 +98,10 @@ def workload() -> Workload:
         name="replay_sequences",
         title="Sequences of 1M transitions, observations 17, actions 6",
         phases=(Phase("sample", "sample 64 x 16", SAMPLES),),
-        contenders={name: partial(Sequences, name, make) for name, make in makers.items()} | {"memcpy": lambda: floor},
+        contenders={
+            name: partial(Sampling, name, make, {"sample": (WINDOWS, SAMPLES)}) for name, make in makers.items()
+        }
+        | {"memcpy": lambda: floor},
         check=check,
         rounds=25,
         targets=(Target("sample", ("TorchRL",), 0.05),),

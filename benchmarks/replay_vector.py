@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
-
-from benchmarks.copies import Copies
-from benchmarks.harness import Contender, Phase, Target, Workload
+from benchmarks.harness import Phase, Target, Workload
 from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlox, Rlstore, Sb3, Tianshou, TorchRl
+from benchmarks.replay_contenders import Copies, Sampling
 from benchmarks.replay_data import Source, VectorSource, check_batches
 
 CAPACITY = 1_000_000
@@ -27,29 +25,23 @@ def source(envs: int = 1) -> VectorSource:
     return VectorSource(envs, OBS, ACTIONS, EPISODE)
 
 
-class Uniform(Contender):
-    """One library with two full buffers: one environment adds to the first, which is sampled, and 16 to the second."""
+class Uniform(Sampling):
+    """Two full buffers of a library: one environment adds to the first, which is sampled, and 16 to the second."""
 
     def __init__(self, name: str, make: Callable[[Source, int], Buffer]) -> None:
-        super().__init__(name)
-        self._buffer, self._shared = make(source(), CAPACITY), make(source(ENVS), CAPACITY)
-        self.role = self._buffer.role
-        for buffer in (self._buffer, self._shared):
-            buffer.fill()
-        self._loops = {
-            "add": self._buffer.adding(source().loop()),
+        super().__init__(name, partial(make, source(), CAPACITY), {"sample": (BATCH, SAMPLES)})
+        self._shared = make(source(ENVS), CAPACITY)
+        self._shared.fill()
+        self._adding = {
+            "add": self.buffer.adding(source().loop()),
             "add 16": self._shared.adding(source(ENVS).loop()),
-            "sample": self._buffer.sampling(BATCH, SAMPLES),
         }
 
     def phases(self) -> Mapping[str, Loop]:
-        return self._loops
-
-    def evidence(self) -> Mapping[str, torch.Tensor]:
-        return self._buffer.drawn(BATCH)
+        return {**self._adding, **super().phases()}
 
     def close(self) -> None:
-        self._buffer.close()
+        super().close()
         self._shared.close()
 
 
