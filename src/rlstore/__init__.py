@@ -2,6 +2,8 @@
 
 from rlstore.decoupled import DecoupledRolloutStorage
 from rlstore.errors import (
+    DiskFullError,
+    DoesNotFitError,
     InvalidInputError,
     NotReadyError,
     RolloutFullError,
@@ -9,18 +11,34 @@ from rlstore.errors import (
     UnknownParameterError,
     UnsupportedSpaceError,
 )
+from rlstore.hindsight import HindsightReplayStorage
+from rlstore.nstep import NStepReplayStorage
+from rlstore.prioritized import PrioritizedBatch, PrioritizedReplayStorage
+from rlstore.replay import ReplayStorage
 from rlstore.rollout import RolloutStorage
+from rlstore.sequence import SequenceBatch, SequenceReplayStorage
 from rlstore.storage import Critic, Storage
+from rlstore.transition_batch import ReplayBatch
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Critic",
     "DecoupledRolloutStorage",
+    "DiskFullError",
+    "DoesNotFitError",
+    "HindsightReplayStorage",
     "InvalidInputError",
+    "NStepReplayStorage",
     "NotReadyError",
+    "PrioritizedBatch",
+    "PrioritizedReplayStorage",
+    "ReplayBatch",
+    "ReplayStorage",
     "RolloutFullError",
     "RolloutStorage",
+    "SequenceBatch",
+    "SequenceReplayStorage",
     "Storage",
     "StorageError",
     "UnknownParameterError",
