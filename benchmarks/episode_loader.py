@@ -17,7 +17,7 @@ Transition = tuple[Array, Array, Array, Array, Array]
 
 
 def save_episode(folder: Path, number: int, steps: Steps) -> None:
-    """Write an episode of one environment: an observation more than actions, and a discount of 0 where it terminates."""
+    """Write an episode of one environment: an observation more than actions; the discount is 0 where it terminates."""
     episode = steps.flat()
     np.savez(
         folder / f"{number:06d}_{len(episode.rewards)}.npz",

@@ -76,11 +76,20 @@ class Phase:
 
 @dataclass(frozen=True)
 class Target:
-    """An aim of ours: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``."""
+    """An aim of ours: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``.
+
+    It concerns all our contenders, or those that ``ours`` names.
+    """
 
     phase: str
     peers: tuple[str, ...]
     ratio: float
+    ours: tuple[str, ...] = ()
+
+    def concerns(self, timing: Timing) -> bool:
+        """Whether the aim is one for this timing."""
+        ours = timing.contender in self.ours if self.ours else timing.role == "ours"
+        return ours and timing.phase == self.phase
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,6 @@ class Rlstore(Buffer):
             "cpu",
             capacity,
             source.envs,
-            discount=GAMMA,
             seed=0,
             **options,
         )

@@ -51,9 +51,15 @@ def inside(observations: torch.Tensor) -> torch.Tensor:
 class RlstoreNStep(Rlstore):
     """Our NStepReplayStorage."""
 
-    def __init__(self, workers: int, dtype: torch.dtype | None = None) -> None:
-        options = {"n_step": STEPS, "dtype": dtype, "num_workers": workers, "pin_memory": False, "frame_stack": STACK}
-        super().__init__(source(), CAPACITY, "NStepReplayStorage", batch_size=BATCH, **options)
+    def __init__(self, capacity: int, workers: int = 0, dtype: torch.dtype | None = None) -> None:
+        options: dict[str, Any] = {
+            "n_step": STEPS,
+            "dtype": dtype,
+            "num_workers": workers,
+            "pin_memory": False,
+            "frame_stack": STACK,
+        }
+        super().__init__(source(), capacity, "NStepReplayStorage", batch_size=BATCH, **options)
 
     def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
         return repeat((), calls)
@@ -75,9 +81,9 @@ class CpprbNStep(Cpprb):
     not marked as terminated, and the next observations of the others are arbitrary.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         folding = {"size": STEPS, "gamma": GAMMA, "rew": "rew", "next": "next_obs"}
-        super().__init__(source(), CAPACITY, Nstep=folding)
+        super().__init__(source(), capacity, Nstep=folding)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         batch = super().batch(drawn)
@@ -86,12 +92,15 @@ class CpprbNStep(Cpprb):
 
 
 class TorchRlNStep(TorchRl):
-    """TorchRL folding, with its MultiStep, before it is added to."""
+    """TorchRL folding, with its MultiStep, before it is added to.
 
-    def __init__(self) -> None:
+    It too leaves windows that reach a termination unmarked, but for the last.
+    """
+
+    def __init__(self, capacity: int) -> None:
         from torchrl.data.postprocs import MultiStep
 
-        super().__init__(source(), CAPACITY)
+        super().__init__(source(), capacity)
         self._fold: Any = MultiStep(GAMMA, STEPS)
 
     def fill(self) -> None:
@@ -100,8 +109,9 @@ class TorchRlNStep(TorchRl):
             self.buffer.extend(self._fold(data.unsqueeze(0)).squeeze(0))
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
-        discounts = drawn["gamma"] * (1 - drawn["next", "terminated"].float())
-        return super().batch(drawn) | {"discounts": discounts.squeeze(-1)}
+        batch = super().batch(drawn)
+        batch["discounts"] = drawn["gamma"] * batch["discounts"] / GAMMA
+        return batch | {"compared": inside(batch["observations"])}
 
 
 class Loader(Buffer):
@@ -210,18 +220,25 @@ class Rllte(Buffer):
         shutil.rmtree(self._folder)
 
 
+# Those that hold their data in this process.
+BUFFERS: dict[str, Callable[[int], Buffer]] = {
+    "rlstore": RlstoreNStep,
+    "cpprb": CpprbNStep,
+    "TorchRL": TorchRlNStep,
+}
+
+
 def workload() -> Workload:
     keep_freed_memory()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     makers: dict[str, Callable[[], Buffer]] = {
         "drqv2's loader": Loader,
         "rllte": Rllte,
-        "rlstore": partial(RlstoreNStep, workers=0),
-        "rlstore, 4 ahead": partial(RlstoreNStep, workers=WORKERS),
-        "rlstore, float32": partial(RlstoreNStep, workers=0, dtype=torch.float32),
-        "cpprb": CpprbNStep,
-        "TorchRL": TorchRlNStep,
+        **{name: partial(make, CAPACITY) for name, make in BUFFERS.items()},
+        "rlstore, 4 ahead": partial(RlstoreNStep, CAPACITY, WORKERS),
+        "rlstore, float32": partial(RlstoreNStep, CAPACITY, dtype=torch.float32),
     }
+    in_uint8 = ("rlstore", "rlstore, 4 ahead")
     draws = {"sample": (BATCH, SAMPLES)}
     floor = Copies({"sample": (BATCH * SERVED, SAMPLES)})
     return Workload(
@@ -232,6 +249,9 @@ def workload() -> Workload:
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (BATCH,), STEPS),
         rounds=10,
-        targets=(Target("sample", ("drqv2's loader",), 0.20), Target("sample", ("cpprb",), 1.0)),
+        targets=(
+            Target("sample", ("drqv2's loader",), 0.20, in_uint8),
+            Target("sample", ("cpprb",), 1.0, in_uint8),
+        ),
         clock="wall",
     )

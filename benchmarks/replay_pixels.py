@@ -21,13 +21,12 @@ def source() -> PixelSource:
     return PixelSource(STACK, channels=1, actions=0)
 
 
-def buffers(capacity: int = CAPACITY) -> dict[str, Callable[[], Buffer]]:
-    return {
-        "rlstore": partial(Rlstore, source(), capacity, frame_stack=STACK),
-        "cpprb": partial(Cpprb, source(), capacity, compress=True),
-        "SB3": partial(Sb3, source(), capacity),
-        "TorchRL": partial(TorchRl, source(), capacity),
-    }
+BUFFERS: dict[str, Callable[[int], Buffer]] = {
+    "rlstore": partial(Rlstore, source(), frame_stack=STACK),
+    "cpprb": partial(Cpprb, source(), compress=True),
+    "SB3": partial(Sb3, source()),
+    "TorchRL": partial(TorchRl, source()),
+}
 
 
 def workload() -> Workload:
@@ -38,7 +37,7 @@ def workload() -> Workload:
         name="replay_pixels",
         title="Replay of 20,000 transitions, observations 4 x 84 x 84 in uint8",
         phases=tuple(Phase(phase, phase, calls) for phase, (_, calls) in draws.items()),
-        contenders={name: partial(Sampling, name, make, draws) for name, make in buffers().items()}
+        contenders={name: partial(Sampling, name, partial(make, CAPACITY), draws) for name, make in BUFFERS.items()}
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (256,), 1),
         rounds=20,

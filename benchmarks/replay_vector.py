@@ -25,6 +25,17 @@ def source(envs: int = 1) -> VectorSource:
     return VectorSource(envs, OBS, ACTIONS, EPISODE)
 
 
+BUFFERS: dict[str, Callable[[Source, int], Buffer]] = {
+    "rlstore": Rlstore,
+    "rlstore, from numpy": partial(Rlstore, numpy=True),
+    "rlox": Rlox,
+    "SB3": Sb3,
+    "cpprb": Cpprb,
+    "tianshou": Tianshou,
+    "TorchRL": TorchRl,
+}
+
+
 class Uniform(Sampling):
     """Two full buffers of a library: one environment adds to the first, which is sampled, and 16 to the second."""
 
@@ -46,15 +57,6 @@ class Uniform(Sampling):
 
 
 def workload() -> Workload:
-    makers: dict[str, Callable[[Source, int], Buffer]] = {
-        "rlstore": Rlstore,
-        "rlstore, from numpy": partial(Rlstore, numpy=True),
-        "rlox": Rlox,
-        "SB3": Sb3,
-        "cpprb": Cpprb,
-        "tianshou": Tianshou,
-        "TorchRL": TorchRl,
-    }
     floor = Copies({"add": (GIVEN, ADDS), "add 16": (ENVS * GIVEN, ADDS), "sample": (BATCH * SERVED, SAMPLES)})
     return Workload(
         name="replay_vector",
@@ -64,7 +66,7 @@ def workload() -> Workload:
             Phase("add 16", "add of 16 environments", ADDS),
             Phase("sample", "sample 256", SAMPLES),
         ),
-        contenders={name: partial(Uniform, name, make) for name, make in makers.items()} | {"memcpy": lambda: floor},
+        contenders={name: partial(Uniform, name, make) for name, make in BUFFERS.items()} | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (BATCH,), 1),
         rounds=25,
         targets=(

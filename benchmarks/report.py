@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from benchmarks.footprint import Footprints
 from benchmarks.harness import Result, Target, Timing
 
 PACKAGES = (
@@ -110,14 +112,30 @@ def _named(target: Target) -> str:
 def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
     """The ratio that a target speaks of; None where it does not concern this timing."""
     peer = result.best_of(target.phase, target.peers)
-    if timing.role != "ours" or timing.phase != target.phase or peer is None:
-        return None
-    return timing.median / peer
+    return timing.median / peer if peer is not None and target.concerns(timing) else None
 
 
-def as_json(results: list[Result]) -> dict[str, Any]:
+def footprint_table(result: Footprints) -> Table:
+    """Bytes a transition: a line per buffer."""
+    drawn = Table(title=f"Bytes a transition, {result.title} ({result.capacity:,} held)", title_justify="left")
+    drawn.add_column("buffer")
+    drawn.add_column("bytes", justify="right")
+    drawn.add_column("target")
+    for size in result.sizes:
+        ours = size.role == "ours"
+        target = f"at most {result.at_most:,}" if ours else ""
+        drawn.add_row(size.buffer, f"{size.size:,.0f}", target, style="bold" if ours else None)
+    return drawn
+
+
+def as_json(results: list[Result], footprints: list[Footprints]) -> dict[str, Any]:
     """Everything measured, with the machine and the versions."""
-    return {"machine": machine(), "versions": versions(), "workloads": [_workload_json(result) for result in results]}
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "workloads": [_workload_json(result) for result in results],
+        "bytes_a_transition": [asdict(result) for result in footprints],
+    }
 
 
 def _workload_json(result: Result) -> dict[str, Any]:
