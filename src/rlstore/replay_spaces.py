@@ -58,6 +58,7 @@ class ReplayFields:
         self.leaves: list[Leaf] = []
         self.columns: list[Field] = []
         self.no_final: tuple[None, ...] = ()  # what the ring takes where no final observations are given
+        self.is_plain = False  # a step is one tensor each of observations, actions and rewards
 
     def read_spaces(self, observation_space: SpaceLike | None, action_space: SpaceLike | None) -> None:
         """Take the fields from the spaces."""
@@ -90,6 +91,7 @@ class ReplayFields:
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
         self.no_final = (None,) * (len(fields) + 1)
+        self.is_plain = structure.is_leaf and not self.hidden_shapes
         own = f"{self._owner}()"
         self.columns = [
             Field("actions", action.shape, action.dtype, origin),

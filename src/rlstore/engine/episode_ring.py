@@ -23,6 +23,8 @@ from rlstore.kernels import kernel
 # Fields of up to this many bytes lie together in one record: a row of them costs one cache miss instead of several.
 RECORD_FIELD_BYTES = 1024
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
+# What the kernel's write returns, besides the index of a value that does not fit.
+_DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 
 
@@ -81,7 +83,6 @@ class EpisodeRing:
         self.device = backing.device
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
         self.rows = steps + max(leaf.stack for leaf in leaves)
-        self.broken = 0  # episodes whose observations did not go on
         self._layout = _Layout(self.leaves, self.columns)
         backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
         self.reopened = backing.open(self._schema())
@@ -105,7 +106,7 @@ class EpisodeRing:
         self._records = records
         on_host = self.backing.on_host()
         self.counters = on_host.zeros("counters", (5, self.lanes), torch.int64)
-        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._view_counters()
         slots = min(_FIRST_SLOTS, self.steps + 1) * self.lanes
         self.episodes = on_host.zeros("episodes", (slots, 4), torch.int64)
         self.free_slots = on_host.zeros("free_slots", (slots // self.lanes, self.lanes), torch.int32)
@@ -150,6 +151,10 @@ class EpisodeRing:
             self.free_slots[: len(free), lane] = free.int()
             self.free_count[lane] = len(free)
 
+    def _view_counters(self) -> None:
+        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._counts = self.counters.numpy()  # the same memory, which Python reads faster through numpy
+
     # ---------------------------------------------------------------------------------------------- counting
 
     @property
@@ -165,9 +170,10 @@ class EpisodeRing:
     @property
     def size(self) -> int:
         """The rows held by all lanes."""
+        counts = self._counts
         if self.lanes == 1:
-            return min(int(self.written[0]) - int(self.begun[0]), self.steps)
-        return int(self.held().sum())
+            return min(counts.item(0) - counts.item(1), self.steps)  # written and begun of the only lane
+        return int((counts[0] - counts[1]).clip(max=self.steps).sum())
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +220,7 @@ class EpisodeRing:
     def _bind_tables(self) -> None:
         self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
-    def write(self, values: tuple[Any, ...]) -> None:
+    def write(self, values: tuple[Any, ...]) -> bool:
         """Write one step of all lanes; every value fits, or nothing is written.
 
         Args:
@@ -223,24 +229,30 @@ class EpisodeRing:
                 whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
 
+        Returns:
+            True if an episode was broken off: its observations did not go on, and no end was flagged.
+
         Raises:
             InvalidInputError: If a value does not fit.
         """
-        done, broken = self.kernel.write(values)
+        outcome = (self._kernel or self.kernel).write(values)
+        if outcome == _DONE:
+            return False
         fitted = -1
-        while done != -1:
-            if done >= 0:
+        while outcome not in (_DONE, _DONE_WITH_BREAK):
+            if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
-                if done == fitted:
-                    raise RuntimeError(f"{self._field(done).name} was checked and still does not fit its block")
-                values, fitted = (*values[:done], self._fit(done, values[done]), *values[done + 1 :]), done
-            elif done == -2:
+                if outcome == fitted:
+                    raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
+                fitting = self._fit(outcome, values[outcome])
+                values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
+            elif outcome == _NEED_SLOTS:
                 self._grow()
             else:
                 self._make_starts()
                 self._bind_tables()
-            done, broken = self.kernel.write(values)
-        self.broken += broken
+            outcome = self.kernel.write(values)
+        return bool(outcome == _DONE_WITH_BREAK)
 
     def _field(self, index: int) -> Field:
         """The field of the value at a place in what :meth:`write` takes."""
@@ -297,7 +309,7 @@ class EpisodeRing:
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
-        views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count")
+        views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count", "_counts")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
@@ -305,7 +317,7 @@ class EpisodeRing:
         apart = state.pop("apart")
         self.__dict__.update(state)
         self.blocks = {**self._layout.views(self._records), **apart}
-        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._view_counters()
         self._kernel = None
 
 
