@@ -107,6 +107,7 @@ class ReplayBase(Storage):
             raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
         check_positive(owner, storage_size=storage_size, batch_size=batch_size)
         super().__init__(storage_size, device, seed=options.get("seed"))
+        self._options = options
         self.device = self._torch_device
         self.observation_space, self.action_space = observation_space, action_space
         self.storage_size, self.batch_size = int(storage_size), int(batch_size)

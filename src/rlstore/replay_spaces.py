@@ -87,6 +87,27 @@ class ReplayFields:
         self._set(structure, fields, ActionSpec(kind, tuple(actions.shape[1:]), actions.dtype), "the first sample")
         return len(actions)
 
+    def described(self) -> dict[str, Any]:
+        """What :meth:`read_described` takes the fields from."""
+        action = self.action
+        return {
+            "paths": self.structure.paths,
+            "shapes": [field.shape for field in self.observations],
+            "dtypes": [field.dtype for field in self.observations],
+            "action": (action.kind, action.shape, action.dtype, action.choices),
+        }
+
+    def read_described(self, description: Mapping[str, Any]) -> None:
+        """Take the fields from what :meth:`described` gave."""
+        structure = Structure([tuple(path) for path in description["paths"]], "observations")
+        shapes, dtypes = description["shapes"], description["dtypes"]
+        fields = [
+            Field(name, tuple(shape), dtype, "the first sample")
+            for name, shape, dtype in zip(structure.names, shapes, dtypes, strict=True)
+        ]
+        kind, shape, dtype, choices = description["action"]
+        self._set(structure, fields, ActionSpec(kind, tuple(shape), dtype, tuple(choices)), "the first sample")
+
     def _set(self, structure: Structure, fields: list[Field], action: ActionSpec, origin: str) -> None:
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action

@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,7 @@ class EpisodeRing:
         """The rows held by all lanes."""
         counts = self._counts
         if self.lanes == 1:
-            return min(counts.item(0) - counts.item(1), self.steps)  # written and begun of the only lane
+            return min(int(counts.item(0)) - int(counts.item(1)), self.steps)  # written and begun of the only lane
         return int((counts[0] - counts[1]).clip(max=self.steps).sum())
 
     @property
@@ -278,23 +278,26 @@ class EpisodeRing:
         deeper = min(deep + max(deep // 2, 1), self.steps + 1)
         if deeper == deep:
             raise RuntimeError("every slot is taken, which cannot be: each holds a row")
-        slots, on_host = deeper * self.lanes, self.backing.on_host()
+        self._extend_tables(deeper * self.lanes)
+        # The new slots go on top of each stack, the lowest uppermost.
+        for lane in range(self.lanes):
+            count, new = int(self.free_count[lane]), torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
+            self.free_slots[count : count + deeper - deep, lane] = new
+        self.free_count += deeper - deep
+        self._bind_tables()
+
+    def _extend_tables(self, slots: int) -> None:
+        """Make room for ``slots`` episodes, which are not yet free."""
         longer: dict[tuple[str, int], Tensor] = {}
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
-        episodes = on_host.extend("episodes", self.episodes, slots)
-        free = on_host.extend("free_slots", self.free_slots, deeper)
-        # The new slots go on top of each stack, the lowest uppermost.
-        for lane in range(self.lanes):
-            count = int(self.free_count[lane])
-            free[count : count + deeper - deep, lane] = torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
-        self.free_count += deeper - deep
+        on_host = self.backing.on_host()
+        self.episodes = on_host.extend("episodes", self.episodes, slots)
+        self.free_slots = on_host.extend("free_slots", self.free_slots, slots // self.lanes)
         self.finals = [longer["final", k] for k in range(len(self.leaves))]
         self.starts = [longer.get(("start", k)) for k in range(len(self.leaves))]
-        self.episodes, self.free_slots = episodes, free
-        self._bind_tables()
 
     def _make_starts(self) -> None:
         """Make the tables of starts, which only unusual frame stacks need."""
@@ -305,6 +308,39 @@ class EpisodeRing:
             else None
             for leaf in self.leaves
         ]
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
+        extent = min(int(self.written.max()) + 1, self.rows)
+        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
+        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
+        for leaf, table in zip(self.leaves, self.starts, strict=True):
+            if table is not None:
+                tables[f"start {leaf.field.name}"] = table
+        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        return {**blocks, **tables, **own}
+
+    def set_state(
+        self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
+    ) -> None:
+        """Hold what :meth:`state` gave, told by its names, shapes and a function that fills a tensor."""
+        slots = shape("episodes")[0]
+        if slots > self.slots:
+            self._extend_tables(slots)
+        if any(name.startswith("start ") for name in names):
+            self._make_starts()
+        for name, block in self.blocks.items():
+            read_into(name, block[:, : shape(name)[1]])
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                if table is not None:
+                    read_into(f"{kind} {leaf.field.name}", table[:slots])
+        read_into("counters", self.counters)
+        read_into("episodes", self.episodes[:slots])
+        read_into("free_slots", self.free_slots[: slots // self.lanes])
+        self._kernel = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
