@@ -32,7 +32,7 @@ BATCH = 256
 STEPS = 3
 STACK, CHANNELS, ACTIONS = 3, 3, 6
 WORKERS = 4
-SAMPLES = 20
+SAMPLES = 10
 # Bytes of a transition as it is served: two stacks, an action, a reward and a discount.
 SERVED = 2 * STACK * CHANNELS * PixelSource.SIDE**2 + 4 * ACTIONS + 4 + 4
 # Longer than it takes to prepare all batches that may wait.
