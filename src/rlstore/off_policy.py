@@ -113,7 +113,8 @@ class OffPolicyStorage(SavedReplay):
             states = ()
         if len(states) != len(shapes):
             raise InvalidInputError(
-                f"hidden_states holds {len(states)} states; this storage holds {len(shapes)}, fixed by its hidden_shape. "
+                f"hidden_states holds {len(states)} states; this storage holds {len(shapes)}, fixed by its "
+                f"hidden_shape. "
                 "Nothing was written."
             )
         fitted = []
