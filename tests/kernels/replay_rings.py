@@ -69,7 +69,9 @@ layouts = st.builds(
     resets=st.integers(0, 2),
     gap=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 2**32),
-    trouble=st.sampled_from([(0.2, 0.15, 0.15, 0.2), (0.5, 0.0, 0.3, 0.5), (0.05, 0.02, 0.0, 0.0), (0.9, 0.3, 0.1, 0.3)]),
+    trouble=st.sampled_from(
+        [(0.2, 0.15, 0.15, 0.2), (0.5, 0.0, 0.3, 0.5), (0.05, 0.02, 0.0, 0.0), (0.9, 0.3, 0.1, 0.3)]
+    ),
 )
 
 
@@ -139,7 +141,13 @@ class Memory:
         return outcomes
 
     def tensors(self) -> list[torch.Tensor]:
-        tables = [self.counters, self.episodes, self.free_slots, *self.finals, *(s for s in self.starts if s is not None)]
+        tables = [
+            self.counters,
+            self.episodes,
+            self.free_slots,
+            *self.finals,
+            *(s for s in self.starts if s is not None),
+        ]
         return [*tables, *self.blocks, *self.columns, self.episode_of]
 
     def held(self) -> torch.Tensor:

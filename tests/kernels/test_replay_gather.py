@@ -58,9 +58,7 @@ def assert_same(mine: torch.Tensor, truth: torch.Tensor, converted: bool) -> Non
 def test_batches_agree(layout, writes, n_step, gamma, count, in_given):
     twins, requests = Twins(layout), requests_of(layout)
     classes = kernel("ReplayGather", "cpu"), reference_of("ReplayGather")
-    gathers = [
-        make(memory.ring, requests, n_step, gamma) for make, memory in zip(classes, twins.both, strict=True)
-    ]
+    gathers = [make(memory.ring, requests, n_step, gamma) for make, memory in zip(classes, twins.both, strict=True)]
     for _ in range(writes):
         twins.write()
     rows = twins.some_rows(count)
@@ -91,7 +89,9 @@ def test_the_reference_fills_tensors_that_are_given(layout, writes):
 
 def test_large_rows_go_past_the_cache_and_agree():
     """Rows and batches large enough for the native version to write them past the cache."""
-    layout = Layout(2, 40, (Leaf(torch.uint8, 4, 1, 7000),), torch.int64, (), 0, 0, seed=3, trouble=(0.1, 0.05, 0.1, 0.5))
+    layout = Layout(
+        2, 40, (Leaf(torch.uint8, 4, 1, 7000),), torch.int64, (), 0, 0, seed=3, trouble=(0.1, 0.05, 0.1, 0.5)
+    )
     twins, requests = Twins(layout), ((OBSERVATION, 0, False, (28000,)), (NEXT, 0, False, (28000,)))
     for _ in range(60):
         twins.write()
@@ -114,7 +114,10 @@ def test_an_n_step_window_by_hand():
             step = (observation, following, action, torch.tensor([float(reward)]), flag, no, None, None, None)
             assert memory.write(step)[-1] == -1
     requests = ((NEXT, 0, False, (1,)), (REWARDS, 0, False, (1,)), (DISCOUNTS, 0, False, (1,)))
-    for make, memory in ((kernel("ReplayGather", "cpu"), twins.native), (reference_of("ReplayGather"), twins.reference)):
+    for make, memory in (
+        (kernel("ReplayGather", "cpu"), twins.native),
+        (reference_of("ReplayGather"), twins.reference),
+    ):
         following, rewards, discounts = make(memory.ring, requests, 2, 0.5).gather(torch.tensor([0, 1, 2, 3, -1]), None)
         assert following.flatten().tolist() == [2.0, 102.0, 102.0, 4.0, 0.0]
         assert rewards.flatten().tolist() == [2.0, 4.0, 4.0, 8.0, 0.0]
@@ -129,6 +132,9 @@ def test_a_row_that_is_not_held_is_refused(wrong):
     held = twins.native.held()
     row = {"overwritten": int(held.min()) % 3, "to come": int(held.max()) + 3}.get(wrong, wrong)
     rows = torch.tensor([int(held[0]), row, int(held[-1])])
-    for make, memory in ((kernel("ReplayGather", "cpu"), twins.native), (reference_of("ReplayGather"), twins.reference)):
+    for make, memory in (
+        (kernel("ReplayGather", "cpu"), twins.native),
+        (reference_of("ReplayGather"), twins.reference),
+    ):
         with pytest.raises(IndexError, match="not held"):
             make(memory.ring, ((HELD, 0, False, (1,)),), 1, 1.0).gather(rows, None)
