@@ -300,9 +300,12 @@ class ReplayGather {
     }
   }
 
-  // One tensor [rows, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros.
+  // One tensor [*rows.shape, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros. Rows
+  // [windows, length] are windows of rows that follow one another.
   nb::tuple gather(nb::handle rows, nb::object given) const {
-    const size_t count = element_count(describe(rows));
+    const DLTensor row_view = describe(rows);
+    const std::vector<int64_t> lead(row_view.shape, row_view.shape + row_view.ndim);
+    const size_t count = element_count(row_view);
     const int64_t* ids = typed<int64_t>(rows, count);
     ring_->require_tables();
     if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
@@ -310,8 +313,8 @@ class ReplayGather {
     std::vector<Output> outputs = outputs_;
     for (size_t k = 0; k < outputs.size(); k++) {
       const DLDataType dtype = dtype_of(outputs[k]);
-      std::vector<int64_t> shape = shapes_[k];
-      shape.insert(shape.begin(), static_cast<int64_t>(count));
+      std::vector<int64_t> shape = lead;
+      shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
       size_t elements = 1;
       for (int64_t size : shape) elements *= static_cast<size_t>(size);
       if (given.is_none()) {
@@ -327,7 +330,10 @@ class ReplayGather {
     bool all_held;
     {
       nb::gil_scoped_release released;
-      all_held = gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
+      all_held = lead.size() == 2 && lead[1] > 0
+                     ? gather_windows(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids,
+                                      static_cast<size_t>(lead[0]), static_cast<size_t>(lead[1]), outputs)
+                     : gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
     }
     if (!all_held) throw nb::index_error("a row is not held");
     return nb::tuple(made);
