@@ -74,6 +74,44 @@ def test_batches_agree(layout, writes, n_step, gamma, count, in_given):
             assert_guards_whole(whole)
 
 
+@given(layouts, st.integers(1, 40), st.integers(1, 6), st.booleans(), st.sampled_from([1, 3]), st.integers(0, 10))
+def test_windows_agree_and_are_their_rows(layout, writes, length, across, n_step, count):
+    """Rows [windows, length] are gathered in runs: what comes out is what single rows give."""
+    twins, requests = Twins(layout), requests_of(layout)
+    for _ in range(writes):
+        twins.write()
+    held = twins.native.held()
+    starts = held[torch.from_numpy(twins.rng.integers(len(held), size=count))] if len(held) else held
+    rows = torch.empty(len(starts) * length, dtype=torch.int64)
+    twins.native.ring.windows(starts, length, across, rows)
+    rows = rows.view(-1, length)
+    mine = kernel("ReplayGather", "cpu")(twins.native.ring, requests, n_step, 0.9)
+    truth = reference_of("ReplayGather")(twins.reference.ring, requests, n_step, 0.9).gather(rows, None)
+    singly = mine.gather(rows.flatten(), None)
+    for request, result, expected, single in zip(requests, mine.gather(rows, None), truth, singly, strict=True):
+        assert_same(result, expected, converted=request[2])
+        assert_same(result.flatten(0, 1), single, converted=request[2])
+
+
+@pytest.mark.parametrize("window", [[-1, 0], [-5, -1], [0, 2], [1, 0], [0, -2], [0, 2**62 + 1]])
+def test_rows_of_a_window_that_do_not_follow_one_another_are_refused(window):
+    twins = Twins(Layout(1, 9, (Leaf(torch.float32, 1, 1, 2),), torch.int64, (), 2, 0, seed=0))
+    for _ in range(5):
+        twins.write()
+    for make, memory in (
+        (kernel("ReplayGather", "cpu"), twins.native),
+        (reference_of("ReplayGather"), twins.reference),
+    ):
+        gather = make(memory.ring, ((HELD, 0, False, (1,)),), 1, 1.0)
+        assert gather.gather(torch.tensor([[0, 1], [2, -1], [-1, -1]]), None)[0].flatten(1).tolist() == [
+            [True, True],
+            [True, False],
+            [False, False],
+        ]
+        with pytest.raises(IndexError, match="not held"):
+            gather.gather(torch.tensor([[0, 1], window]), None)
+
+
 @given(layouts, st.integers(1, 20))
 def test_the_reference_fills_tensors_that_are_given(layout, writes):
     twins, requests = Twins(layout), requests_of(layout)
