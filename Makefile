@@ -9,12 +9,12 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 # The environment is made on first use and again when the build inputs change. rsl_rl and rllte, which the tests train with,
 # ask for ONNX, TensorBoard's server, old versions of matplotlib and more, none of which they need here: they come without
-# dependencies, and [dev] has those they import.
+# dependencies, and [dev] has those they import. MinAtar's games need numpy alone.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar
 	touch $@
 
 demo: $(VENV)/ready

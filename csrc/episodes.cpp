@@ -101,7 +101,8 @@ bool lacks_starts(const std::vector<Observation>& leaves) {
 void free_oldest(const Lanes& lanes, int64_t lane) {
   const int64_t gone = lanes.written[lane] - lanes.steps;
   const int32_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(gone));
-  if (lanes.episodes[slot].stop == gone + 1) lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
+  if (!lanes.has_slot(slot) || lanes.episodes[slot].stop != gone + 1 || lanes.free_count[lane] * lanes.lanes >= lanes.slots) return;
+  lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
 }
 
 void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Step& step,

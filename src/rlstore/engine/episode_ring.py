@@ -218,7 +218,9 @@ class EpisodeRing:
         return self._kernel
 
     def _bind_tables(self) -> None:
-        self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
+        # In the kernel that there is, because windows and priorities hold it too.
+        if self._kernel is not None:
+            self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
     def write(self, values: tuple[Any, ...]) -> bool:
         """Write one step of all lanes; every value fits, or nothing is written.
@@ -268,8 +270,8 @@ class EpisodeRing:
         field = self._field(index)
         if self.lanes == 1 and value is not None:
             value = as_tensor(value, field.name)
-            if tuple(value.shape) == field.shape:
-                value = value.unsqueeze(0)
+            if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
+                value = value.reshape(1, *field.shape)
         return field.fit(value, self.lanes, self.device)
 
     def _grow(self) -> None:
@@ -340,7 +342,7 @@ class EpisodeRing:
         read_into("counters", self.counters)
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
-        self._kernel = None
+        self._bind_tables()
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies

@@ -32,7 +32,7 @@ class Priorities:
         self.alpha, self.stale = alpha, 0
         self._ring, self._windows = ring, windows
         leaves = -(-ring.steps * ring.lanes // 16) * 16
-        above = sum(kernel("Priorities", "cpu").level_sizes(leaves))  # type: ignore[attr-defined]
+        above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))  # type: ignore[attr-defined]
         make = ring.backing.on_host().zeros
         self.leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
@@ -46,7 +46,7 @@ class Priorities:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             memory = (self.leaves, self._sums, self._maxima, self._seen)
-            self._kernel = kernel("Priorities", "cpu")(self._ring.kernel, memory)
+            self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
         return self._kernel
 
     @property
