@@ -57,7 +57,7 @@ class Footprints:
 
 def kinds() -> tuple[Kind, ...]:
     makers = replay_vector.BUFFERS.items()
-    vector = {name: partial(make, replay_vector.source()) for name, make in makers if "numpy" not in name}
+    vector = {name: partial(make, replay_vector.source()) for name, make in makers if "," not in name}
     return (
         Kind("vector", "17 and 6 numbers", vector, replay_vector.CAPACITY, 110),
         Kind("pixels", "stacks of 4 frames of 84 x 84", replay_pixels.BUFFERS, replay_pixels.CAPACITY, 7_400),

@@ -89,17 +89,26 @@ def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]]) -> Loo
 
 
 class Rlstore(Buffer):
-    """One of our storages, given tensors, or arrays if ``numpy``."""
+    """One of our storages, given tensors ``[envs, ...]``.
+
+    With ``from_gymnasium`` it is given what gymnasium's environments give: arrays, and of a single one plain numbers.
+    """
 
     role = "ours"
 
     def __init__(
-        self, source: Source, capacity: int, storage: str = "ReplayStorage", *, numpy: bool = False, **options: Any
+        self,
+        source: Source,
+        capacity: int,
+        storage: str = "ReplayStorage",
+        *,
+        from_gymnasium: bool = False,
+        **options: Any,
     ) -> None:
         import rlstore
 
         super().__init__(source, capacity)
-        self._numpy = numpy
+        self._from_gymnasium = from_gymnasium
         self.storage: Any = getattr(rlstore, storage)(
             source.observation_space,
             source.action_space,
@@ -116,21 +125,17 @@ class Rlstore(Buffer):
             self.storage.insert_data_slice({name: torch.from_numpy(values) for name, values in vars(steps).items()})
 
     def adding(self, steps: Steps) -> Loop:
-        given: Callable[[Array], Any] = np.asarray if self._numpy else torch.from_numpy
+        return calling(self.storage.add, [self._given(step) for step in steps.each()])
+
+    def _given(self, step: Steps) -> tuple[Any, ...]:
+        values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
         infos: dict[str, object] = {}
-        arguments = [
-            (
-                given(step.observations),
-                given(step.actions),
-                given(step.rewards),
-                given(step.terminated),
-                given(step.truncated),
-                infos,
-                given(step.next_observations),
-            )
-            for step in steps.each()
-        ]
-        return calling(self.storage.add, arguments)
+        if not self._from_gymnasium:
+            return *map(torch.from_numpy, values), infos, torch.from_numpy(step.next_observations)
+        if self.source.envs > 1:
+            return *values, infos, step.next_observations
+        observation, action, reward, terminated, truncated = (value[0] for value in values)
+        return observation, action, float(reward), bool(terminated), bool(truncated), infos, step.next_observations[0]
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         batch = {name: getattr(drawn, name) for name in ("observations", "actions", "next_observations")}

@@ -58,8 +58,10 @@ class PrioritizedBuffer(Buffer):
 class RlstorePrioritized(Rlstore, PrioritizedBuffer):
     """Our PrioritizedReplayStorage."""
 
-    def __init__(self, *, numpy: bool = False) -> None:
-        super().__init__(source(), CAPACITY, "PrioritizedReplayStorage", numpy=numpy, alpha=ALPHA, beta=BETA)
+    def __init__(self, *, from_gymnasium: bool = False) -> None:
+        super().__init__(
+            source(), CAPACITY, "PrioritizedReplayStorage", from_gymnasium=from_gymnasium, alpha=ALPHA, beta=BETA
+        )
         self.update = self.storage.update
 
     def spread(self, priorities: Array) -> None:
@@ -219,7 +221,7 @@ def check(evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
 def workload() -> Workload:
     makers: dict[str, Callable[[], PrioritizedBuffer]] = {
         "rlstore": RlstorePrioritized,
-        "rlstore, from numpy": partial(RlstorePrioritized, numpy=True),
+        "rlstore, from gymnasium": partial(RlstorePrioritized, from_gymnasium=True),
         "rlox": RloxPrioritized,
         "cpprb": CpprbPrioritized,
         "tianshou": TianshouPrioritized,

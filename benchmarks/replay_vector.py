@@ -27,7 +27,7 @@ def source(envs: int = 1) -> VectorSource:
 
 BUFFERS: dict[str, Callable[[Source, int], Buffer]] = {
     "rlstore": Rlstore,
-    "rlstore, from numpy": partial(Rlstore, numpy=True),
+    "rlstore, from gymnasium": partial(Rlstore, from_gymnasium=True),
     "rlox": Rlox,
     "SB3": Sb3,
     "cpprb": Cpprb,

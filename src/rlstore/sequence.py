@@ -252,7 +252,7 @@ def _hidden_shapes(owner: str, shape: Sequence[Any] | None) -> list[tuple[int, i
     """One ``(layers, hidden)`` for each recurrent state."""
     if shape is None:
         return []
-    parts = list(shape)
+    parts = list(shape) if isinstance(shape, (tuple, list)) else []
     pairs = [parts] if all(isinstance(part, int) for part in parts) else parts
     checked = [check_shape(owner, "hidden_shape", pair) for pair in pairs]
     if not checked or any(len(pair) != 2 for pair in checked):
