@@ -70,8 +70,8 @@ class Gather {
       size_t held = 0;
       const uint64_t first = static_cast<uint64_t>(window[0]), apart = static_cast<uint64_t>(lanes_.lanes);
       for (; held < length && static_cast<uint64_t>(window[held]) == first + held * apart; held++) {}
-      for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
       if (window[0] < 0) held = 0;
+      for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
       size_t done = 0;
       while (done < held) {
         Found found[kPipeline];

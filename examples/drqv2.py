@@ -44,7 +44,7 @@ THRESHOLD = 33.0
 
 
 class Steering(gym.Env[Array, Array]):
-    """Push a point with inertia across the unit square to a target. The reward is 1 there and falls with the distance."""
+    """Push a point with inertia across the unit square to a target: the reward is 1 there, less further off."""
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0, 255, (3, PICTURE, PICTURE), np.uint8)

@@ -246,7 +246,7 @@ class EpisodeRing:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
                 if outcome == fitted:
                     raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
-                fitting = self._fit(outcome, values[outcome])
+                fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             elif outcome == _NEED_SLOTS:
                 self._grow()
@@ -266,12 +266,18 @@ class EpisodeRing:
         given = Field("which final observations are given", (), torch.uint8, origin, is_flag=True)
         return [*leaves, *following, *self.columns, *flags, *finals, given][index]
 
-    def _fit(self, index: int, value: Any) -> Tensor:
-        field = self._field(index)
+    def _fit(self, index: int, values: tuple[Any, ...]) -> Tensor:
+        field, value = self._field(index), values[index]
         if self.lanes == 1 and value is not None:
             value = as_tensor(value, field.name)
             if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
                 value = value.reshape(1, *field.shape)
+        mask = values[2 * len(self.leaves) + len(self.columns) + 2]
+        if field.is_flag and field.name != "mask" and mask is not None:
+            # Nothing is read of a lane that sat out, not even that its flags are no flags.
+            given, taken = as_tensor(value, field.name), self._fit(2 * len(self.leaves) + len(self.columns) + 2, values)
+            if given.numel() == self.lanes:
+                value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
         return field.fit(value, self.lanes, self.device)
 
     def _grow(self) -> None:

@@ -100,8 +100,11 @@ class Priorities:
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise InvalidInputError(f"rows are {ids.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
         given = as_tensor(priorities, "priorities")
-        if given.numel() != ids.numel():
-            raise InvalidInputError(f"there are {ids.numel()} rows and {given.numel()} priorities. {_UNCHANGED}")
+        if tuple(given.shape) not in ((len(ids),), (len(ids), 1)) or given.dtype.is_complex:
+            raise InvalidInputError(
+                f"priorities are {tuple(given.shape)} {given.dtype} for {len(ids)} rows; give a real number for each. "
+                f"{_UNCHANGED}"
+            )
         ids = ids.to(_CPU, torch.int64).contiguous()
         values = given.flatten().to(_CPU, torch.float32).contiguous()
         windows = None if self._windows is None else self._windows.kernel

@@ -298,11 +298,23 @@ def _sum_groups(groups: Tensor) -> Tensor:
 def _descend(level: Tensor, index: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The child in which each target falls, and the target counted from its beginning."""
     groups = level.view(-1, _WIDTH)[index].double()
-    running = groups.cumsum(1)
-    child = (running <= target[:, None]).sum(1)
-    before = torch.where(child > 0, running.gather(1, (child - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    # Rounding may put the target at the very end: then it is the last child that holds anything.
-    last = torch.where(groups > 0, torch.arange(_WIDTH), 0).amax(1)
-    beyond = child == _WIDTH
-    child, target = torch.where(beyond, last, child), torch.where(beyond, 0.0, target - before)
+    fours = groups.view(-1, 4, 4)
+    a, b, c, d = fours.unbind(2)
+    quarter, target = _pick((a + b) + (c + d), target)
+    picked, target = _pick(fours[torch.arange(len(fours)), quarter], target)
+    child = quarter * 4 + picked
+    # Rounding may put the target past the end: then it is the last child before it that holds anything, or the first
+    # after it.
+    place, holds = torch.arange(_WIDTH), groups > 0
+    before = torch.where(holds & (place <= child[:, None]), place, -1).amax(1)
+    after = torch.where(holds, place, _WIDTH - 1).amin(1)
+    empty = before < child
+    child, target = torch.where(before < 0, after, before), torch.where(empty, 0.0, target)
     return index * _WIDTH + child, target
+
+
+def _pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of four whose running sum passes the target, from which is taken what came before."""
+    running = torch.cat((torch.zeros_like(sums[:, :1]), sums[:, :3].cumsum(1)), 1)
+    passed = (running[:, 1:] <= target[:, None]).sum(1)
+    return passed, target - running.gather(1, passed[:, None])[:, 0]

@@ -54,16 +54,21 @@ class ReplayGather:
         self._powers = powers.to(torch.float32).to(ring.device)
 
     def gather(self, rows: Tensor, given: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """One tensor ``[rows, ...]`` for each request, in those given or (None) in new ones on the blocks' device.
+        """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones on the blocks' device.
 
-        A row of -1 gives zeros.
+        A row of -1 gives zeros. Rows ``[windows, length]`` are windows of rows that follow one another.
         """
         if rows.dtype != torch.int64:
             raise ValueError("rows are int64")
         if given is not None and len(given) != len(self._requests):
             raise ValueError("gather: an output for each request")
+        if rows.dim() == 2:
+            after = torch.arange(rows.shape[1]) * self._ring.lanes
+            follows = ((rows == rows[:, :1] + after) & (rows[:, :1] >= 0)).long().cumprod(1) > 0
+            if bool((~follows & (rows != -1)).any()):
+                raise IndexError("a row is not held")
         found = self._find(rows.flatten())
-        made = tuple(self._make(found, *request) for request in self._requests)
+        made = tuple(self._make(found, *request).unflatten(0, rows.shape) for request in self._requests)
         if given is None:
             return made
         for target, result in zip(given, made, strict=True):
