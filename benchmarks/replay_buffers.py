@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from itertools import count, repeat
+from itertools import count, cycle, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,6 @@ class Buffer(ABC):
         """Fill it to its capacity."""
 
     @abstractmethod
-    def adding(self, steps: Steps) -> Loop:
-        """A loop that adds steps one by one."""
-
-    @abstractmethod
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         """A drawn batch under the names that all share."""
 
@@ -78,17 +74,26 @@ class Buffer(ABC):
         """Called once, at the end."""
 
 
-def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]]) -> Loop:
-    """A loop of calls with prepared positional arguments."""
+class AddableBuffer(Buffer):
+    """A buffer whose adds are timed too."""
+
+    @abstractmethod
+    def adding(self, steps: Steps, calls: int) -> Loop:
+        """A loop of so many calls, which adds steps one by one, over and over."""
+
+
+def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls: int) -> Loop:
+    """A loop of so many calls, with prepared positional arguments, over and over."""
+    prepared = list(islice(cycle(arguments), calls))
 
     def loop() -> None:
-        for given in arguments:
+        for given in prepared:
             add(*given)
 
     return loop
 
 
-class Rlstore(Buffer):
+class Rlstore(AddableBuffer):
     """One of our storages, given tensors ``[envs, ...]``.
 
     With ``from_gymnasium`` it is given what gymnasium's environments give: arrays, and of a single one plain numbers.
@@ -124,8 +129,8 @@ class Rlstore(Buffer):
         for steps in self.source.fill(self.capacity):
             self.storage.insert_data_slice({name: torch.from_numpy(values) for name, values in vars(steps).items()})
 
-    def adding(self, steps: Steps) -> Loop:
-        return calling(self.storage.add, [self._given(step) for step in steps.each()])
+    def adding(self, steps: Steps, calls: int) -> Loop:
+        return calling(self.storage.add, [self._given(step) for step in steps.each()], calls)
 
     def _given(self, step: Steps) -> tuple[Any, ...]:
         values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
@@ -145,7 +150,7 @@ class Rlstore(Buffer):
         self.storage.close()
 
 
-class Sb3(Buffer):
+class Sb3(AddableBuffer):
     """Stable-Baselines3's ReplayBuffer: numpy in, tensors out."""
 
     def __init__(self, source: Source, capacity: int) -> None:
@@ -170,7 +175,7 @@ class Sb3(Buffer):
             at = rows.stop
         buffer.pos, buffer.full = 0, True
 
-    def adding(self, steps: Steps) -> Loop:
+    def adding(self, steps: Steps, calls: int) -> Loop:
         arguments = [
             (
                 step.observations,
@@ -182,7 +187,7 @@ class Sb3(Buffer):
             )
             for step in steps.each()
         ]
-        return calling(self.buffer.add, arguments)
+        return calling(self.buffer.add, arguments, calls)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         actions = drawn.actions if self.source.action_shape else drawn.actions.squeeze(-1)
@@ -195,7 +200,7 @@ class Sb3(Buffer):
         }
 
 
-class Cpprb(Buffer):
+class Cpprb(AddableBuffer):
     """cpprb's ReplayBuffer: numpy in and out.
 
     ``compress`` keeps single frames, for which its stacks have to lie in the last axis.
@@ -242,9 +247,9 @@ class Cpprb(Buffer):
             if (steps.terminated | steps.truncated)[-1].all():
                 self.buffer.on_episode_end()
 
-    def adding(self, steps: Steps) -> Loop:
+    def adding(self, steps: Steps, calls: int) -> Loop:
         add = self.buffer.add
-        given = [self._fields(step) for step in steps.each()]
+        given = list(islice(cycle([self._fields(step) for step in steps.each()]), calls))
 
         def loop() -> None:
             for fields in given:
@@ -265,7 +270,7 @@ class Cpprb(Buffer):
         }
 
 
-class Rlox(Buffer):
+class Rlox(AddableBuffer):
     """rlox's ReplayBuffer, for float32 vectors: numpy in and out; every draw is given a seed."""
 
     def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", *options: Any) -> None:
@@ -295,14 +300,10 @@ class Rlox(Buffer):
         flags = bool(step.terminated[0]), bool(step.truncated[0])
         return step.observations[0], step.actions[0], float(step.rewards[0]), *flags, step.next_observations[0]
 
-    def pushing(self, steps: Steps) -> Loop:
-        """A loop that adds the steps of one environment."""
-        return calling(self.buffer.push, [self.single(step) for step in steps.each()])
-
-    def adding(self, steps: Steps) -> Loop:
+    def adding(self, steps: Steps, calls: int) -> Loop:
         if self.source.envs == 1:
-            return self.pushing(steps)
-        return calling(self.buffer.push_batch, [self._flat(step) for step in steps.each()])
+            return calling(self.buffer.push, [self.single(step) for step in steps.each()], calls)
+        return calling(self.buffer.push_batch, [self._flat(step) for step in steps.each()], calls)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         names = {"obs": "observations", "actions": "actions", "rewards": "rewards", "next_obs": "next_observations"}
@@ -310,7 +311,7 @@ class Rlox(Buffer):
         return values | {"discounts": one_step_discounts(drawn["terminated"])}
 
 
-class Tianshou(Buffer):
+class Tianshou(AddableBuffer):
     """tianshou's buffers: numpy in and out, in a Batch. Several environments have a buffer each."""
 
     def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", **options: Any) -> None:
@@ -350,11 +351,11 @@ class Tianshou(Buffer):
             for step in steps.each():
                 self.buffer.add(self._batch(step), envs)
 
-    def adding(self, steps: Steps) -> Loop:
+    def adding(self, steps: Steps, calls: int) -> Loop:
         if self.source.envs == 1:
-            return calling(self.buffer.add, [(self._single(step),) for step in steps.each()])
+            return calling(self.buffer.add, [(self._single(step),) for step in steps.each()], calls)
         envs = np.arange(self.source.envs)
-        return calling(self.buffer.add, [(self._batch(step), envs) for step in steps.each()])
+        return calling(self.buffer.add, [(self._batch(step), envs) for step in steps.each()], calls)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         values = drawn[0]
@@ -367,7 +368,7 @@ class Tianshou(Buffer):
         }
 
 
-class TorchRl(Buffer):
+class TorchRl(AddableBuffer):
     """TorchRL's ReplayBuffer: TensorDicts in and out."""
 
     def __init__(self, source: Source, capacity: int, batch_size: int | None = None, **options: Any) -> None:
@@ -396,10 +397,10 @@ class TorchRl(Buffer):
         for steps in self.source.fill(self.capacity):
             self.buffer.extend(self.data(steps.flat()))
 
-    def adding(self, steps: Steps) -> Loop:
+    def adding(self, steps: Steps, calls: int) -> Loop:
         if self.source.envs == 1:
-            return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()])
-        return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()])
+            return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()], calls)
+        return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()], calls)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         return {

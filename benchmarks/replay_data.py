@@ -98,19 +98,20 @@ class Source(ABC):
         size = max(1, self._chunk // self.envs)
         for first in range(0, steps, size):
             clock = np.arange(first, min(first + size, steps))
-            piece = self._steps(clock, episodes=None)
+            piece = self._steps(*np.divmod(clock[:, None] + self._ahead, self.episode_length))
             if clock[-1] == steps - 1:
                 piece.truncated[-1] = ~piece.terminated[-1]
             yield piece
 
-    def loop(self, episodes: int = 2) -> Steps:
-        """Steps that may follow those of ``fill`` and then themselves, over and over."""
-        return self._steps(np.arange(episodes * self.episode_length), episodes)
+    def loop(self, length: int = 40) -> Steps:
+        """Steps that may follow those of ``fill`` and then themselves, over and over: the ends of two episodes.
 
-    def _steps(self, clock: Array, episodes: int | None) -> Steps:
-        episode, place = np.divmod(clock[:, None] + self._ahead, self.episode_length)
-        if episodes is not None:
-            episode %= episodes
+        They are few, so that they stay in the cache, as what an environment has just made is.
+        """
+        episode, place = np.divmod(np.arange(2 * length)[:, None] + self._ahead, length)
+        return self._steps(episode % 2, place + self.episode_length - length)
+
+    def _steps(self, episode: Array, place: Array) -> Steps:
         ids = (episode * (self.episode_length + 1) + place) * self.envs + np.arange(self.envs)
         ended = self.steps_left(ids) == 1
         return Steps(

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.episode_loader import EpisodeWindows, save_episode
 from benchmarks.harness import Phase, Target, Workload
-from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlstore, TorchRl, calling
+from benchmarks.replay_buffers import Buffer, Cpprb, Rlstore, TorchRl
 from benchmarks.replay_contenders import Copies, Sampling, keep_freed_memory
-from benchmarks.replay_data import GAMMA, PixelSource, Steps, check_batches
+from benchmarks.replay_data import GAMMA, PixelSource, check_batches
 
 EPISODE = 250
 CAPACITY = 24 * EPISODE
@@ -129,9 +129,6 @@ class Loader(Buffer):
         self._batches = iter(self._loader)
         self.sample = self._batches.__next__
 
-    def adding(self, steps: Steps) -> Loop:
-        return calling(save_episode, [(self._folder, 0, steps)])
-
     def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
         return repeat((), calls)
 
@@ -183,22 +180,11 @@ class Rllte(Buffer):
 
     def fill(self) -> None:
         for episode in self.source.fill(self.capacity):
-            self.adding(episode)()
-
-    def adding(self, steps: Steps) -> Loop:
-        arguments = [
-            (
-                torch.from_numpy(step.observations),
-                torch.from_numpy(step.actions),
-                torch.from_numpy(step.rewards),
-                torch.from_numpy(step.terminated),
-                torch.from_numpy(step.truncated),
-                {"final_observation": step.next_observations},
-                torch.from_numpy(step.next_observations),
-            )
-            for step in steps.each()
-        ]
-        return calling(self._storage.add, arguments)
+            for step in episode.each():
+                values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
+                following = step.next_observations
+                infos = {"final_observation": following}
+                self._storage.add(*map(torch.from_numpy, values), infos, torch.from_numpy(following))
 
     def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
         return repeat((), calls)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Contender, Phase, Target, Workload
-from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl
+from benchmarks.replay_buffers import AddableBuffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl
 from benchmarks.replay_contenders import Copies
 from benchmarks.replay_data import Array, check_batches
-from benchmarks.replay_vector import ADDS, BATCH, CAPACITY, GIVEN, SERVED, source
+from benchmarks.replay_vector import ADDS, BATCH, CAPACITY, EPISODE, GIVEN, SERVED, source
 
 ALPHA, BETA = 0.6, 0.4
 CALLS = 50
@@ -29,7 +29,7 @@ def spread(size: int, seed: int) -> Array:
     return np.random.default_rng(seed).exponential(size=size).astype(np.float32) + np.float32(1e-3)
 
 
-class PrioritizedBuffer(Buffer):
+class PrioritizedBuffer(AddableBuffer):
     """A buffer whose rows have priorities.
 
     Attributes:
@@ -107,7 +107,8 @@ class RloxPrioritized(Rlox, PrioritizedBuffer):
 
     def fill(self) -> None:
         for steps in self.source.fill(self.capacity):
-            self.pushing(steps)()
+            for step in steps.each():
+                self.buffer.push(*self.single(step))
 
     def spread(self, priorities: Array) -> None:
         self.update(np.arange(CAPACITY, dtype=np.uint64), self.given(priorities))
@@ -181,12 +182,14 @@ class Prioritized(Contender):
         self.role = self._buffer.role
         self._buffer.fill()
         self._buffer.spread(spread(CAPACITY, seed=0))
-        self._add = self._buffer.adding(source().loop())
+        self._add = self._buffer.adding(source().loop(), ADDS)
+        self._add_uncached = self._buffer.adding(source().loop(EPISODE), ADDS)
         self._rows: list[Any] = []
         self._priorities = [self._buffer.given(spread(BATCH, seed=1 + i)) for i in range(CALLS)]
 
     def phases(self) -> Mapping[str, Loop]:
-        return {"add": self._add, "sample": self._sample, "update": self._update}
+        adding = {"add": self._add, "add uncached": self._add_uncached}
+        return {**adding, "sample": self._sample, "update": self._update}
 
     def _sample(self) -> None:
         sample, rows_of, drawn_rows = self._buffer.sample, self._buffer.rows, []
@@ -236,6 +239,7 @@ def workload() -> Workload:
         title="Prioritized replay of 1M transitions, observations 17, actions 6",
         phases=(
             Phase("add", "add of one environment", ADDS),
+            Phase("add uncached", "the same, values out of the cache", ADDS),
             Phase("sample", "sample 256", CALLS),
             Phase("update", "update 256 priorities", CALLS),
         ),
@@ -244,7 +248,7 @@ def workload() -> Workload:
         check=check,
         rounds=25,
         targets=(
-            Target("add", ("cpprb",), 0.1),
+            *(Target(phase, ("cpprb",), 0.1) for phase in ("add", "add uncached")),
             Target("sample", fastest, 0.30),
             Target("update", fastest, 0.45),
         ),
