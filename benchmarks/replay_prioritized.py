@@ -231,7 +231,12 @@ def workload() -> Workload:
         "TorchRL": TorchRlPrioritized,
     }
     floor = Copies(
-        {"add": (GIVEN, ADDS), "sample": (BATCH * (SERVED + DRAWN), CALLS), "update": (BATCH * UPDATED, CALLS)}
+        {
+            "add": (GIVEN, ADDS),
+            "add uncached": (GIVEN, ADDS),
+            "sample": (BATCH * (SERVED + DRAWN), CALLS),
+            "update": (BATCH * UPDATED, CALLS),
+        }
     )
     fastest = ("cpprb", "tianshou", "rlox")
     return Workload(

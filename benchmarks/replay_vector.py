@@ -59,7 +59,8 @@ class Uniform(Sampling):
 
 
 def workload() -> Workload:
-    floor = Copies({"add": (GIVEN, ADDS), "add 16": (ENVS * GIVEN, ADDS), "sample": (BATCH * SERVED, SAMPLES)})
+    added = {"add": GIVEN, "add uncached": GIVEN, "add 16": ENVS * GIVEN, "add 16 uncached": ENVS * GIVEN}
+    floor = Copies({phase: (size, ADDS) for phase, size in added.items()} | {"sample": (BATCH * SERVED, SAMPLES)})
     return Workload(
         name="replay_vector",
         title="Replay of 1M transitions, observations 17, actions 6",
