@@ -4,11 +4,14 @@
 // read or write outside a tensor's memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "bindings_draws.h"
+#include "bindings_replay.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
 #include "rows.h"
@@ -269,6 +272,32 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
   load_exchange();
   nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence, nb::object>()).def("write", &RowWriter::write);
+  nb::class_<EpisodeRing>(m, "EpisodeRing")
+      .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int>())
+      .def("set_tables", &EpisodeRing::set_tables)
+      .def("write", &EpisodeRing::write)
+      .def("draw", &EpisodeRing::draw)
+      .def("bounds", &EpisodeRing::bounds)
+      .def("windows", &EpisodeRing::windows);
+  nb::class_<ReplayGather>(m, "ReplayGather")
+      .def(nb::init<nb::object, nb::tuple, int64_t, double>())
+      .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none());
+  nb::class_<WindowIndex>(m, "WindowIndex")
+      .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
+      .def("follow", &WindowIndex::follow)
+      .def("rebuild", &WindowIndex::rebuild)
+      .def("count", &WindowIndex::count)
+      .def("draw", &WindowIndex::draw)
+      .def("contains", &WindowIndex::contains);
+  nb::class_<Priorities>(m, "Priorities")
+      .def(nb::init<nb::object, nb::tuple>())
+      .def_static("level_sizes", &Priorities::level_sizes)
+      .def("total", &Priorities::total)
+      .def("rebuild", &Priorities::rebuild)
+      .def("follow", &Priorities::follow)
+      .def("follow_windows", &Priorities::follow_windows)
+      .def("draw", &Priorities::draw)
+      .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("gather", &gather);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());

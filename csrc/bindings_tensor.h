@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <type_traits>
+#include <vector>
 
 #include "dlpack.h"
 
@@ -61,6 +62,22 @@ T* typed(nb::handle object, size_t count) {
 template <typename T>
 T* typed_or_null(nb::handle object, size_t count) {
   return object.is_none() ? nullptr : typed<T>(object, count);
+}
+
+// A new CPU tensor with whatever was in its memory before.
+inline nb::object make_tensor(DLDataType dtype, const std::vector<int64_t>& shape, char** memory) {
+  DLTensor prototype{};
+  prototype.device = {kCpu, 0};
+  prototype.ndim = static_cast<int32_t>(shape.size());
+  prototype.dtype = dtype;
+  prototype.shape = const_cast<int64_t*>(shape.data());
+  DLManagedTensor* made = nullptr;
+  const auto fail = [](void*, const char*, const char* message) { PyErr_SetString(PyExc_RuntimeError, message); };
+  if (exchange->allocate(&prototype, &made, nullptr, fail)) throw nb::python_error();
+  *memory = address(made->tensor);
+  void* object = nullptr;
+  if (exchange->import_managed(made, &object)) throw nb::python_error();
+  return nb::steal(static_cast<PyObject*>(object));
 }
 
 }  // namespace rlstore

@@ -44,12 +44,20 @@ struct DLExchangeHeader {
   DLExchangeHeader* previous;
 };
 
-// Only describe() is called; the others keep its place in the table.
+struct DLManagedTensor {
+  DLVersion version;
+  void* context;
+  void (*deleter)(DLManagedTensor* self);
+  uint64_t flags;
+  DLTensor tensor;
+};
+
+// What is not called here keeps its place in the table.
 struct DLExchangeApi {
   DLExchangeHeader header;
-  void* allocate;
+  int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* context, void (*fail)(void* context, const char* kind, const char* message));
   void* export_managed;
-  void* import_managed;
+  int (*import_managed)(DLManagedTensor* tensor, void** out_py_object);
   int (*describe)(void* py_object, DLTensor* out);
   void* current_stream;
 };

@@ -39,25 +39,35 @@ RLSTORE_INLINE void gather_chunks(char* target, const char* source, const int64_
 
 }  // namespace
 
-void copy_row(char* target, const char* source, size_t bytes) {
+void copy_streamed(char* target, const char* source, size_t bytes) {
 #if defined(__SSE2__)
-  constexpr size_t kLarge = 128 << 10, kLine = 64;
-  const bool apart = target + bytes <= source || source + bytes <= target;
-  if (bytes >= kLarge && apart) {
-    const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
-    memcpy(target, source, head);
-    size_t i = head;
-    for (; i + kLine <= bytes; i += kLine) {
-      __builtin_prefetch(source + i + 8 * kLine);
-      for (size_t k = 0; k < kLine; k += sizeof(__m128i))
-        _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + k)));
-    }
-    _mm_sfence();
-    memcpy(target + i, source + i, bytes - i);
+  constexpr size_t kLine = 64;
+  const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
+  if (bytes < head + kLine) {
+    memcpy(target, source, bytes);
     return;
   }
+  memcpy(target, source, head);
+  size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    __builtin_prefetch(source + i + 8 * kLine);
+    for (size_t k = 0; k < kLine; k += sizeof(__m128i))
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + k)));
+  }
+  _mm_sfence();
+  memcpy(target + i, source + i, bytes - i);
+#else
+  memcpy(target, source, bytes);
 #endif
-  memmove(target, source, bytes);
+}
+
+void copy_row(char* target, const char* source, size_t bytes) {
+  constexpr size_t kLarge = 128 << 10;
+  const bool apart = target + bytes <= source || source + bytes <= target;
+  if (bytes >= kLarge && apart)
+    copy_streamed(target, source, bytes);
+  else
+    memmove(target, source, bytes);
 }
 
 // target_clones does not apply to templates, so each instance is written out.

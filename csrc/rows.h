@@ -10,6 +10,9 @@ namespace rlstore {
 // A row as it is. A large one goes past the cache: it is not read again soon, and would be fetched only to be written over.
 void copy_row(char* target, const char* source, size_t bytes);
 
+// The same past the cache whatever its size; the two do not overlap.
+void copy_streamed(char* target, const char* source, size_t bytes);
+
 // The same for a row of a few hundred bytes, without a call.
 inline void copy_short(char* target, const char* source, size_t bytes) {
   constexpr size_t kChunk = 64;

@@ -2,6 +2,8 @@
 
 from rlstore.decoupled import DecoupledRolloutStorage
 from rlstore.errors import (
+    DiskFullError,
+    DoesNotFitError,
     InvalidInputError,
     NotReadyError,
     RolloutFullError,
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Critic",
     "DecoupledRolloutStorage",
+    "DiskFullError",
+    "DoesNotFitError",
     "InvalidInputError",
     "NotReadyError",
     "RolloutFullError",

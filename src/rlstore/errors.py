@@ -25,3 +25,11 @@ class UnknownParameterError(StorageError, AttributeError, ValueError):
 
 class UnsupportedSpaceError(StorageError, NotImplementedError):
     """A space that no storage can hold."""
+
+
+class DoesNotFitError(StorageError, MemoryError):
+    """Memory or disk that is not there. Nothing was allocated."""
+
+
+class DiskFullError(StorageError, OSError):
+    """The disk became full. What was there before is as it was."""

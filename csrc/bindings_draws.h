@@ -1,0 +1,190 @@
+// Priorities and windows as Python holds them, on the memory of tensors that Python owns.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <vector>
+
+#include "bindings_replay.h"
+#include "random.h"
+#include "sumtree.h"
+#include "windows.h"
+
+namespace rlstore {
+
+// Windows of a ring; see windows.h.
+class WindowIndex {
+ public:
+  WindowIndex(nb::object ring, int64_t length, int64_t stride, bool across, nb::tuple memory)
+      : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), windows_(bind(length, stride, across)) {}
+
+  // Takes in what was written since. The rows of new and of dropped windows are kept for priorities.
+  void follow() {
+    added_.clear(), dropped_.clear();
+    windows_.follow(ring_->lanes(), &added_, &dropped_);
+  }
+  void rebuild() { windows_.rebuild(ring_->lanes()); }
+  int64_t count() const { return windows_.count(ring_->lanes()); }
+  void draw(nb::handle generator, nb::handle rows) const {
+    const size_t count = element_count(describe(rows));
+    if (this->count() == 0) throw nb::value_error("draw: there are no windows");
+    windows_.draw(ring_->lanes(), typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
+  }
+  bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
+  const std::vector<int64_t>& added() const { return added_; }
+  const std::vector<int64_t>& dropped() const { return dropped_; }
+
+ private:
+  Windows bind(int64_t length, int64_t stride, bool across) {
+    const Lanes& lanes = ring_->lanes();
+    if (memory_.size() != 5 || length < 1 || stride < 1) throw nb::value_error("windows: five tensors, and lengths of at least 1");
+    const size_t count = static_cast<size_t>(lanes.lanes);
+    int64_t* starts = typed<int64_t>(memory_[0], count * static_cast<size_t>(lanes.steps));
+    return Windows(length, stride, across, starts, typed<int64_t>(memory_[1], count), typed<int64_t>(memory_[2], count),
+                   typed<int64_t>(memory_[3], count), typed<int64_t>(memory_[4], count));
+  }
+
+  nb::object owner_;
+  nb::tuple memory_;
+  EpisodeRing* ring_;
+  Windows windows_;
+  std::vector<int64_t> added_, dropped_;
+};
+
+// Priorities of the rows of a ring: leaf lane * steps + time % steps holds priority^alpha.
+class Priorities {
+ public:
+  enum Refused : int64_t { kDone = 0, kNotAPriority = 1, kNeverWritten = 2, kNoWindow = 3 };
+
+  // memory: leaves float32, sums float64, maxima float32, seen int64 [lanes].
+  Priorities(nb::object ring, nb::tuple memory) : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), tree_(bind()) {
+    seen_ = typed<int64_t>(memory[3], static_cast<size_t>(ring_->lanes().lanes));
+  }
+
+  static std::vector<size_t> level_sizes(size_t leaves) { return SumTree::level_sizes(leaves); }
+
+  double total() const { return tree_.total(); }
+  void rebuild() { tree_.rebuild(); }
+
+  // New rows take the largest priority there is.
+  void follow() {
+    const Lanes& lanes = ring_->lanes();
+    indices_.clear();
+    for (int64_t lane = 0; lane < lanes.lanes; lane++)
+      for (; seen_[lane] < lanes.written[lane]; seen_[lane]++) indices_.push_back(leaf_of(lane, seen_[lane]));
+    const float largest = tree_.maximum();
+    set_all(largest > 0 ? largest : 1.0f);
+  }
+
+  // Only rows at which a window begins have a priority; see WindowIndex::follow.
+  void follow_windows(const WindowIndex& windows) {
+    const float largest = tree_.maximum();
+    set_rows(windows.dropped(), 0.0f);
+    set_rows(windows.added(), largest > 0 ? largest : 1.0f);
+  }
+
+  // Draws one row in each of `rows` equal parts of the total, and its weight (P(i) * size)^-beta / the largest of them.
+  void draw(nb::handle generator, double beta, nb::handle rows_tensor, nb::handle weights_tensor) {
+    const size_t count = element_count(describe(rows_tensor));
+    int64_t *state = typed<int64_t>(generator, 2), *rows = typed<int64_t>(rows_tensor, count);
+    float* weights = typed<float>(weights_tensor, count);
+    const double total = tree_.total();
+    if (!(total > 0)) throw nb::value_error("draw: all priorities are 0");
+    targets_.resize(count);
+    for (size_t i = 0; i < count; i++) {
+      const double unit = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
+      targets_[i] = (static_cast<double>(i) + unit) / static_cast<double>(count) * total;
+    }
+    state[1] += static_cast<int64_t>(count);
+    tree_.find(targets_.data(), rows, count);
+    weigh(rows, weights, count, static_cast<float>(beta));
+    for (size_t i = 0; i < count; i++) rows[i] = row_of(rows[i]);
+  }
+
+  // Sets priorities, or none if any is refused: (what is wrong, at which index, rows dropped because they are overwritten).
+  std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_tensor, nb::handle priorities_tensor, double alpha, WindowIndex* windows) {
+    const size_t count = element_count(describe(rows_tensor));
+    const int64_t* rows = typed<int64_t>(rows_tensor, count);
+    const float* priorities = typed<float>(priorities_tensor, count);
+    const Lanes& lanes = ring_->lanes();
+    indices_.clear(), values_.clear();
+    for (size_t i = 0; i < count; i++) {
+      if (!(priorities[i] >= 0.0f && priorities[i] <= FLT_MAX)) return {kNotAPriority, i, 0};
+      int64_t time = -1;
+      const int64_t lane = rows[i] < 0 ? 0 : lanes.by_lanes.remainder(rows[i], &time);
+      if (time < 0 || time >= lanes.written[lane]) return {kNeverWritten, i, 0};
+      if (time < lanes.oldest(lane)) continue;
+      if (windows && !windows->contains(rows[i])) return {kNoWindow, i, 0};
+      indices_.push_back(leaf_of(lane, time));
+      values_.push_back(raised(priorities[i], static_cast<float>(alpha)));
+    }
+    tree_.set(indices_.data(), values_.data(), indices_.size());
+    return {kDone, 0, static_cast<int64_t>(count - indices_.size())};
+  }
+
+ private:
+  SumTree bind() {
+    const Lanes& lanes = ring_->lanes();
+    const size_t rows = static_cast<size_t>(lanes.lanes * lanes.steps);
+    const size_t count = (rows + SumTree::kWidth - 1) / SumTree::kWidth * SumTree::kWidth;
+    size_t above = 0;
+    for (size_t size : SumTree::level_sizes(count)) above += size;
+    return SumTree(typed<float>(memory_[0], count), count, typed<double>(memory_[1], above), typed<float>(memory_[2], above));
+  }
+
+  // A priority above 0 stays above 0, however small it becomes.
+  static float raised(float priority, float alpha) {
+    return priority > 0 ? std::max(std::pow(priority, alpha), FLT_MIN) : alpha == 0.0f ? 1.0f : 0.0f;
+  }
+
+  int64_t leaf_of(int64_t lane, int64_t time) const { return lane * ring_->lanes().steps + ring_->lanes().by_steps.remainder(time); }
+
+  int64_t row_of(int64_t leaf) const {
+    const Lanes& lanes = ring_->lanes();
+    int64_t lane;
+    const int64_t place = lanes.by_steps.remainder(leaf, &lane);
+    const int64_t newest = lanes.written[lane] - 1, newest_place = lanes.by_steps.remainder(newest);
+    const int64_t back = newest_place >= place ? newest_place - place : newest_place - place + lanes.steps;
+    return (newest - back) * lanes.lanes + lane;
+  }
+
+  void weigh(const int64_t* leaves, float* weights, size_t count, float beta) const {
+    const float* priorities = typed<float>(memory_[0], element_count(describe(memory_[0])));
+    float least = FLT_MAX;
+    for (size_t i = 0; i < count; i++) {
+      weights[i] = priorities[leaves[i]];
+      least = std::min(least, weights[i]);
+    }
+    for (size_t i = 0; i < count; i++) weights[i] = std::pow(weights[i] / least, -beta);
+  }
+
+  void set_all(float value) {
+    values_.assign(indices_.size(), value);
+    tree_.set(indices_.data(), values_.data(), indices_.size());
+  }
+
+  void set_rows(const std::vector<int64_t>& rows, float value) {
+    indices_.clear();
+    for (int64_t row : rows) {
+      int64_t time;
+      const int64_t lane = ring_->lanes().by_lanes.remainder(row, &time);
+      indices_.push_back(leaf_of(lane, time));
+    }
+    set_all(value);
+  }
+
+  nb::object owner_;
+  nb::tuple memory_;
+  EpisodeRing* ring_;
+  SumTree tree_;
+  int64_t* seen_ = nullptr;
+  std::vector<int64_t> indices_;
+  std::vector<float> values_;
+  std::vector<double> targets_;
+};
+
+}  // namespace rlstore

@@ -1,0 +1,289 @@
+// The ring of episodes as Python holds it: pointers into tensors that Python owns, bound once.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cmath>
+#include <vector>
+
+#include "bindings_tensor.h"
+#include "bindings_values.h"
+#include "bindings_writer.h"
+#include "episodes.h"
+#include "replay.h"
+
+namespace rlstore {
+
+// A view [lanes, rows, ...] whose rows are contiguous in themselves.
+inline Block bind_block(nb::handle object) {
+  DLTensor view;
+  if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
+  if (view.device.type != kCpu || view.ndim < 2) throw nb::value_error("a block is a CPU tensor [lanes, rows, ...]");
+  DLTensor row = view;
+  row.ndim -= 2, row.shape += 2, row.strides += 2;
+  if (!is_contiguous(row)) throw nb::value_error("the rows of a block are contiguous");
+  const size_t item = element_bytes(view);
+  return Block{address(view), static_cast<size_t>(view.strides[0]) * item, static_cast<size_t>(view.strides[1]) * item,
+               element_count(view, 2) * item, view.dtype};
+}
+
+inline std::vector<int64_t> bind_shape(nb::handle object) {
+  std::vector<int64_t> shape;
+  for (nb::handle size : object) shape.push_back(nb::cast<int64_t>(size));
+  return shape;
+}
+
+class EpisodeRing {
+ public:
+  enum Refused : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3 };
+
+  // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
+  // each leaf of the observations, shape that of a whole stack. columns: (block, shape), `reward` the place of the rewards.
+  EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets)
+      : reward_(reward), resets_(static_cast<ResetSteps>(resets)) {
+    DLTensor slots = describe_view(episode_of);
+    const Block slot_block = bind_block(episode_of);
+    if (slots.ndim != 2 || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
+    lanes_.lanes = slots.shape[0], lanes_.rows = slots.shape[1], lanes_.steps = steps;
+    lanes_.by_lanes = Divider(lanes_.lanes), lanes_.by_rows = Divider(lanes_.rows), lanes_.by_steps = Divider(steps);
+    lanes_.episode_of = slot_block.base, lanes_.lane_stride = slot_block.lane_stride, lanes_.row_stride = slot_block.row_stride;
+    int64_t** bound[] = {&lanes_.written, &lanes_.begun, &lanes_.current, &lanes_.after_end, &lanes_.free_count};
+    if (counters.size() != 5) throw nb::value_error("five counters");
+    for (size_t i = 0; i < 5; i++) *bound[i] = typed<int64_t>(counters[i], static_cast<size_t>(lanes_.lanes));
+    for (nb::handle item : leaves) bind_leaf(nb::cast<nb::tuple>(item));
+    for (nb::handle item : columns) {
+      nb::tuple column = nb::cast<nb::tuple>(item);
+      columns_.push_back(bind_block(column[0]));
+      column_shapes_.push_back(bind_shape(column[1]));
+    }
+    if (reward >= columns_.size() || !(columns_[reward].dtype == DLDataType{kFloat, 32, 1})) throw nb::value_error("rewards are float32");
+    moves_.resize(static_cast<size_t>(lanes_.lanes));
+    terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
+    givens_.resize(leaves_.size() * 2 + columns_.size());
+    reward_numbers_.resize(moves_.size());
+    kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
+  }
+
+  // The tables that grow: episodes int64 [slots, 4], free slots int32 [slots / lanes, lanes], finals and (or None) starts of each leaf.
+  void set_tables(nb::object episodes, nb::object free_slots, nb::tuple finals, nb::tuple starts) {
+    const size_t slots = static_cast<size_t>(describe(episodes).shape[0]);
+    lanes_.episodes = reinterpret_cast<Episode*>(typed<int64_t>(episodes, slots * 4));
+    lanes_.free_slots = typed<int32_t>(free_slots, slots);
+    for (size_t k = 0; k < leaves_.size(); k++) {
+      Observation& leaf = leaves_[k];
+      leaf.finals = table(finals[k], slots * leaf.frame_bytes());
+      leaf.starts = starts[k].is_none() ? nullptr : table(starts[k], slots * (leaf.stack - 1) * leaf.frame_bytes());
+    }
+    tables_ = nb::make_tuple(episodes, free_slots, finals, starts);
+  }
+
+  // values: observation leaves, next observation leaves, columns, terminated, truncated, mask, final observation leaves, and
+  // where those are given; the last three groups may be None. Returns (kDone, episodes broken off); or, having written nothing,
+  // (the index of the first value that has to be converted or refused, 0), or (what is needed first, 0).
+  std::tuple<int64_t, int64_t> write(nb::tuple values) {
+    const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
+    if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
+    PyObject* tuple = values.ptr();
+    for (size_t i = 0; i < flags; i++) {
+      const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
+      const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
+      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return {static_cast<int64_t>(i), 0};
+    }
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return {flags, 0};
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return {flags + 1, 0};
+    PyObject* mask = PyTuple_GET_ITEM(tuple, flags + 2);
+    if (mask != Py_None && !find_flags(mask, &mask_)) return {flags + 2, 0};
+    PyObject* has_final = PyTuple_GET_ITEM(tuple, flags + 3 + leaves);
+    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return {flags + 3 + leaves, 0};
+    step_.finals.clear();
+    for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
+      Given given;
+      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return {flags + 3 + k, 0};
+      step_.finals.push_back(given.memory);
+    }
+    fill_step(mask != Py_None, has_final != Py_None);
+    switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
+      case Need::kSlots: return {kNeedSlots, 0};
+      case Need::kStarts: return {kNeedStarts, 0};
+      case Need::kNothing: break;
+    }
+    return {kDone, write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data())};
+  }
+
+  const Lanes& lanes() const { return lanes_; }
+  const std::vector<Observation>& leaves() const { return leaves_; }
+  const std::vector<Block>& columns() const { return columns_; }
+  size_t reward() const { return reward_; }
+
+  void draw(nb::handle generator, nb::handle rows) const {
+    const size_t count = element_count(describe(rows));
+    for (int64_t lane = 0, held = 0; lane < lanes_.lanes; lane++) {
+      held += lanes_.written[lane] - lanes_.begun[lane];
+      if (lane + 1 == lanes_.lanes && held == 0) throw nb::value_error("draw: there are no rows");
+    }
+    draw_rows(lanes_, typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
+  }
+
+  void bounds(nb::handle rows, nb::handle first, nb::handle stop) const {
+    const size_t count = element_count(describe(rows));
+    const int64_t* ids = held_rows(rows, count, false);
+    episode_bounds(lanes_, ids, count, typed<int64_t>(first, count), typed<int64_t>(stop, count));
+  }
+
+  void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
+    const size_t count = element_count(describe(starts));
+    expand_windows(lanes_, held_rows(starts, count, false), count, length, across, typed<int64_t>(rows, count * length));
+  }
+
+  const int64_t* held_rows(nb::handle rows, size_t count, bool padded) const {
+    const int64_t* ids = typed<int64_t>(rows, count);
+    if (!rows_are_held(lanes_, ids, count, padded)) throw nb::index_error("a row is not held");
+    return ids;
+  }
+
+ private:
+  static DLTensor describe_view(nb::handle object) {
+    DLTensor view;
+    if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
+    return view;
+  }
+
+  static char* table(nb::handle object, size_t bytes) {
+    DLTensor tensor = describe(object);
+    if (element_count(tensor) * element_bytes(tensor) != bytes) throw nb::value_error("a table does not fit its leaf");
+    return address(tensor);
+  }
+
+  void bind_leaf(nb::tuple item) {
+    Observation leaf;
+    leaf.block = bind_block(item[0]);
+    leaf.stack = nb::cast<size_t>(item[2]), leaf.outer = nb::cast<size_t>(item[3]);
+    leaf.inner = leaf.frame_bytes() / leaf.outer;
+    leaves_.push_back(leaf);
+    leaf_shapes_.push_back(bind_shape(item[1]));
+  }
+
+  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
+    if (!read_value(value, given) || !has_shape(*given, lanes_.lanes, shape)) return false;
+    return given->dtype == dtype || (given->memory == reinterpret_cast<const char*>(&given->number) && dtype == DLDataType{kFloat, 32, 1});
+  }
+
+  bool find_flags(PyObject* value, std::vector<uint8_t>* flags) const {
+    static const std::vector<int64_t> scalar;
+    Given given;
+    if (!read_value(value, &given) || !can_be_flag(given.dtype) || !has_shape(given, lanes_.lanes, scalar)) return false;
+    const Source source{given.memory, given.dtype, {}};
+    if (!is_nan_free(source, flags->size())) return false;
+    write_flags(flags->data(), source, flags->size());
+    return true;
+  }
+
+  void fill_step(bool masked, bool some_final) {
+    const size_t leaves = leaves_.size();
+    const auto memory_of = [&](size_t i) { return givens_[i].memory; };
+    step_.observations.resize(leaves), step_.next_observations.resize(leaves), step_.columns.resize(columns_.size());
+    for (size_t k = 0; k < leaves; k++) step_.observations[k] = memory_of(k), step_.next_observations[k] = memory_of(leaves + k);
+    for (size_t k = 0; k < columns_.size(); k++) {
+      const Given& given = givens_[leaves * 2 + k];
+      step_.columns[k] = given.memory;
+      if (given.memory == reinterpret_cast<const char*>(&given.number)) {  // a plain number for the one lane
+        reward_numbers_[0] = static_cast<float>(given.number);
+        step_.columns[k] = reinterpret_cast<const char*>(reward_numbers_.data());
+      }
+    }
+    step_.terminated = terminated_.data(), step_.truncated = truncated_.data();
+    step_.mask = masked ? mask_.data() : nullptr, step_.has_final = some_final ? has_final_.data() : nullptr;
+    step_.rewards = reinterpret_cast<const float*>(step_.columns[reward_]);
+    step_.reward_width = columns_[reward_].bytes / sizeof(float);
+  }
+
+  Lanes lanes_;
+  std::vector<Observation> leaves_;
+  std::vector<Block> columns_;
+  std::vector<std::vector<int64_t>> leaf_shapes_, column_shapes_;
+  size_t reward_;
+  ResetSteps resets_;
+  Step step_;
+  std::vector<Move> moves_;
+  std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
+  std::vector<Given> givens_;
+  std::vector<float> reward_numbers_;
+  nb::object kept_, tables_;  // what the pointers point into
+};
+
+// What a batch consists of, bound to a ring.
+class ReplayGather {
+ public:
+  // requests: (part, leaf, as_float, shape of one row).
+  ReplayGather(nb::object ring, nb::tuple requests, int64_t n_step, double gamma) : owner_(ring), ring_(nb::cast<EpisodeRing*>(ring)) {
+    if (n_step < 1) throw nb::value_error("n_step is at least 1");
+    fold_.n_step = n_step;
+    for (int64_t k = 0; k <= n_step; k++) fold_.powers.push_back(static_cast<float>(std::pow(gamma, static_cast<double>(k))));
+    for (nb::handle item : requests) {
+      nb::tuple request = nb::cast<nb::tuple>(item);
+      Output output{static_cast<Part>(nb::cast<int32_t>(request[0]))};
+      output.leaf = nb::cast<size_t>(request[1]);
+      output.as_float = nb::cast<bool>(request[2]);
+      outputs_.push_back(output);
+      shapes_.push_back(bind_shape(request[3]));
+    }
+  }
+
+  // One tensor [rows, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros.
+  nb::tuple gather(nb::handle rows, nb::object given) const {
+    const size_t count = element_count(describe(rows));
+    const int64_t* ids = ring_->held_rows(rows, count, true);
+    nb::list made;
+    std::vector<Output> outputs = outputs_;
+    for (size_t k = 0; k < outputs.size(); k++) {
+      const DLDataType dtype = dtype_of(outputs[k]);
+      std::vector<int64_t> shape = shapes_[k];
+      shape.insert(shape.begin(), static_cast<int64_t>(count));
+      size_t elements = 1;
+      for (int64_t size : shape) elements *= static_cast<size_t>(size);
+      if (given.is_none()) {
+        made.append(make_tensor(dtype, shape, &outputs[k].memory));
+      } else {
+        DLTensor target = describe(given[k]);
+        if (!(target.dtype == dtype) || element_count(target) != elements) throw nb::value_error("gather: an output does not fit");
+        outputs[k].memory = address(target);
+        made.append(given[k]);
+      }
+      outputs[k].streamed = elements * dtype.bits / 8 >= kStreamed && row_bytes(outputs[k]) >= kLongRow;
+    }
+    {
+      nb::gil_scoped_release released;
+      gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
+    }
+    return nb::tuple(made);
+  }
+
+ private:
+  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; what a cache would not keep anyway
+
+  size_t row_bytes(const Output& output) const {
+    return output.part == Part::kColumn ? ring_->columns()[output.leaf].bytes
+           : output.part <= Part::kNext ? ring_->leaves()[output.leaf].stack_bytes() : 0;
+  }
+
+  DLDataType dtype_of(const Output& output) const {
+    const DLDataType real{kFloat, 32, 1};
+    switch (output.part) {
+      case Part::kObservation:
+      case Part::kNext: return output.as_float ? real : ring_->leaves().at(output.leaf).block.dtype;
+      case Part::kColumn: return output.as_float ? real : ring_->columns().at(output.leaf).dtype;
+      case Part::kRewards:
+      case Part::kDiscounts: return real;
+      default: return DLDataType{kBool, 8, 1};
+    }
+  }
+
+  nb::object owner_;
+  EpisodeRing* ring_;
+  Fold fold_;
+  std::vector<Output> outputs_;
+  std::vector<std::vector<int64_t>> shapes_;
+};
+
+}  // namespace rlstore

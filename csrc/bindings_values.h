@@ -1,0 +1,95 @@
+// What a caller gives for a field of one step: a tensor, a numpy array, or with a single lane a plain number.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <vector>
+
+#include "bindings_tensor.h"
+
+namespace rlstore {
+
+// A value as it was given, if its memory can be read as it is.
+struct Given {
+  const char* memory = nullptr;
+  DLDataType dtype{};
+  int ndim = 0;
+  int64_t shape[8] = {};
+  double number = 0;  // a plain number, in which case `memory` is its address
+};
+
+inline bool dtype_of_format(const char* format, int64_t item_bytes, DLDataType* dtype) {
+  if (!format || format[0] == 0 || format[1] != 0) return false;
+  uint8_t code;
+  switch (format[0]) {
+    case '?': code = kBool; break;
+    case 'b': case 'h': case 'i': case 'l': case 'q': code = kInt; break;
+    case 'B': case 'H': case 'I': case 'L': case 'Q': code = kUInt; break;
+    case 'e': case 'f': case 'd': code = kFloat; break;
+    default: return false;
+  }
+  *dtype = DLDataType{code, static_cast<uint8_t>(item_bytes * 8), 1};
+  return true;
+}
+
+inline bool read_array(PyObject* value, Given* given) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(value, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool readable = view.ndim <= 8 && dtype_of_format(view.format, view.itemsize, &given->dtype);
+  if (readable) {
+    given->memory = static_cast<const char*>(view.buf);
+    given->ndim = view.ndim;
+    for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
+  }
+  PyBuffer_Release(&view);  // the caller's tuple keeps the array
+  return readable;
+}
+
+inline bool read_tensor(PyObject* value, Given* given) {
+  DLTensor tensor;
+  if (exchange->describe(value, &tensor)) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.device.type != kCpu || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor)) return false;
+  // A lazily negated tensor looks like any other here; its last stride is 2, also where a single element hides that.
+  if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
+  given->memory = address(tensor);
+  given->dtype = tensor.dtype;
+  given->ndim = tensor.ndim;
+  for (int i = 0; i < tensor.ndim; i++) given->shape[i] = tensor.shape[i];
+  return true;
+}
+
+// False if the value has to be converted first.
+inline bool read_value(PyObject* value, Given* given) {
+  if (PyObject_CheckBuffer(value)) return read_array(value, given);
+  if (PyFloat_CheckExact(value) || PyBool_Check(value)) {
+    given->number = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : static_cast<double>(value == Py_True);
+    given->memory = reinterpret_cast<const char*>(&given->number);
+    given->dtype = DLDataType{kFloat, 64, 1};
+    given->ndim = 0;
+    return true;
+  }
+  return read_tensor(value, given);
+}
+
+// True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); a single lane's axis may be left out.
+inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64_t>& shape) {
+  const size_t ndim = static_cast<size_t>(given.ndim);
+  const auto same = [&](const int64_t* dims, size_t count) {
+    return count == shape.size() && memcmp(dims, shape.data(), count * sizeof(int64_t)) == 0;
+  };
+  const bool scalar = shape.empty() || (shape.size() == 1 && shape[0] == 1);
+  if (ndim >= 1 && given.shape[0] == lanes) {
+    if (same(given.shape + 1, ndim - 1)) return true;
+    if (scalar && (ndim == 1 || (ndim == 2 && given.shape[1] == 1))) return true;
+  }
+  return lanes == 1 && (same(given.shape, ndim) || (scalar && ndim == 0));
+}
+
+}  // namespace rlstore

@@ -1,0 +1,185 @@
+#include "episodes.h"
+
+#include <cstring>
+
+#include "rows.h"
+
+namespace rlstore {
+
+void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index) {
+  for (size_t o = 0; o < leaf.outer; o++)
+    memcpy(frame + o * leaf.inner, stack + (o * leaf.stack + index) * leaf.inner, leaf.inner);
+}
+
+void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index) {
+  if (leaf.inner == 1) {  // a byte of each pixel, channels last
+    for (size_t o = 0; o < leaf.outer; o++) stack[o * leaf.stack + index] = frame[o];
+    return;
+  }
+  for (size_t o = 0; o < leaf.outer; o++)
+    memcpy(stack + (o * leaf.stack + index) * leaf.inner, frame + o * leaf.inner, leaf.inner);
+}
+
+namespace {
+
+// True if the newest frame of the stack is this frame.
+bool newest_equals(const char* frame, const char* stack, const Observation& leaf) {
+  for (size_t o = 0; o < leaf.outer; o++)
+    if (memcmp(frame + o * leaf.inner, stack + (o * leaf.stack + leaf.stack - 1) * leaf.inner, leaf.inner)) return false;
+  return true;
+}
+
+void take_newest(char* frame, const char* stack, const Observation& leaf) {
+  if (leaf.stack == 1)
+    copy_row(frame, stack, leaf.frame_bytes());
+  else
+    take_frame(frame, stack, leaf, leaf.stack - 1);
+}
+
+bool continues(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
+  const int64_t place = lanes.by_rows.remainder(lanes.written[lane]);
+  for (size_t k = 0; k < leaves.size(); k++)
+    if (!newest_equals(leaves[k].block.at(lane, place), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k])) return false;
+  return true;
+}
+
+// In next-step autoreset the step after an end shows the final observation once more, with a reward of 0 and no flag.
+bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
+  if (step.terminated[lane] || step.truncated[lane]) return false;
+  for (size_t i = 0; i < step.reward_width; i++)
+    if (step.rewards[lane * step.reward_width + i] != 0.0f) return false;
+  const int64_t slot = lanes.after_end[lane];
+  for (size_t k = 0; k < leaves.size(); k++)
+    if (!newest_equals(leaves[k].finals + slot * leaves[k].frame_bytes(), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]))
+      return false;
+  return true;
+}
+
+// Which of the two usual paddings the older frames of a first stack are, or kKept if they are neither.
+Padding padding_of(const char* stack, const Observation& leaf) {
+  bool repeated = true, zeros = true;
+  for (size_t o = 0; o < leaf.outer; o++) {
+    const char* row = stack + o * leaf.stack * leaf.inner;
+    const char* newest = row + (leaf.stack - 1) * leaf.inner;
+    for (size_t j = 0; j + 1 < leaf.stack; j++) {
+      const char* older = row + j * leaf.inner;
+      repeated = repeated && !memcmp(older, newest, leaf.inner);
+      for (size_t i = 0; zeros && i < leaf.inner; i++) zeros = older[i] == 0;
+    }
+    if (!repeated && !zeros) return kKept;
+  }
+  return repeated ? kRepeated : kZeros;
+}
+
+// The padding of all leaves together: one word for the episode, so leaves that differ are kept.
+Padding padding_of_all(const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
+  Padding padding = kRepeated;
+  bool first = true;
+  for (size_t k = 0; k < leaves.size(); k++) {
+    if (leaves[k].stack == 1) continue;
+    const Padding found = padding_of(step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]);
+    padding = first || found == padding ? found : kKept;
+    first = false;
+  }
+  return padding;
+}
+
+void keep_start(const std::vector<Observation>& leaves, const Step& step, int64_t lane, int64_t slot) {
+  for (size_t k = 0; k < leaves.size(); k++) {
+    const Observation& leaf = leaves[k];
+    for (size_t j = 0; j + 1 < leaf.stack; j++)
+      take_frame(leaf.starts + (slot * (leaf.stack - 1) + j) * leaf.frame_bytes(), step.observations[k] + lane * leaf.stack_bytes(), leaf, j);
+  }
+}
+
+bool lacks_starts(const std::vector<Observation>& leaves) {
+  for (const Observation& leaf : leaves)
+    if (leaf.stack > 1 && !leaf.starts) return true;
+  return false;
+}
+
+void free_oldest(const Lanes& lanes, int64_t lane) {
+  const int64_t gone = lanes.written[lane] - lanes.steps;
+  const int32_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(gone));
+  if (lanes.episodes[slot].stop == gone + 1) lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
+}
+
+void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Step& step,
+               ResetSteps resets, int64_t lane, Move move) {
+  const int64_t count = lanes.written[lane], place = lanes.by_rows.remainder(count);
+  if (move == Move::kBreak) {
+    // What was to follow stands where the new observation goes: it becomes the final observation.
+    const int64_t slot = lanes.current[lane];
+    for (const Observation& leaf : leaves)
+      memcpy(leaf.finals + slot * leaf.frame_bytes(), leaf.block.at(lane, place), leaf.frame_bytes());
+    lanes.episodes[slot].stop = count;
+  }
+  if (count - lanes.begun[lane] >= lanes.steps) free_oldest(lanes, lane);
+  if (move != Move::kContinue) {
+    const int64_t slot = lanes.free_slots[--lanes.free_count[lane] * lanes.lanes + lane];
+    const Padding padding = padding_of_all(leaves, step, lane);
+    if (padding == kKept) keep_start(leaves, step, lane, slot);
+    lanes.episodes[slot] = Episode{count, -1, 0, padding};
+    lanes.current[lane] = slot;
+    lanes.after_end[lane] = -1;
+  }
+  const int64_t slot = lanes.current[lane];
+  for (size_t k = 0; k < leaves.size(); k++)
+    take_newest(leaves[k].block.at(lane, place), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]);
+  for (size_t k = 0; k < columns.size(); k++) copy_row(columns[k].at(lane, place), step.columns[k] + lane * columns[k].bytes, columns[k].bytes);
+  lanes.slot_at(lane, place) = static_cast<int32_t>(slot);
+
+  const bool ended = step.terminated[lane] || step.truncated[lane];
+  const bool given = ended && !step.finals.empty() && (!step.has_final || step.has_final[lane]);
+  const int64_t after = place + 1 == lanes.rows ? 0 : place + 1;
+  for (size_t k = 0; k < leaves.size(); k++) {
+    const Observation& leaf = leaves[k];
+    const char* next = (given ? step.finals[k] : step.next_observations[k]) + lane * leaf.stack_bytes();
+    take_newest(ended ? leaf.finals + slot * leaf.frame_bytes() : leaf.block.at(lane, after), next, leaf);
+  }
+  if (ended) {
+    lanes.episodes[slot].end = (step.terminated[lane] ? kTerminated : 0) | (step.truncated[lane] ? kTruncated : 0);
+    lanes.episodes[slot].stop = count + 1;
+    lanes.current[lane] = -1;
+    lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
+  }
+  lanes.written[lane] = count + 1;
+}
+
+}  // namespace
+
+Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, Move* moves) {
+  Need need = Need::kNothing;
+  const bool no_starts = lacks_starts(leaves);
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    if (step.mask && !step.mask[lane])
+      moves[lane] = Move::kSkip;
+    else if (lanes.current[lane] >= 0)
+      moves[lane] = continues(lanes, leaves, step, lane) ? Move::kContinue : Move::kBreak;
+    else if (lanes.after_end[lane] >= 0 && (resets == ResetSteps::kAlways || is_reset_step(lanes, leaves, step, lane)))
+      moves[lane] = Move::kSkip;
+    else
+      moves[lane] = Move::kBegin;
+    if (moves[lane] != Move::kBegin && moves[lane] != Move::kBreak) continue;
+    if (lanes.free_count[lane] == 0)
+      need = Need::kSlots;
+    else if (need == Need::kNothing && no_starts && padding_of_all(leaves, step, lane) == kKept)
+      need = Need::kStarts;
+  }
+  return need;
+}
+
+int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                   const Step& step, ResetSteps resets, const Move* moves) {
+  int64_t broken = 0;
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    broken += moves[lane] == Move::kBreak;
+    if (moves[lane] != Move::kSkip)
+      write_row(lanes, leaves, columns, step, resets, lane, moves[lane]);
+    else if (!(step.mask && !step.mask[lane]))
+      lanes.after_end[lane] = -1;  // the reset step: it is let go, and the next one is a step again
+  }
+  return broken;
+}
+
+}  // namespace rlstore

@@ -1,0 +1,119 @@
+// A ring of lanes whose rows belong to episodes: one copy of each observation, final observations apart, by episode.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "dlpack.h"
+
+namespace rlstore {
+
+// How an episode ended, as bits.
+enum EpisodeEnd : int64_t { kTerminated = 1, kTruncated = 2 };
+// What stood before the first frame of an episode in its frame stack; from 0 on: kept in the table of starts.
+enum Padding : int64_t { kKept = 0, kRepeated = -1, kZeros = -2 };
+
+// One entry of the table of episodes. Rows are counted from the lane's first one and never wrap.
+struct Episode {
+  int64_t start;
+  int64_t stop;  // one past its last row; -1 while it goes on
+  int64_t end;   // EpisodeEnd bits; 0 with a stop: broken off, the observations did not go on
+  int64_t padding;
+};
+
+// Division by a number that stays the same, through its reciprocal: exact for quotients below 2^52.
+class Divider {
+ public:
+  explicit Divider(int64_t divisor = 1) : divisor_(divisor), inverse_(1.0 / static_cast<double>(divisor)) {}
+  int64_t remainder(int64_t x, int64_t* quotient) const {
+    int64_t q = static_cast<int64_t>(static_cast<double>(x) * inverse_), r = x - q * divisor_;
+    if (r < 0) r += divisor_, q--;
+    if (r >= divisor_) r -= divisor_, q++;
+    *quotient = q;
+    return r;
+  }
+  int64_t remainder(int64_t x) const {
+    int64_t q;
+    return remainder(x, &q);
+  }
+
+ private:
+  int64_t divisor_;
+  double inverse_;
+};
+
+// The counters and tables of all lanes. All memory is the caller's; one thread at a time writes.
+struct Lanes {
+  int64_t lanes = 0, steps = 0, rows = 0;  // rows: places in memory, more than the steps held
+  Divider by_lanes, by_rows, by_steps;
+  int64_t* written = nullptr;    // [lanes] rows ever written; the last thing that a write changes
+  int64_t* begun = nullptr;      // [lanes] rows written before the last reset
+  int64_t* current = nullptr;    // [lanes] the slot of the episode that goes on, or -1
+  int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended with the row before, if a reset step may follow; or -1
+  Episode* episodes = nullptr;   // [slots]
+  int32_t* free_slots = nullptr; // [slots / lanes, lanes] a stack of free slots for each lane
+  int64_t* free_count = nullptr; // [lanes]
+  char* episode_of = nullptr;    // int32 [lanes, rows] with strides: the slot of each row's episode
+  size_t lane_stride = 0, row_stride = 0;
+
+  int32_t& slot_at(int64_t lane, int64_t place) const {
+    return *reinterpret_cast<int32_t*>(episode_of + lane * lane_stride + place * row_stride);
+  }
+  int64_t oldest(int64_t lane) const {
+    return written[lane] - begun[lane] > steps ? written[lane] - steps : begun[lane];
+  }
+  int64_t stop_of(const Episode& episode, int64_t lane) const { return episode.stop < 0 ? written[lane] : episode.stop; }
+};
+
+// One field: rows of `bytes` bytes at base + lane * lane_stride + place * row_stride.
+struct Block {
+  char* base = nullptr;
+  size_t lane_stride = 0, row_stride = 0, bytes = 0;
+  DLDataType dtype{};
+  char* at(int64_t lane, int64_t place) const { return base + lane * lane_stride + place * row_stride; }
+};
+
+// One leaf of the observations. A row of its block is one frame; a caller gives and gets stacks of `stack` frames, which
+// lie as [outer, stack, inner bytes].
+struct Observation {
+  Block block;
+  char* finals = nullptr;  // [slots, frame]
+  char* starts = nullptr;  // [slots, stack - 1, frame]; null until an episode needs it
+  size_t stack = 1, outer = 1, inner = 0;
+  size_t frame_bytes() const { return block.bytes; }
+  size_t stack_bytes() const { return block.bytes * stack; }
+};
+
+// The frame at position `index` of a stack, out of it or into it.
+void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index);
+void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index);
+
+// What a write does with a lane.
+enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };
+
+// One step of all lanes, every value contiguous [lanes, ...] and known to fit.
+struct Step {
+  std::vector<const char*> observations, next_observations, columns;
+  std::vector<const char*> finals;  // of final observations given apart, or empty
+  const uint8_t* terminated = nullptr;
+  const uint8_t* truncated = nullptr;
+  const uint8_t* mask = nullptr;       // null: all take part
+  const uint8_t* has_final = nullptr;  // where finals are given
+  const float* rewards = nullptr;      // [lanes, reward_width], one of the columns
+  size_t reward_width = 1;
+};
+
+enum class ResetSteps { kTell, kAlways, kNever };
+
+// What must be there before a planned step can be written.
+enum class Need { kNothing, kSlots, kStarts };
+
+// Decides what happens to each lane, and changes nothing.
+Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, Move* moves);
+
+// Writes the step as planned; returns the number of episodes that were broken off.
+int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                   const Step& step, ResetSteps resets, const Move* moves);
+
+}  // namespace rlstore

@@ -1,0 +1,293 @@
+#include "replay.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "random.h"
+#include "rows.h"
+
+namespace rlstore {
+
+namespace {
+
+constexpr size_t kBatch = 32;  // rows whose cache misses are under way together
+
+// Where a row lies and what followed it.
+struct Found {
+  int64_t lane, time, place;
+  int64_t slot;
+  const Episode* episode;
+  int64_t taken;  // steps of its n-step window
+  bool at_end;    // the window ends with the episode: what followed is its final observation
+};
+
+void convert_row(float* target, const char* source, const DLDataType& dtype, size_t width) {
+  static const int64_t first = 0;
+  const auto convert = [&](auto element) {
+    gather_as_float(target, reinterpret_cast<const decltype(element)*>(source), &first, 1, width);
+  };
+  switch (dtype.code) {
+    case kInt:
+      return dtype.bits == 8 ? convert(int8_t{}) : dtype.bits == 16 ? convert(int16_t{}) : dtype.bits == 32 ? convert(int32_t{}) : convert(int64_t{});
+    case kFloat:
+      if (dtype.bits == 32) return static_cast<void>(memcpy(target, source, width * sizeof(float)));
+      return dtype.bits == 16 ? convert(Half{}) : convert(double{});
+    case kBfloat: return convert(BrainHalf{});
+    default:
+      return dtype.bits == 8 ? convert(uint8_t{}) : dtype.bits == 16 ? convert(uint16_t{}) : dtype.bits == 32 ? convert(uint32_t{}) : convert(uint64_t{});
+  }
+}
+
+class Gather {
+ public:
+  Gather(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
+         const Fold& fold)
+      : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold) {}
+
+  void run(const int64_t* rows, size_t count, const std::vector<Output>& outputs) {
+    Found found[kBatch];
+    for (size_t begin = 0; begin < count; begin += kBatch) {
+      const size_t size = std::min(kBatch, count - begin);
+      locate(rows + begin, size, found);
+      for (size_t i = 0; i < size; i++)
+        for (const Output& output : outputs) write(found[i], output, begin + i);
+    }
+  }
+
+ private:
+  // Three passes, so that the misses of one row are under way while the next is looked at.
+  void locate(const int64_t* rows, size_t count, Found* found) {
+    for (size_t i = 0; i < count; i++) {
+      Found& f = found[i];
+      if (rows[i] < 0) {
+        f.lane = -1;
+        continue;
+      }
+      if (i > 0 && found[i - 1].lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
+        f.lane = found[i - 1].lane, f.time = found[i - 1].time + 1, f.place = next_place(found[i - 1].place);
+      } else {
+        f.lane = lanes_.by_lanes.remainder(rows[i], &f.time);
+        f.place = lanes_.by_rows.remainder(f.time);
+      }
+      __builtin_prefetch(&lanes_.slot_at(f.lane, f.place));
+      prefetch_row(f.lane, f.place);
+    }
+    for (size_t i = 0; i < count; i++) {
+      if (found[i].lane < 0) continue;
+      found[i].slot = lanes_.slot_at(found[i].lane, found[i].place);
+      found[i].episode = lanes_.episodes + found[i].slot;
+      __builtin_prefetch(found[i].episode);
+    }
+    for (size_t i = 0; i < count; i++) {
+      Found& f = found[i];
+      if (f.lane < 0) continue;
+      const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+      f.taken = std::min(fold_.n_step, stop - f.time);
+      f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
+    }
+  }
+
+  void prefetch_row(int64_t lane, int64_t place) const {
+    for (const Observation& leaf : leaves_) {
+      if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware to see
+      // The observation that follows lies right behind it.
+      const char* row = leaf.block.at(lane, place);
+      const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
+      for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
+    }
+  }
+
+  int64_t next_place(int64_t place) const { return place + 1 == lanes_.rows ? 0 : place + 1; }
+
+  void write(const Found& f, const Output& output, size_t index) {
+    switch (output.part) {
+      case Part::kObservation: return write_observation(f, output, index, 0);
+      case Part::kNext: return write_observation(f, output, index, 1);
+      case Part::kColumn: return write_column(f, output, index);
+      case Part::kRewards: return write_rewards(f, output, index);
+      case Part::kDiscounts: return write_discount(f, output, index);
+      case Part::kTerminated: output.memory[index] = f.lane >= 0 && f.at_end && (f.episode->end & kTerminated); return;
+      case Part::kTruncated: output.memory[index] = f.lane >= 0 && f.at_end && (f.episode->end & kTruncated); return;
+      case Part::kFirst: output.memory[index] = f.lane >= 0 && f.episode->start == f.time; return;
+      case Part::kHeld: output.memory[index] = f.lane >= 0; return;
+    }
+  }
+
+  static void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
+    if (output.as_float)
+      convert_row(reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
+    else if (output.streamed)
+      copy_streamed(target, source, bytes);
+    else
+      copy_short(target, source, bytes);
+  }
+
+  static size_t bytes_out(const Output& output, const Block& block, size_t bytes) {
+    return output.as_float ? bytes * 8 / block.dtype.bits * sizeof(float) : bytes;
+  }
+
+  void write_column(const Found& f, const Output& output, size_t index) {
+    const Block& block = columns_[output.leaf];
+    const size_t bytes = bytes_out(output, block, block.bytes);
+    char* target = output.memory + index * bytes;
+    if (f.lane < 0)
+      memset(target, 0, bytes);
+    else
+      copy_out(output, target, block.at(f.lane, f.place), block, block.bytes);
+  }
+
+  void write_rewards(const Found& f, const Output& output, size_t index) {
+    const size_t width = rewards_.bytes / sizeof(float);
+    float* target = reinterpret_cast<float*>(output.memory) + index * width;
+    std::fill(target, target + width, 0.0f);
+    if (f.lane < 0) return;
+    int64_t place = f.place;
+    for (int64_t i = 0; i < f.taken; i++, place = next_place(place)) {
+      const float* given = reinterpret_cast<const float*>(rewards_.at(f.lane, place));
+      for (size_t w = 0; w < width; w++) target[w] += fold_.powers[static_cast<size_t>(i)] * given[w];
+    }
+  }
+
+  void write_discount(const Found& f, const Output& output, size_t index) {
+    const bool over = f.lane < 0 || (f.at_end && (f.episode->end & kTerminated));
+    reinterpret_cast<float*>(output.memory)[index] = over ? 0.0f : fold_.powers[static_cast<size_t>(f.taken)];
+  }
+
+  // The observation before the row's step (after = 0), or the one after its n-step window (after = 1).
+  void write_observation(const Found& f, const Output& output, size_t index, int after) {
+    const Observation& leaf = leaves_[output.leaf];
+    const size_t bytes = bytes_out(output, leaf.block, leaf.stack_bytes());
+    char* target = output.memory + index * bytes;
+    if (f.lane < 0) {
+      memset(target, 0, bytes);
+      return;
+    }
+    const int64_t time = f.time + (after ? f.taken : 0);
+    const bool is_final = after && f.at_end;
+    if (leaf.stack == 1) {
+      const char* frame = is_final ? leaf.finals + f.slot * leaf.frame_bytes() : leaf.block.at(f.lane, place_of(f, time));
+      return copy_out(output, target, frame, leaf.block, leaf.frame_bytes());
+    }
+    write_stack(f, output, leaf, target, time, is_final);
+  }
+
+  int64_t place_of(const Found& f, int64_t time) const {
+    int64_t place = f.place + (time - f.time);
+    if (place >= lanes_.rows) place -= lanes_.rows;
+    return place < 0 ? place + lanes_.rows : place;
+  }
+
+  void write_stack(const Found& f, const Output& output, const Observation& leaf, char* target, int64_t time, bool is_final) {
+    const int64_t depth = static_cast<int64_t>(leaf.stack);
+    const size_t bytes = leaf.frame_bytes(), frame_out = bytes_out(output, leaf.block, bytes);
+    const bool in_a_row = leaf.outer == 1;
+    if (!in_a_row) scratch_.resize(leaf.stack_bytes());
+    for (int64_t j = 0; j < depth;) {
+      const int64_t at = time - (depth - 1 - j);
+      int64_t run = 1;  // frames that lie one after another
+      const char* frame;
+      if (at < f.episode->start) {
+        frame = padding_frame(f, leaf, at);
+      } else if (is_final && at == time) {
+        frame = leaf.finals + f.slot * bytes;
+      } else {
+        const int64_t place = place_of(f, at);
+        frame = leaf.block.at(f.lane, place);
+        const int64_t last = is_final ? time - 1 : time;
+        if (in_a_row && leaf.block.row_stride == bytes) run = std::min(last - at + 1, lanes_.rows - place);
+      }
+      if (in_a_row)
+        copy_out(output, target + static_cast<size_t>(j) * frame_out, frame, leaf.block, bytes * static_cast<size_t>(run));
+      else
+        put_frame(scratch_.data(), frame, leaf, static_cast<size_t>(j));
+      j += run;
+    }
+    if (!in_a_row) copy_out(output, target, scratch_.data(), leaf.block, leaf.stack_bytes());
+  }
+
+  // The frame that stood before the episode's first one, at time `at` < start.
+  const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
+    const size_t bytes = leaf.frame_bytes();
+    if (f.episode->padding == kKept) {
+      // The first stack was [starts..., first frame]: start - 1 is the newest of them.
+      const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
+      return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.episode->start - 1 - at)) * static_cast<int64_t>(bytes);
+    }
+    if (f.episode->padding == kRepeated) return leaf.block.at(f.lane, place_of(f, f.episode->start));
+    if (zeros_.size() < bytes) zeros_.assign(bytes, 0);
+    return zeros_.data();
+  }
+
+  const Lanes& lanes_;
+  const std::vector<Observation>& leaves_;
+  const std::vector<Block>& columns_;
+  const Block& rewards_;
+  const Fold& fold_;
+  std::vector<char> scratch_, zeros_;
+};
+
+}  // namespace
+
+void gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                        size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs) {
+  Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs);
+}
+
+bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count, bool padded) {
+  for (size_t i = 0; i < count; i++) {
+    if (rows[i] == -1 && padded) continue;
+    if (rows[i] < 0) return false;
+    int64_t time;
+    const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);
+    if (time < lanes.oldest(lane) || time >= lanes.written[lane]) return false;
+  }
+  return true;
+}
+
+void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64_t* first, int64_t* stop) {
+  for (size_t i = 0; i < count; i++) {
+    int64_t time;
+    const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);
+    const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
+    first[i] = std::max(episode.start, lanes.oldest(lane));
+    stop[i] = lanes.stop_of(episode, lane);
+  }
+}
+
+void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
+  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
+  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));  // rows held by this lane and those before it
+  int64_t total = 0, oldest = lanes.oldest(0);
+  bool alike = true;
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    alike = alike && lanes.oldest(lane) == oldest && lanes.written[lane] == lanes.written[0];
+    total += lanes.written[lane] - lanes.oldest(lane);
+    ends[static_cast<size_t>(lane)] = total;
+  }
+  for (size_t i = 0; i < count; i++) {
+    const int64_t drawn = random_below(seed, counter + i, total);
+    if (alike) {
+      rows[i] = oldest * lanes.lanes + drawn;
+      continue;
+    }
+    const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
+    const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
+    rows[i] = (lanes.oldest(lane) + drawn - before) * lanes.lanes + lane;
+  }
+  generator[1] += static_cast<int64_t>(count);
+}
+
+void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
+  for (size_t w = 0; w < count; w++) {
+    int64_t time;
+    const int64_t lane = lanes.by_lanes.remainder(starts[w], &time);
+    const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
+    const int64_t stop = across ? lanes.written[lane] : lanes.stop_of(episode, lane);
+    for (size_t j = 0; j < length; j++) {
+      const int64_t at = time + static_cast<int64_t>(j);
+      out[w * length + j] = at < stop ? at * lanes.lanes + lane : -1;
+    }
+  }
+}
+
+}  // namespace rlstore

@@ -1,0 +1,152 @@
+#include "sumtree.h"
+
+#include "simd.h"
+
+namespace rlstore {
+
+namespace {
+
+constexpr size_t kWidth = SumTree::kWidth;
+constexpr size_t kAhead = 16;  // entries; far enough to hide a cache miss
+
+// Four running sums, so that the order is fixed and four additions can be under way.
+template <typename Real>
+RLSTORE_INLINE double sum_group(const Real* group) {
+  double sums[4] = {0, 0, 0, 0};
+  for (size_t i = 0; i < kWidth; i += 4)
+    for (size_t k = 0; k < 4; k++) sums[k] += group[i + k];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+RLSTORE_INLINE float max_group(const float* group) {
+  float largest = group[0];
+  for (size_t i = 1; i < kWidth; i++) largest = group[i] > largest ? group[i] : largest;
+  return largest;
+}
+
+// The child in which the target falls; the target is then counted from the beginning of that child.
+template <typename Real>
+RLSTORE_INLINE int64_t pick_child(const Real* group, double* target) {
+  double running = 0, before = 0;
+  int64_t child = 0;
+  for (size_t i = 0; i < kWidth; i++) {
+    running += group[i];
+    const bool passed = running <= *target;
+    child += passed;
+    before = passed ? running : before;
+  }
+  if (child == static_cast<int64_t>(kWidth)) {
+    // Rounding put the target at the very end: the last child that holds anything.
+    child--;
+    while (child > 0 && !(group[child] > 0)) child--;
+    *target = 0;
+    return child;
+  }
+  *target -= before;
+  return child;
+}
+
+RLSTORE_CLONES
+void refresh_parents(const float* leaves, const double* lower_sums, const float* lower_maxima, double* sums, float* maxima,
+                     const int64_t* parents, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    const size_t group = static_cast<size_t>(parents[i]);
+    if (i + kAhead < count) {
+      __builtin_prefetch(sums + parents[i + kAhead], 1);
+      __builtin_prefetch(maxima + parents[i + kAhead], 1);
+    }
+    if (leaves) {
+      sums[group] = sum_group(leaves + group * kWidth);
+      maxima[group] = max_group(leaves + group * kWidth);
+    } else {
+      sums[group] = sum_group(lower_sums + group * kWidth);
+      maxima[group] = max_group(lower_maxima + group * kWidth);
+    }
+  }
+}
+
+RLSTORE_CLONES
+void descend_sums(const double* sums, double* targets, int64_t* indices, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    indices[i] = indices[i] * static_cast<int64_t>(kWidth) + pick_child(sums + indices[i] * kWidth, targets + i);
+}
+
+RLSTORE_CLONES
+void descend_leaves(const float* leaves, double* targets, int64_t* indices, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    indices[i] = indices[i] * static_cast<int64_t>(kWidth) + pick_child(leaves + indices[i] * kWidth, targets + i);
+}
+
+}  // namespace
+
+std::vector<size_t> SumTree::level_sizes(size_t leaves) {
+  std::vector<size_t> sizes;
+  size_t entries = leaves;
+  do {
+    entries = (entries + kWidth - 1) / kWidth;                     // one for each group of 16 below
+    sizes.push_back((entries + kWidth - 1) / kWidth * kWidth);     // rounded up to whole groups
+  } while (entries > kWidth);
+  return sizes;
+}
+
+SumTree::SumTree(float* leaves, size_t count, double* sums, float* maxima)
+    : leaves_(leaves), count_(count), sizes_(level_sizes(count)) {
+  for (size_t size : sizes_) {
+    sums_.push_back(sums);
+    maxima_.push_back(maxima);
+    sums += size;
+    maxima += size;
+  }
+}
+
+double SumTree::total() const { return sum_group(sums_.back()); }
+
+float SumTree::maximum() const { return max_group(maxima_.back()); }
+
+void SumTree::set(const int64_t* indices, const float* values, size_t count) {
+  parents_.resize(count);
+  for (size_t i = 0; i < count; i++) {
+    if (i + kAhead < count) __builtin_prefetch(leaves_ + indices[i + kAhead], 1);
+    leaves_[indices[i]] = values[i];
+    parents_[i] = indices[i];
+  }
+  for (size_t level = 0; level < sizes_.size(); level++) {
+    // Neighbours share their parent: one refresh for a run of them.
+    size_t distinct = 0;
+    for (size_t i = 0; i < count; i++) {
+      const int64_t parent = parents_[i] / static_cast<int64_t>(kWidth);
+      if (distinct == 0 || parents_[distinct - 1] != parent) parents_[distinct++] = parent;
+    }
+    count = distinct;
+    refresh_parents(level == 0 ? leaves_ : nullptr, level == 0 ? nullptr : sums_[level - 1],
+                    level == 0 ? nullptr : maxima_[level - 1], sums_[level], maxima_[level], parents_.data(), count);
+  }
+}
+
+void SumTree::rebuild() {
+  size_t below = count_;
+  for (size_t level = 0; level < sizes_.size(); level++) {
+    parents_.resize(below / kWidth);
+    for (size_t i = 0; i < parents_.size(); i++) parents_[i] = static_cast<int64_t>(i);
+    refresh_parents(level == 0 ? leaves_ : nullptr, level == 0 ? nullptr : sums_[level - 1],
+                    level == 0 ? nullptr : maxima_[level - 1], sums_[level], maxima_[level], parents_.data(), parents_.size());
+    below = sizes_[level];
+  }
+}
+
+void SumTree::find(double* targets, int64_t* indices, size_t count) const {
+  for (size_t i = 0; i < count; i++) indices[i] = 0;
+  for (size_t level = sizes_.size(); level-- > 0;) {
+    descend_sums(sums_[level], targets, indices, count);
+    for (size_t i = 0; i < count; i++) {
+      const int64_t first = indices[i] * static_cast<int64_t>(kWidth);
+      if (level == 0)
+        __builtin_prefetch(leaves_ + first);
+      else
+        for (size_t line = 0; line < kWidth; line += 8) __builtin_prefetch(sums_[level - 1] + first + line);
+    }
+  }
+  descend_leaves(leaves_, targets, indices, count);
+}
+
+}  // namespace rlstore

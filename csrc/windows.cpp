@@ -1,0 +1,90 @@
+#include "windows.h"
+
+#include <algorithm>
+
+#include "random.h"
+
+namespace rlstore {
+
+void Windows::push(const Lanes& lanes, int64_t lane, int64_t start, int64_t oldest, std::vector<int64_t>* added) {
+  if (start < oldest) return;
+  start_at(lanes, lane, tails_[lane]++) = start;
+  added->push_back(start * lanes.lanes + lane);
+}
+
+// The episode that was open ended before `stop`.
+void Windows::finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t oldest, std::vector<int64_t>* added) {
+  const int64_t start = open_[lane] - 1, taken = stop - start;
+  if (taken < length_)
+    push(lanes, lane, start, oldest, added);
+  else if ((taken - length_) % stride_ != 0)
+    push(lanes, lane, stop - length_, oldest, added);
+  open_[lane] = 0;
+}
+
+void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vector<int64_t>* added, std::vector<int64_t>* dropped) {
+  const int64_t stop = time + 1, oldest = std::max(lanes.begun[lane], stop - lanes.steps);
+  while (heads_[lane] < tails_[lane] && start_at(lanes, lane, heads_[lane]) < oldest)
+    dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
+  if (across_) {
+    const int64_t start = stop - length_;
+    if (start >= lanes.begun[lane] && (start - lanes.begun[lane]) % stride_ == 0) push(lanes, lane, start, oldest, added);
+    return;
+  }
+  const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
+  if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was broken off
+  open_[lane] = episode.start + 1;
+  const int64_t taken = stop - episode.start;
+  if (taken >= length_ && (taken - length_) % stride_ == 0) push(lanes, lane, stop - length_, oldest, added);
+  if (episode.stop == stop) finish(lanes, lane, stop, oldest, added);
+}
+
+void Windows::follow(const Lanes& lanes, std::vector<int64_t>* added, std::vector<int64_t>* dropped) {
+  for (int64_t lane = 0; lane < lanes.lanes; lane++)
+    for (; seen_[lane] < lanes.written[lane]; seen_[lane]++) take_in(lanes, lane, seen_[lane], added, dropped);
+}
+
+void Windows::rebuild(const Lanes& lanes) {
+  std::vector<int64_t> added, dropped;
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    heads_[lane] = tails_[lane] = open_[lane] = 0;
+    seen_[lane] = lanes.oldest(lane);
+  }
+  follow(lanes, &added, &dropped);
+}
+
+int64_t Windows::count(const Lanes& lanes) const {
+  int64_t total = 0;
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) total += tails_[lane] - heads_[lane];
+  return total;
+}
+
+void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) const {
+  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
+  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));
+  int64_t total = 0;
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) ends[static_cast<size_t>(lane)] = total += tails_[lane] - heads_[lane];
+  for (size_t i = 0; i < count; i++) {
+    const int64_t drawn = random_below(seed, counter + i, total);
+    const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
+    const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
+    rows[i] = start_at(lanes, lane, heads_[lane] + drawn - before) * lanes.lanes + lane;
+  }
+  generator[1] += static_cast<int64_t>(count);
+}
+
+bool Windows::contains(const Lanes& lanes, int64_t row) const {
+  int64_t time;
+  const int64_t lane = lanes.by_lanes.remainder(row, &time);
+  int64_t low = heads_[lane], high = tails_[lane];
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (start_at(lanes, lane, middle) < time)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low < tails_[lane] && start_at(lanes, lane, low) == time;
+}
+
+}  // namespace rlstore

@@ -1,0 +1,43 @@
+// Which windows of a fixed length there are: for each lane a queue of the rows at which they begin.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "episodes.h"
+
+namespace rlstore {
+
+// Windows of `length` rows, beginning every `stride` rows of an episode (or, `across`, of a lane). An episode that is over
+// gives one more, that ends with it, if none does; one that is shorter than a window gives a single, shorter one.
+// Both ends of a queue only move forward, so adding, dropping and drawing take the same time however many there are.
+class Windows {
+ public:
+  // starts: [lanes, steps] times; heads, tails, seen, open: [lanes], zero memory is an index of nothing.
+  Windows(int64_t length, int64_t stride, bool across, int64_t* starts, int64_t* heads, int64_t* tails, int64_t* seen, int64_t* open)
+      : length_(length), stride_(stride), across_(across), starts_(starts), heads_(heads), tails_(tails), seen_(seen), open_(open) {}
+
+  // Takes in what was written since; gives the rows of windows that are new and of those that are gone.
+  void follow(const Lanes& lanes, std::vector<int64_t>* added, std::vector<int64_t>* dropped);
+  // Forgets everything and takes in all rows that are held.
+  void rebuild(const Lanes& lanes);
+  int64_t count(const Lanes& lanes) const;
+  void draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) const;
+  bool contains(const Lanes& lanes, int64_t row) const;
+
+ private:
+  void take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vector<int64_t>* added, std::vector<int64_t>* dropped);
+  void push(const Lanes& lanes, int64_t lane, int64_t start, int64_t oldest, std::vector<int64_t>* added);
+  void finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t oldest, std::vector<int64_t>* added);
+  int64_t& start_at(const Lanes& lanes, int64_t lane, int64_t index) const {
+    return starts_[lane * lanes.steps + index % lanes.steps];
+  }
+
+  int64_t length_, stride_;
+  bool across_;
+  int64_t *starts_, *heads_, *tails_, *seen_;
+  int64_t* open_;  // one more than the start of the episode that the newest row belongs to; 0: it is over
+};
+
+}  // namespace rlstore

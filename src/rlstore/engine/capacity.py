@@ -1,0 +1,86 @@
+"""How much memory and disk there is still to be had, as far as the system tells."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_ram(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, str] | None:
+    """The bytes of RAM that this process may still take, and what says so; None where nothing tells.
+
+    That is what the system has available, or what the tightest control group around the process leaves, if less.
+    """
+    limits = [*_system_limit(proc), *_group_limits(proc, cgroups)]
+    return min(limits, default=None)
+
+
+def free_disk(path: Path) -> int:
+    """The bytes free on the disk on which a path lies, or will lie."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
+def free_device(device: torch.device) -> int | None:
+    """The bytes free on a CUDA device, with what torch holds there and does not use; None for other devices."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _system_limit(proc: Path) -> list[tuple[int, str]]:
+    for name, value in _words(proc / "meminfo"):
+        if name == "MemAvailable:":
+            return [(int(value) * 1024, "the system's available memory")]
+    return []
+
+
+def _group_limits(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
+    """What each control group with a limit leaves, from the process's own up to the root; versions 1 and 2."""
+    limits: list[tuple[int, str]] = []
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, own = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            limits += _limits_upward(cgroups / "memory", own, "limit_in_bytes", "usage_in_bytes", "total_")
+        elif number == "0":
+            for root in (cgroups, cgroups / "unified"):
+                limits += _limits_upward(root, own, "max", "current", "")
+    return limits
+
+
+def _limits_upward(root: Path, own: str, limit: str, usage: str, prefix: str) -> list[tuple[int, str]]:
+    # Inside a container the path may be one of the host, of which only the root is to be seen.
+    inside = Path(own.lstrip("/"))
+    limits = []
+    for folder in (root / part for part in (inside, *inside.parents)):
+        most, used = _number(folder / f"memory.{limit}"), _number(folder / f"memory.{usage}")
+        if most is not None and used is not None:
+            # Pages of files count as used and are given up as soon as the memory is needed.
+            stat = dict(_words(folder / "memory.stat"))
+            cached = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+            limits.append((max(most - max(used - cached, 0), 0), f"the limit of the control group, {most:,} bytes"))
+    return limits
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[tuple[str, str]]:
+    """The first two words of each line that has them."""
+    words = (line.split() for line in _lines(path))
+    return [(line[0], line[1]) for line in words if len(line) > 1]
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
