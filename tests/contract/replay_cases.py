@@ -1,4 +1,4 @@
-"""Every replay class as the contract suite sees it: how it is made, what a sample of it is, and what a batch must hold."""
+"""Every replay class as the contract suite sees it: how it is made, what its samples are and what batches must hold."""
 
 from __future__ import annotations
 
