@@ -315,16 +315,16 @@ class ReplayMachine(RuleBasedStateMachine):
             for one, other in zip(*batches, strict=True):
                 assert same_nest(one, other)
 
-    @rule(target=st.sampled_from(["itself", "another", "itself, emptied"]))
-    def put_in_what_came_out(self, target):
+    @rule(into=st.sampled_from(["itself", "another", "itself, emptied"]))
+    def put_in_what_came_out(self, into):
         data, steps = self.storage.get_all_buffer_data(), self.model.by_lane()
-        if target == "another":
+        if into == "another":
             self.storage, self.model, self.has_warned = self.new_storage(), self.new_model(), False
             self.adapt_new_storage()
-        elif target == "itself, emptied":
+        elif into == "itself, emptied":
             self.storage.reset()
             self.model.reset()
-        if target != "itself":
+        if into != "itself":
             self.stored([])
             self.envs.forget()
         with warnings.catch_warnings():

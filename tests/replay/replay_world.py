@@ -47,6 +47,9 @@ class Vector:
     def name(self) -> str:
         return type(self).__name__
 
+    def __repr__(self) -> str:
+        return self.name
+
     def render(self, token: Token) -> Any:
         """One observation: an array, or a nest of them."""
         return vector(token[0])
