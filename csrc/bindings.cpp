@@ -84,6 +84,16 @@ void gather(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets) {
   for (const GatherField& field : fields) gather_field(field, rows, count);
 }
 
+// ---------------------------------------------------------------------------------------------------- draws
+
+void draw_units(nb::handle generator, nb::handle units) {
+  const size_t count = element_count(describe(units));
+  int64_t* state = typed<int64_t>(generator, 2);
+  double* out = typed<double>(units, count);
+  for (size_t i = 0; i < count; i++) out[i] = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
+  state[1] += static_cast<int64_t>(count);
+}
+
 // ---------------------------------------------------------------------------------------------------- scans
 
 template <typename Real>
@@ -298,6 +308,7 @@ NB_MODULE(_native, m) {
       .def("follow_windows", &Priorities::follow_windows)
       .def("draw", &Priorities::draw)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());

@@ -141,7 +141,7 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     lanes.episodes[slot].end = (step.terminated[lane] ? kTerminated : 0) | (step.truncated[lane] ? kTruncated : 0);
     lanes.episodes[slot].stop = count + 1;
     lanes.current[lane] = -1;
-    lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
+    lanes.after_end[lane] = resets == ResetSteps::kNever || given ? -1 : slot;
   }
   lanes.written[lane] = count + 1;
 }

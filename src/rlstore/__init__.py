@@ -11,8 +11,14 @@ from rlstore.errors import (
     UnknownParameterError,
     UnsupportedSpaceError,
 )
+from rlstore.hindsight import HindsightReplayStorage
+from rlstore.nstep import NStepReplayStorage
+from rlstore.prioritized import PrioritizedBatch, PrioritizedReplayStorage
+from rlstore.replay import ReplayStorage
 from rlstore.rollout import RolloutStorage
+from rlstore.sequence import SequenceBatch, SequenceReplayStorage
 from rlstore.storage import Critic, Storage
+from rlstore.transition_batch import ReplayBatch
 
 __version__ = "0.1.0"
 
@@ -21,10 +27,18 @@ __all__ = [
     "DecoupledRolloutStorage",
     "DiskFullError",
     "DoesNotFitError",
+    "HindsightReplayStorage",
     "InvalidInputError",
+    "NStepReplayStorage",
     "NotReadyError",
+    "PrioritizedBatch",
+    "PrioritizedReplayStorage",
+    "ReplayBatch",
+    "ReplayStorage",
     "RolloutFullError",
     "RolloutStorage",
+    "SequenceBatch",
+    "SequenceReplayStorage",
     "Storage",
     "StorageError",
     "UnknownParameterError",

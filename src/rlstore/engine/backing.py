@@ -137,6 +137,14 @@ class Backing:
         longer[: len(tensor)].copy_(tensor)
         return longer
 
+    def on_host(self) -> Backing:
+        """A backing for blocks that the host reads and writes: this one, or RAM beside a device."""
+        return self if self.device.type == "cpu" else Backing(self.owner, "ram", torch.device("cpu"))
+
+    def holds(self, name: str) -> bool:
+        """True if :meth:`zeros` would take up a block of this name from an earlier run."""
+        return self.kind == "mapped" and (self._folder / _file_name(name)).exists()
+
     # ---------------------------------------------------------------------------------------------- mapped files
 
     @property

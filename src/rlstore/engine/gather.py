@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import KEEP_BYTES, Allocator, Holders, allocate_empty
+from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.memory import KEEP_BYTES, Allocator, Holders, Recycler, allocate_empty
 from rlstore.kernels import kernel
 
 # The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
@@ -114,3 +119,101 @@ class KeptBatches:
             self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
         # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
         return tuple(tensor.detach() for tensor in tensors)
+
+
+class Part(IntEnum):
+    """What one tensor of a batch of transitions holds."""
+
+    OBSERVATION = 0
+    NEXT_OBSERVATION = 1  # what followed the n-step window
+    COLUMN = 2
+    REWARDS = 3  # sum of gamma^i r_i over the window
+    DISCOUNTS = 4  # gamma^k after a window of k steps; 0 after a termination
+    TERMINATED = 5  # the window ends with a termination
+    TRUNCATED = 6
+    IS_FIRST = 7  # the row is the first of its episode
+    IS_HELD = 8  # there is a row
+
+
+@dataclass(frozen=True)
+class Request:
+    """One tensor of a batch.
+
+    Attributes:
+        part: What it holds.
+        index: Which leaf of the observations, or which column.
+        shape: The shape of one row of it.
+        dtype: Its dtype; another float32 than stored is converted.
+    """
+
+    part: Part
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TransitionGather:
+    """Gathers transitions from a ring of episodes, the n-step fold included, in one call.
+
+    Args:
+        ring: Where from.
+        requests: The tensors of a batch.
+        n_step: Steps of a window, at most.
+        gamma: The discount factor.
+        pin_memory: Whether the results lie in page-locked memory.
+    """
+
+    def __init__(
+        self, ring: EpisodeRing, requests: Sequence[Request], n_step: int, gamma: float, *, pin_memory: bool = False
+    ) -> None:
+        self._ring, self._requests, self._fold = ring, tuple(requests), (n_step, gamma)
+        self._pin_memory = pin_memory
+        self._row_bytes = [math.prod(request.shape) * request.dtype.itemsize for request in requests]
+        self._outputs = Recycler()
+        self._kernel: Any = None
+        self._bound_to: Any = None
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """One tensor ``[rows, ...]`` for each request.
+
+        Args:
+            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 ``[n]`` on the CPU; -1 gives zeros.
+        """
+        ring = self._ring
+        if self._bound_to is not ring.kernel:
+            stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
+            self._kernel = kernel("ReplayGather", ring.device.type)(
+                ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
+            )
+            self._bound_to = ring.kernel
+        count = len(rows)
+        if ring.device.type != "cpu":
+            return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
+        if self._pin_memory:
+            outs: tuple[Tensor, ...] | None = tuple(
+                torch.empty((count, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests
+            )
+        elif max(self._row_bytes) * count >= LARGE_BYTES:
+            cpu = ring.device
+            outs = tuple(self._outputs.empty((count, *r.shape), r.dtype, cpu) for r in self._requests)
+        else:
+            outs = None
+        if outs is None and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
+        return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None, "_bound_to": None}
+
+
+def _native_request(
+    request: Request, leaf_dtypes: Sequence[torch.dtype], column_dtypes: Sequence[torch.dtype]
+) -> tuple[int, int, bool, tuple[int, ...]]:
+    stored = {
+        Part.OBSERVATION: leaf_dtypes,
+        Part.NEXT_OBSERVATION: leaf_dtypes,
+        Part.COLUMN: column_dtypes,
+    }.get(request.part)
+    as_float = stored is not None and request.dtype != stored[request.index]
+    return int(request.part), request.index, as_float, request.shape

@@ -1,9 +1,17 @@
-"""Which rows. Selectors see counts and a generator, never data."""
+"""Which rows. Selectors see counts, episodes and a generator, never data."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.memory import allocate_empty
+from rlstore.kernels import kernel
+
+_CPU = torch.device("cpu")
 
 
 def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: bool = True) -> Tensor:
@@ -14,3 +22,81 @@ def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: b
     if not shuffle:
         return torch.arange(wanted, device=generator.device)
     return torch.randperm(held, generator=generator, device=generator.device)[:wanted]
+
+
+def new_random(seed: int) -> Tensor:
+    """The generator of replay, int64 ``[seed, draws made]``: what it draws is a function of these two numbers."""
+    return torch.tensor([seed, 0])
+
+
+def uniform_rows(ring: EpisodeRing, count: int, random: Tensor) -> Tensor:
+    """``count`` rows of all that are held, each as likely as any other, int64 ``[count]``; some may come twice."""
+    rows = allocate_empty((count,), torch.int64, _CPU)
+    ring.kernel.draw(random, rows)
+    return rows
+
+
+def random_units(count: int, random: Tensor) -> Tensor:
+    """``count`` numbers uniform in [0, 1), float64 ``[count]``."""
+    units = allocate_empty((count,), torch.float64, _CPU)
+    kernel("draw_units", "cpu")(random, units)
+    return units
+
+
+class Windows:
+    """The windows of a fixed length that there are in a ring, by the row at which each begins.
+
+    Windows begin every ``stride`` rows of an episode, as far as they fit into it. An episode that is over gives one
+    more, which ends with it, if none does; and if it is shorter than a window, a single shorter one. Adding, dropping
+    and drawing take the same time however many there are.
+
+    Args:
+        ring: The rows.
+        length: Rows of a window.
+        stride: Rows from the beginning of one to the beginning of the next.
+        across: Windows of lanes instead: every ``stride`` rows, whatever ends inside them.
+    """
+
+    def __init__(self, ring: EpisodeRing, length: int, stride: int, *, across: bool = False) -> None:
+        self.length = length
+        self._ring, self._stride, self._across = ring, stride, across
+        self._queue = torch.zeros(ring.lanes, ring.steps, dtype=torch.int64)
+        self._counters = torch.zeros(4, ring.lanes, dtype=torch.int64)
+        self._kernel: Any = None
+        self.rebuild()
+
+    @property
+    def kernel(self) -> Any:
+        """The index itself, bound to the ring when it is first needed."""
+        if self._kernel is None:
+            memory = (self._queue, *self._counters)
+            make = kernel("WindowIndex", "cpu")
+            self._kernel = make(self._ring.kernel, self.length, self._stride, self._across, memory)
+        return self._kernel
+
+    def __len__(self) -> int:
+        """Windows that there are."""
+        return int(self.kernel.count())
+
+    def follow(self) -> None:
+        """Take in what was written since."""
+        self.kernel.follow()
+
+    def rebuild(self) -> None:
+        """Take in all rows that are held, anew."""
+        self.kernel.rebuild()
+
+    def draw(self, count: int, random: Tensor) -> Tensor:
+        """The first rows of ``count`` windows, each as likely as any other."""
+        rows = allocate_empty((count,), torch.int64, _CPU)
+        self.kernel.draw(random, rows)
+        return rows
+
+    def rows(self, starts: Tensor) -> Tensor:
+        """All rows of the windows that begin at ``starts``, int64 ``[len(starts) * length]``; -1 after their end."""
+        rows = allocate_empty((len(starts) * self.length,), torch.int64, _CPU)
+        self._ring.kernel.windows(starts, self.length, self._across, rows)
+        return rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None}

@@ -14,6 +14,11 @@ from rlstore.kernels import _native, reference
 
 _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "RowWriter": {"cpu": _native.RowWriter},
+    "EpisodeRing": {"cpu": _native.EpisodeRing},
+    "ReplayGather": {"cpu": _native.ReplayGather},
+    "WindowIndex": {"cpu": _native.WindowIndex},
+    "Priorities": {"cpu": _native.Priorities},
+    "draw_units": {"cpu": _native.draw_units},
     "gather": {"cpu": _native.gather},
     "gae": {"cpu": _native.gae},
     "discounted_returns": {"cpu": _native.discounted_returns},

@@ -1,0 +1,110 @@
+"""Batches prepared ahead of time, by a thread that gathers while the learner learns."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Drawn = TypeVar("Drawn")
+
+
+@dataclass
+class _Job(Generic[Drawn]):
+    drawn: Drawn
+    added: int  # steps that had been added when it was drawn
+    prepared: Future[Any]
+
+
+class Ahead(Generic[Drawn]):
+    """Keeps ``count`` batches ready.
+
+    What goes into a batch is drawn in the calling thread, at a moment that the order of calls decides; only the
+    copying is left to the background. So the batches do not depend on how the threads happen to run.
+
+    Args:
+        count: Batches prepared ahead.
+        max_age: A batch drawn this many added steps ago, or more, is thrown away.
+        prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
+            :meth:`take`. It must not hold whoever holds this object.
+    """
+
+    def __init__(self, count: int, max_age: int, prepare: Callable[[Drawn], Any]) -> None:
+        self._count, self._max_age, self._prepare = count, max_age, prepare
+        self._jobs: deque[_Job[Drawn]] = deque()
+        self._executor: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def take(self, added: int, draw: Callable[[], Drawn]) -> tuple[Drawn, Any]:
+        """The next batch, and what it was drawn as; others are set going to keep ``count`` ahead."""
+        self._follow_fork()
+        while self._jobs and added - self._jobs[0].added >= self._max_age:
+            _finish(self._jobs.popleft())
+        while len(self._jobs) <= self._count:
+            self._submit(draw(), added)
+        job = self._jobs.popleft()
+        return job.drawn, job.prepared.result()
+
+    def settle(self) -> None:
+        """Wait until nothing is being gathered, because the rows are about to change."""
+        if self._process == os.getpid():
+            for job in self._jobs:
+                if not job.prepared.done():
+                    _finish(job)
+
+    def clear(self) -> None:
+        """Throw away what is prepared."""
+        self.settle()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Throw away what is prepared and end the thread; :meth:`take` would begin another."""
+        self.clear()
+        if self._executor is not None and self._process == os.getpid():
+            self._executor.shutdown()
+        self._executor = None
+
+    def prepared(self) -> list[tuple[Drawn, int, Any]]:
+        """All that is prepared: what was drawn, after how many added steps, and the batch."""
+        self._follow_fork()
+        return [(job.drawn, job.added, job.prepared.result()) for job in self._jobs]
+
+    def put(self, drawn: Drawn, added: int, batch: Any) -> None:
+        """Add a batch that was prepared before."""
+        done: Future[Any] = Future()
+        done.set_result(batch)
+        self._jobs.append(_Job(drawn, added, done))
+
+    def _submit(self, drawn: Drawn, added: int) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
+            self._process = os.getpid()
+            weakref.finalize(self, self._executor.shutdown, wait=False)
+        self._jobs.append(_Job(drawn, added, self._executor.submit(self._prepare, drawn)))
+
+    def _follow_fork(self) -> None:
+        """In a forked process, where the thread is not, do the work that it had left."""
+        if self._executor is None or self._process == os.getpid():
+            return
+        jobs, self._executor = list(self._jobs), None
+        self._jobs.clear()
+        for job in jobs:
+            self._submit(job.drawn, job.added)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_jobs": self.prepared(), "_executor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        jobs = state.pop("_jobs")
+        self.__dict__.update(state, _jobs=deque())
+        for job in jobs:
+            self.put(*job)
+
+
+def _finish(job: _Job[Any]) -> None:
+    """Wait for a job whose result, or exception, nobody will ask for now."""
+    job.prepared.exception()

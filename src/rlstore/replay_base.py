@@ -1,0 +1,440 @@
+"""What the replay storages share: transitions of many environments, kept until they are overwritten."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.ahead import Ahead
+from rlstore.engine.backing import Backing
+from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.gather import Part, Request, TransitionGather
+from rlstore.engine.select import new_random
+from rlstore.engine.spaces import SpaceLike
+from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.final_observations import find_final, fit_final
+from rlstore.replay_spaces import ReplayFields, check_autoreset
+from rlstore.storage import Storage
+
+
+class StorageOptions(TypedDict, total=False):
+    """What every replay storage can be told besides its own arguments.
+
+    Attributes:
+        dtype: The dtype of served observations; None serves them as they are stored.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: a step that shows the final observation once more, with a reward of 0 and no flag, is a reset
+            step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can have too. "mapped": files in the folder ``path``, which may be larger than RAM, and are found
+            again by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+    """
+
+    dtype: torch.dtype | None
+    frame_stack: int
+    stack_axis: int | None
+    reward_shape: Sequence[int]
+    autoreset: Any
+    memory: str
+    path: str | os.PathLike[str] | None
+    seed: int | None
+
+
+class ReplayOptions(StorageOptions, total=False):
+    """:class:`StorageOptions`, and how batches are prepared in the background.
+
+    Attributes:
+        num_workers: Batches prepared ahead in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
+    """
+
+    num_workers: int
+    pin_memory: bool
+    fetch_every: int
+
+
+class Drawn(NamedTuple):
+    """What a batch is made of: the rows to gather, and what goes with them."""
+
+    rows: Tensor
+    weights: Tensor | None = None
+    others: Tensor | None = (
+        None  # rows from which something else is gathered: where sequences begin, or goals come from
+    )
+
+
+class ReplayBase(Storage):
+    """Transitions of ``num_envs`` environments: of each, the newest ``storage_size // num_envs``.
+
+    A subclass says what a batch holds (:meth:`_requests`, :meth:`_batch`), and may draw in a way of its own.
+    """
+
+    _default_memory: ClassVar[str] = "device"
+    _default_dtype: ClassVar[torch.dtype | None] = None
+    _replay: EpisodeRing | None = None
+    _ahead: Ahead[Drawn] | None = None
+    _closed = False
+
+    def __init__(
+        self,
+        observation_space: SpaceLike | None,
+        action_space: SpaceLike | None,
+        device: str | torch.device,
+        storage_size: int,
+        num_envs: int | None,
+        batch_size: int,
+        options: ReplayOptions,
+        *,
+        hidden_shapes: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        owner = type(self).__name__
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
+            raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
+        check_positive(owner, storage_size=storage_size, batch_size=batch_size)
+        super().__init__(storage_size, device, seed=options.get("seed"))
+        self.device = self._torch_device
+        self.observation_space, self.action_space = observation_space, action_space
+        self.storage_size, self.batch_size = int(storage_size), int(batch_size)
+        self.num_envs = num_envs
+        self.dtype = options.get("dtype", self._default_dtype)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise InvalidInputError(
+                f"dtype is {self.dtype!r}; {owner} serves observations as a float dtype, or None: as stored"
+            )
+        self.num_workers = _check_count(owner, "num_workers", options.get("num_workers", 0))
+        self.pin_memory = bool(options.get("pin_memory", False))
+        self.fetch_every = options.get("fetch_every", 1000)
+        check_positive(owner, fetch_every=self.fetch_every)
+        self._autoreset = check_autoreset(owner, options.get("autoreset"))
+        self._memory, self._path = options.get("memory", self._default_memory), options.get("path")
+        self._fields = ReplayFields(
+            owner,
+            options.get("frame_stack", 1),
+            options.get("stack_axis"),
+            tuple(options.get("reward_shape", ())),
+            tuple(hidden_shapes),
+        )
+        self._added, self._warned = 0, False
+        # Both None: a storage from create_factory(), which learns them from its first sample.
+        if observation_space is not None or action_space is not None:
+            check_positive(owner, num_envs=num_envs)
+            self._fields.read_spaces(observation_space, action_space)
+            self._allocate(int(num_envs or 0))
+
+    def seed(self, seed: int | None = None) -> None:
+        """Start the storage's generator anew: everything that is drawn at random comes from it."""
+        self._random = new_random(check_seed(type(self).__name__, seed))
+        if self._ahead is not None:
+            self._ahead.clear()
+
+    # ---------------------------------------------------------------------------------------------- for subclasses
+
+    @abstractmethod
+    def _requests(self) -> list[Request]:
+        """The tensors of a batch."""
+
+    def _other_requests(self) -> list[Request]:
+        """What is gathered from ``Drawn.others``, behind the tensors of :meth:`_requests`."""
+        return []
+
+    @abstractmethod
+    def _draw(self, count: int) -> Drawn:
+        """What goes into a batch of ``count``."""
+
+    @abstractmethod
+    def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> Any:
+        """The batch as it is served."""
+
+    def _gather_with(self) -> tuple[int, float]:
+        """n_step and the discount factor."""
+        return 1, 1.0
+
+    def _longest(self) -> tuple[str, int]:
+        """What has to fit into the rows of one environment: its name and its length."""
+        return "n_step", self._gather_with()[0]
+
+    def _follow(self) -> None:
+        """Take in what was written: priorities, windows."""
+
+    def _prepared(self, ring: EpisodeRing) -> None:
+        """The ring is made: what goes with it can be."""
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def _allocate(self, num_envs: int) -> None:
+        owner = type(self).__name__
+        steps = self.storage_size // num_envs
+        if steps < 1:
+            raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
+        self._check_longest(steps, num_envs)
+        on_device = self._memory == "device"
+        place = self._torch_device if on_device else torch.device("cpu")
+        backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
+        ring = EpisodeRing(self._fields.leaves, self._fields.columns, steps, num_envs, backing, self._autoreset)
+        self._replay, self.num_envs = ring, num_envs
+        self._prepared(ring)
+        self._bind()
+
+    def _check_longest(self, steps: int, num_envs: int) -> None:
+        name, longest = self._longest()
+        if longest > steps:
+            raise InvalidInputError(
+                f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
+                f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
+            )
+
+    def _bind(self) -> None:
+        """Make what gathers, from the parameters as they are now."""
+        ring, (n_step, gamma) = self._ring_of(), self._gather_with()
+        pin = self.pin_memory and self._torch_device.type == "cuda" and ring.device.type == "cpu"
+        requests, others = self._requests(), self._other_requests()
+        gather = TransitionGather(ring, requests, n_step, gamma, pin_memory=pin)
+        gather_others = TransitionGather(ring, others, 1, gamma, pin_memory=pin) if others else None
+        self._prepare = partial(_prepare, gather, gather_others, self._casts([*requests, *others]), self._torch_device)
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = Ahead(self.num_workers, self.fetch_every, self._prepare) if self.num_workers else None
+
+    def _casts(self, requests: Sequence[Request]) -> tuple[torch.dtype | None, ...]:
+        """The dtype that each tensor is converted to after it was gathered, which knows float32 only."""
+        if self.dtype in (None, torch.float32):
+            return ()
+        observed = (Part.OBSERVATION, Part.NEXT_OBSERVATION)
+        return tuple(self.dtype if request.part in observed else None for request in requests)
+
+    def _ring_of(self) -> EpisodeRing:
+        if self._closed:
+            raise NotReadyError(f"this {type(self).__name__} is closed")
+        if self._replay is None:
+            raise NotReadyError(
+                f"this {type(self).__name__} waits for its first sample: call init_tensors() or insert one"
+            )
+        return self._replay
+
+    def _served(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which observations are gathered."""
+        return torch.float32 if self.dtype == torch.float32 else stored
+
+    def close(self) -> None:
+        """End the thread that prepares batches and let go of a mapped folder. The storage cannot be used any more."""
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._replay is not None:
+            self._replay.backing.close()
+        self._closed = True
+
+    # ---------------------------------------------------------------------------------------------- attributes
+
+    def __len__(self) -> int:
+        """Transitions held now, over all environments."""
+        return 0 if self._replay is None else self._replay.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is kept."""
+        return self._ring_of().nbytes
+
+    @property
+    def step(self) -> int:
+        """The row at which the first environment's next step goes, from 0 to its capacity."""
+        ring = self._replay
+        return 0 if ring is None else int(ring.written[0] - ring.begun[0]) % ring.steps
+
+    @property
+    def full(self) -> bool:
+        """True if every environment's next step overwrites its oldest."""
+        ring = self._replay
+        return ring is not None and bool((ring.held() == ring.steps).all())
+
+    @property
+    def obs_shape(self) -> Any:
+        """The shape of one observation; for Dict and Tuple observations a nest of shapes."""
+        return self._fields.obs_shape
+
+    @property
+    def action_shape(self) -> tuple[int, ...]:
+        """The shape of one action; ``()`` for Discrete."""
+        return self._fields.action.shape
+
+    @property
+    def action_dim(self) -> int:
+        """Numbers in one action."""
+        return self._fields.action_dim
+
+    @property
+    def policy_action_dim(self) -> int:
+        """Numbers that a policy puts out for an action: one for each choice, or for each number of a Box."""
+        return self._fields.policy_action_dim
+
+    @property
+    def action_type(self) -> str:
+        """The kind of the action space: "Discrete", "Box", "MultiDiscrete" or "MultiBinary"."""
+        return self._fields.action.kind
+
+    def __repr__(self) -> str:
+        if self._replay is None:
+            return (
+                f"{type(self).__name__}({self.storage_size} transitions on {self.device}: waits for its first sample)"
+            )
+        ring = self._replay
+        return (
+            f"{type(self).__name__}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
+            f"{len(self)} transitions held, {ring.nbytes / 1e6:.1f} MB)"
+        )
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def add(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Mapping[str, Any] | None,
+        next_observations: Any,
+        *,
+        mask: Any = None,
+    ) -> None:
+        """Add one step of all environments; everything is checked before anything is written.
+
+        With one environment its axis may be left out everywhere.
+
+        Args:
+            observations: What the agent saw, ``[envs, ...]``.
+            actions: What it did, ``[envs, ...]``.
+            rewards: What it got, ``[envs]``.
+            terminateds: The episode really ended with this step, ``[envs]``.
+            truncateds: The episode was cut off after this step, ``[envs]``.
+            infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended: the observation in
+                which
+                it did. Without it that is ``next_observations``.
+            next_observations: What the environment showed after the step.
+            mask: False for environments that sat this step out, bool ``[envs]``; nothing of theirs is read.
+        """
+        self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
+
+    def _write(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        hidden: tuple[Any, ...],
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+        mask: Any,
+    ) -> None:
+        ring, fields = self._replay, self._fields
+        if ring is None or self._closed:
+            ring = self._ring_of()
+        if self._ahead is not None:
+            self._ahead.settle()
+        final: tuple[Any, ...] = fields.no_final
+        if infos or infos is None or not isinstance(infos, dict):
+            found = find_final(infos)
+            if found is not None:
+                key, value = found
+                final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
+        if fields.structure.is_leaf:
+            values = (
+                observations, next_observations, actions, rewards, *hidden, terminateds, truncateds, mask, *final,
+            )  # fmt: skip
+        else:
+            leaves = fields.structure.leaves
+            values = (
+                *leaves(observations), *leaves(next_observations), actions, rewards, *hidden, terminateds, truncateds,
+                mask, *final,
+            )  # fmt: skip
+        broken = ring.broken
+        ring.write(values)
+        self._added += 1
+        self._follow()
+        if ring.broken != broken and not self._warned:
+            self._warned = True
+            warnings.warn(_BROKEN, stacklevel=3)
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """A batch drawn at random, of ``batch_size`` or (None) the storage's own."""
+        size = self.batch_size
+        if batch_size is not None:
+            check_positive("sample()", batch_size=batch_size)
+            size = int(batch_size)
+        if self._ahead is not None and size == self.batch_size and not self._closed:
+            return self._batch(*self._ahead.take(self._added, partial(self._draw_checked, size)))
+        drawn = self._draw_checked(size)
+        return self._batch(drawn, self._prepare(drawn))
+
+    def _draw_checked(self, size: int) -> Drawn:
+        if self._ring_of().size == 0:
+            raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
+        return self._draw(size)
+
+    def update(self, *args: Any) -> None:
+        """Nothing is to be updated here: data are served as soon as they are added."""
+
+    # ---------------------------------------------------------------------------------------------- the whole
+
+    def reset(self) -> None:
+        """Make the storage empty."""
+        if self._replay is not None:
+            if self._ahead is not None:
+                self._ahead.clear()
+            self._ring_of().clear()
+            self._cleared()
+
+    def _cleared(self) -> None:
+        """The ring was emptied."""
+
+
+_OPTIONS = {*StorageOptions.__annotations__, *ReplayOptions.__annotations__}
+_BROKEN = (
+    "the observations of an environment are not the next_observations given for it before, and no end was "
+    "flagged there. "
+    "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
+    "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
+    "gave them. "
+    "(This is said once.)"
+)
+
+
+def _prepare(
+    gather: TransitionGather,
+    gather_others: TransitionGather | None,
+    casts: tuple[torch.dtype | None, ...],
+    device: torch.device,
+    drawn: Drawn,
+) -> tuple[Tensor, ...]:
+    """A batch's tensors on the device. It may run in the background, and so knows nothing of the storage."""
+    tensors = gather(drawn.rows)
+    if gather_others is not None and drawn.others is not None:
+        tensors = (*tensors, *gather_others(drawn.others))
+    if device.type != "cpu":
+        tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+    if casts:
+        tensors = tuple(t if cast is None else t.to(cast) for t, cast in zip(tensors, casts, strict=True))
+    return tensors
+
+
+def _check_count(owner: str, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is not negative")
+    return value
