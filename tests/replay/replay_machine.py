@@ -21,7 +21,7 @@ from replay_envs import MOVES, STARTS, Envs, Place
 from replay_model import ReplayModel, Step, Transition
 from replay_world import ACTIONS, FINAL_FORMS, PLAIN_KINDS, STACK_KINDS, Given, Vector
 
-from rlstore import NotReadyError
+from rlstore import NotReadyError, ReplayStorage
 
 ENVS = 3
 LIMITS = settings(
@@ -30,6 +30,7 @@ LIMITS = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+WAYS_TO_COPY = ["copy", "pickle", *(["save"] if hasattr(ReplayStorage, "save") else [])]
 EVERY_MOVE = st.tuples(*[st.sampled_from(MOVES)] * ENVS)
 EVERY_FLAG = st.tuples(*[st.booleans()] * ENVS)
 
@@ -157,6 +158,10 @@ class ReplayMachine(RuleBasedStateMachine):
     def new_model(self) -> ReplayModel:
         config = self.config
         return ReplayModel(config.num_envs, config.capacity, config.n_step, config.discount, config.autoreset)
+
+    def teardown(self) -> None:
+        if hasattr(self, "storage"):
+            self.storage.close()
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -288,7 +293,7 @@ class ReplayMachine(RuleBasedStateMachine):
             self.envs.forget()
         self.stored([])
 
-    @rule(way=st.sampled_from(["copy", "pickle", "save"]), go_on=st.booleans())
+    @rule(way=st.sampled_from(WAYS_TO_COPY), go_on=st.booleans())
     def go_on_with_a_copy(self, way, go_on):
         twin = {"copy": copy.deepcopy, "pickle": lambda s: pickle.loads(pickle.dumps(s)), "save": self.reload}[way](
             self.storage
@@ -296,7 +301,8 @@ class ReplayMachine(RuleBasedStateMachine):
         assert type(twin) is type(self.storage)
         self.same_draws(twin)
         if go_on:
-            self.storage, self.has_warned = twin, None
+            self.storage, twin, self.has_warned = twin, self.storage, None
+        twin.close()
 
     def reload(self, storage: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
@@ -319,6 +325,7 @@ class ReplayMachine(RuleBasedStateMachine):
     def put_in_what_came_out(self, into):
         data, steps = self.storage.get_all_buffer_data(), self.model.by_lane()
         if into == "another":
+            self.storage.close()
             self.storage, self.model, self.has_warned = self.new_storage(), self.new_model(), False
             self.adapt_new_storage()
         elif into == "itself, emptied":
@@ -341,9 +348,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.storage.update_storage_parameter("batch_size", self.config.batch_size)
 
     def place_after(self, step: Step) -> Place:
-        if not (step.terminated or step.truncated):
-            return Place(step.following)
-        return Place(None, step.following) if self.config.autoreset == "NextStep" else Place()
+        return Place() if step.terminated or step.truncated else Place(step.following)
 
     # ---------------------------------------------------------------------------------------------- at all times
 
@@ -418,4 +423,4 @@ def same_nest(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same_nest, one, other))
     if one is None:
         return other is None
-    return set(one.keys()) == set(other.keys()) and all(same_nest(one[key], other[key]) for key in one)
+    return set(one.keys()) == set(other.keys()) and all(same_nest(part, other[key]) for key, part in one.items())

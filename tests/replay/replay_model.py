@@ -163,7 +163,10 @@ class ReplayModel:
         return rows, broken
 
     def append(self, steps: list[list[Step]]) -> list[int]:
-        """What insert_data_slice does with the steps of each lane: they are transitions, and none is a reset step."""
+        """What insert_data_slice does with the steps of each lane: they are transitions, and none is a reset step.
+
+        Nor is the step after them: who puts data in begins anew.
+        """
         rows = []
         for lane, given in zip(self.lanes, steps, strict=True):
             for step in given:
@@ -179,6 +182,7 @@ class ReplayModel:
                     )
                 )
                 rows.append(self.row(lane.written - 1, lane.env))
+            lane.resets_after, lane.is_after_end = None, False
         return rows
 
     def reset(self) -> None:

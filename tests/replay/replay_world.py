@@ -124,7 +124,7 @@ class Nest(Vector):
     def render(self, token):
         number = token[0]
         return {
-            "camera": {"image": digits(number, (1, 2, 2)), "exposure": np.array(number / 4)},
+            "camera": {"image": digits(number, (1, 2, 2)), "exposure": np.float64(number / 4)},
             "policy": vector(number),
         }
 

@@ -73,9 +73,10 @@ class HindsightMachine(ReplayMachine):
             rows = twins[one.observation[:2]] if one.row == -1 else [one.row]
             assert (one.action, one.following[:2]) == (step.action, step.following[:2])
             assert one.observation[2] == one.following[2]
-            assert one.reward == (one.following[1] - 2 * one.observation[2],)
+            is_own = one.observation[2] == step.observation[2]
+            assert one.reward == (step.reward if is_own else (one.following[1] - 2 * one.observation[2],))
             assert math.isclose(one.discount, step.discount, rel_tol=1e-6)
-            if one.observation[2] == step.observation[2]:
+            if is_own:
                 assert self.config.options["relabel_fraction"] < 1
                 served |= {(row, None) for row in rows}
                 continue
