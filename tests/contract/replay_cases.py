@@ -110,7 +110,7 @@ def check_row(case: ReplayCase, batch: dict[str, Any], place: int, row: int) -> 
     assert ids_in(batch["next_observations"])[place].item() == number + (1000 if ended else ENVS)
     assert found["rewards"] == [number / 4 + 1]
     if case.cls is SequenceReplayStorage:
-        assert batch["masks"][place].tolist() == [True]
+        assert batch["masks"][place].item() is True
         assert batch["terminated"][place].flatten().tolist() == [bool(sample["terminated"][env])]
     else:
         assert batch["discounts"][place].item() == (0.0 if sample["terminated"][env] else GAMMA)

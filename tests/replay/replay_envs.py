@@ -128,7 +128,7 @@ class Envs:
         self, step: list[Given | None], form: str = "tensors", final_form: str = "objects", key: str = "final_obs"
     ) -> tuple[list[Any], torch.Tensor | None]:
         """The seven arguments of add and its mask; what is given for environments that sit out is rubbish."""
-        if "bare tuple" in SKIP and form == "bare" and (isinstance(self.kind.space, spaces.Tuple)): form = "tensors"
+        if "bare tuple" in SKIP and form == "bare" and isinstance(self.kind.space, (spaces.Tuple, spaces.Dict)): form = "tensors"
         if "strided" in SKIP and form == "strided" and self.num_envs == 1: form = "tensors"
         filled = [given or self._rubbish() for given in step]
         to_form = FORMS["lists" if form == "bare" else form]
