@@ -36,7 +36,8 @@ inline std::vector<int64_t> bind_shape(nb::handle object) {
 
 class EpisodeRing {
  public:
-  enum Refused : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3 };
+  // What write() returns, besides the index of a value that does not fit.
+  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4 };
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, shape that of a whole stack. columns: (block, shape), `reward` the place of the rewards.
@@ -79,36 +80,36 @@ class EpisodeRing {
   }
 
   // values: observation leaves, next observation leaves, columns, terminated, truncated, mask, final observation leaves, and
-  // where those are given; the last three groups may be None. Returns (kDone, episodes broken off); or, having written nothing,
-  // (the index of the first value that has to be converted or refused, 0), or (what is needed first, 0).
-  std::tuple<int64_t, int64_t> write(nb::tuple values) {
+  // where those are given; the last three groups may be None. Returns kDone or kDoneWithBreak (an episode was broken off);
+  // or, having written nothing, the index of the first value that has to be converted or refused, or what is needed first.
+  int64_t write(nb::tuple values) {
     const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
     if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
     PyObject* tuple = values.ptr();
     for (size_t i = 0; i < flags; i++) {
       const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
       const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return {static_cast<int64_t>(i), 0};
+      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
     }
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return {flags, 0};
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return {flags + 1, 0};
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
     PyObject* mask = PyTuple_GET_ITEM(tuple, flags + 2);
-    if (mask != Py_None && !find_flags(mask, &mask_)) return {flags + 2, 0};
+    if (mask != Py_None && !find_flags(mask, &mask_)) return flags + 2;
     PyObject* has_final = PyTuple_GET_ITEM(tuple, flags + 3 + leaves);
-    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return {flags + 3 + leaves, 0};
+    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return flags + 3 + leaves;
     step_.finals.clear();
     for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
       Given given;
-      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return {flags + 3 + k, 0};
+      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return flags + 3 + k;
       step_.finals.push_back(given.memory);
     }
     fill_step(mask != Py_None, has_final != Py_None);
     switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
-      case Need::kSlots: return {kNeedSlots, 0};
-      case Need::kStarts: return {kNeedStarts, 0};
+      case Need::kSlots: return kNeedSlots;
+      case Need::kStarts: return kNeedStarts;
       case Need::kNothing: break;
     }
-    return {kDone, write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data())};
+    return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
   }
 
   const Lanes& lanes() const { return lanes_; }
@@ -127,18 +128,18 @@ class EpisodeRing {
 
   void bounds(nb::handle rows, nb::handle first, nb::handle stop) const {
     const size_t count = element_count(describe(rows));
-    const int64_t* ids = held_rows(rows, count, false);
+    const int64_t* ids = held_rows(rows, count);
     episode_bounds(lanes_, ids, count, typed<int64_t>(first, count), typed<int64_t>(stop, count));
   }
 
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
-    expand_windows(lanes_, held_rows(starts, count, false), count, length, across, typed<int64_t>(rows, count * length));
+    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, count * length));
   }
 
-  const int64_t* held_rows(nb::handle rows, size_t count, bool padded) const {
+  const int64_t* held_rows(nb::handle rows, size_t count) const {
     const int64_t* ids = typed<int64_t>(rows, count);
-    if (!rows_are_held(lanes_, ids, count, padded)) throw nb::index_error("a row is not held");
+    if (!rows_are_held(lanes_, ids, count)) throw nb::index_error("a row is not held");
     return ids;
   }
 
@@ -233,7 +234,7 @@ class ReplayGather {
   // One tensor [rows, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros.
   nb::tuple gather(nb::handle rows, nb::object given) const {
     const size_t count = element_count(describe(rows));
-    const int64_t* ids = ring_->held_rows(rows, count, true);
+    const int64_t* ids = typed<int64_t>(rows, count);
     nb::list made;
     std::vector<Output> outputs = outputs_;
     for (size_t k = 0; k < outputs.size(); k++) {
@@ -252,10 +253,12 @@ class ReplayGather {
       }
       outputs[k].streamed = elements * dtype.bits / 8 >= kStreamed && row_bytes(outputs[k]) >= kLongRow;
     }
+    bool all_held;
     {
       nb::gil_scoped_release released;
-      gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
+      all_held = gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
     }
+    if (!all_held) throw nb::index_error("a row is not held");
     return nb::tuple(made);
   }
 

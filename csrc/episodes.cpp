@@ -138,7 +138,7 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     take_newest(ended ? leaf.finals + slot * leaf.frame_bytes() : leaf.block.at(lane, after), next, leaf);
   }
   if (ended) {
-    lanes.episodes[slot].end = (step.terminated[lane] ? kTerminated : 0) | (step.truncated[lane] ? kTruncated : 0);
+    lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     lanes.episodes[slot].stop = count + 1;
     lanes.current[lane] = -1;
     lanes.after_end[lane] = resets == ResetSteps::kNever || given ? -1 : slot;

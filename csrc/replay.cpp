@@ -5,12 +5,14 @@
 
 #include "random.h"
 #include "rows.h"
+#include "simd.h"
 
 namespace rlstore {
 
 namespace {
 
-constexpr size_t kBatch = 32;  // rows whose cache misses are under way together
+// How many rows ahead a row's record, and then its episode, are sent for: far enough to hide a cache miss.
+constexpr size_t kRecordAhead = 12, kEpisodeAhead = 6, kPipeline = 16;
 
 // Where a row lies and what followed it.
 struct Found {
@@ -44,62 +46,67 @@ class Gather {
          const Fold& fold)
       : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold) {}
 
-  void run(const int64_t* rows, size_t count, const std::vector<Output>& outputs) {
-    Found found[kBatch];
-    for (size_t begin = 0; begin < count; begin += kBatch) {
-      const size_t size = std::min(kBatch, count - begin);
-      locate(rows + begin, size, found);
-      for (size_t i = 0; i < size; i++)
-        for (const Output& output : outputs) write(found[i], output, begin + i);
+  // False if a row is not held, in whose place there are zeros.
+  RLSTORE_INLINE bool run(const int64_t* rows, size_t count, const Output* outputs, size_t output_count) {
+    Found found[kPipeline];
+    for (size_t i = 0; i < count + kRecordAhead; i++) {
+      if (i < count) locate(rows, i, found);
+      if (i >= kRecordAhead - kEpisodeAhead && i - (kRecordAhead - kEpisodeAhead) < count)
+        find_episode(found[(i - (kRecordAhead - kEpisodeAhead)) % kPipeline]);
+      if (i < kRecordAhead) continue;
+      const size_t index = i - kRecordAhead;
+      Found& f = found[index % kPipeline];
+      if (f.lane >= 0) measure(f);
+      for (size_t k = 0; k < output_count; k++) write(f, outputs[k], index);
     }
+    return all_held_;
   }
 
  private:
-  // Three passes, so that the misses of one row are under way while the next is looked at.
-  void locate(const int64_t* rows, size_t count, Found* found) {
-    for (size_t i = 0; i < count; i++) {
-      Found& f = found[i];
-      if (rows[i] < 0) {
-        f.lane = -1;
-        continue;
-      }
-      if (i > 0 && found[i - 1].lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
-        f.lane = found[i - 1].lane, f.time = found[i - 1].time + 1, f.place = next_place(found[i - 1].place);
-      } else {
-        f.lane = lanes_.by_lanes.remainder(rows[i], &f.time);
-        f.place = lanes_.by_rows.remainder(f.time);
-      }
-      __builtin_prefetch(&lanes_.slot_at(f.lane, f.place));
-      prefetch_row(f.lane, f.place);
+  RLSTORE_INLINE void locate(const int64_t* rows, size_t i, Found* found) {
+    Found& f = found[i % kPipeline];
+    if (rows[i] < 0) {
+      f.lane = -1;
+      return;
     }
-    for (size_t i = 0; i < count; i++) {
-      if (found[i].lane < 0) continue;
-      found[i].slot = lanes_.slot_at(found[i].lane, found[i].place);
-      found[i].episode = lanes_.episodes + found[i].slot;
-      __builtin_prefetch(found[i].episode);
+    const Found& before = found[(i + kPipeline - 1) % kPipeline];
+    if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
+      f.lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
+    } else {
+      f.lane = lanes_.by_lanes.remainder(rows[i], &f.time);
+      f.place = lanes_.by_rows.remainder(f.time);
     }
-    for (size_t i = 0; i < count; i++) {
-      Found& f = found[i];
-      if (f.lane < 0) continue;
-      const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
-      f.taken = std::min(fold_.n_step, stop - f.time);
-      f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
+    if (f.time < lanes_.oldest(f.lane) || f.time >= lanes_.written[f.lane]) {
+      all_held_ = false;
+      f.lane = -1;
+      return;
     }
-  }
-
-  void prefetch_row(int64_t lane, int64_t place) const {
+    __builtin_prefetch(&lanes_.slot_at(f.lane, f.place));
     for (const Observation& leaf : leaves_) {
       if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware to see
       // The observation that follows lies right behind it.
-      const char* row = leaf.block.at(lane, place);
+      const char* row = leaf.block.at(f.lane, f.place);
       const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
       for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
     }
   }
 
-  int64_t next_place(int64_t place) const { return place + 1 == lanes_.rows ? 0 : place + 1; }
+  RLSTORE_INLINE void find_episode(Found& f) const {
+    if (f.lane < 0) return;
+    f.slot = lanes_.slot_at(f.lane, f.place);
+    f.episode = lanes_.episodes + f.slot;
+    __builtin_prefetch(f.episode);
+  }
 
-  void write(const Found& f, const Output& output, size_t index) {
+  RLSTORE_INLINE void measure(Found& f) const {
+    const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+    f.taken = std::min(fold_.n_step, stop - f.time);
+    f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
+  }
+
+  RLSTORE_INLINE int64_t next_place(int64_t place) const { return place + 1 == lanes_.rows ? 0 : place + 1; }
+
+  RLSTORE_INLINE void write(const Found& f, const Output& output, size_t index) {
     switch (output.part) {
       case Part::kObservation: return write_observation(f, output, index, 0);
       case Part::kNext: return write_observation(f, output, index, 1);
@@ -113,7 +120,7 @@ class Gather {
     }
   }
 
-  static void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
+  static RLSTORE_INLINE void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
     if (output.as_float)
       convert_row(reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
     else if (output.streamed)
@@ -122,11 +129,11 @@ class Gather {
       copy_short(target, source, bytes);
   }
 
-  static size_t bytes_out(const Output& output, const Block& block, size_t bytes) {
+  static RLSTORE_INLINE size_t bytes_out(const Output& output, const Block& block, size_t bytes) {
     return output.as_float ? bytes * 8 / block.dtype.bits * sizeof(float) : bytes;
   }
 
-  void write_column(const Found& f, const Output& output, size_t index) {
+  RLSTORE_INLINE void write_column(const Found& f, const Output& output, size_t index) {
     const Block& block = columns_[output.leaf];
     const size_t bytes = bytes_out(output, block, block.bytes);
     char* target = output.memory + index * bytes;
@@ -136,7 +143,7 @@ class Gather {
       copy_out(output, target, block.at(f.lane, f.place), block, block.bytes);
   }
 
-  void write_rewards(const Found& f, const Output& output, size_t index) {
+  RLSTORE_INLINE void write_rewards(const Found& f, const Output& output, size_t index) {
     const size_t width = rewards_.bytes / sizeof(float);
     float* target = reinterpret_cast<float*>(output.memory) + index * width;
     std::fill(target, target + width, 0.0f);
@@ -148,13 +155,13 @@ class Gather {
     }
   }
 
-  void write_discount(const Found& f, const Output& output, size_t index) {
+  RLSTORE_INLINE void write_discount(const Found& f, const Output& output, size_t index) {
     const bool over = f.lane < 0 || (f.at_end && (f.episode->end & kTerminated));
     reinterpret_cast<float*>(output.memory)[index] = over ? 0.0f : fold_.powers[static_cast<size_t>(f.taken)];
   }
 
   // The observation before the row's step (after = 0), or the one after its n-step window (after = 1).
-  void write_observation(const Found& f, const Output& output, size_t index, int after) {
+  RLSTORE_INLINE void write_observation(const Found& f, const Output& output, size_t index, int after) {
     const Observation& leaf = leaves_[output.leaf];
     const size_t bytes = bytes_out(output, leaf.block, leaf.stack_bytes());
     char* target = output.memory + index * bytes;
@@ -171,7 +178,7 @@ class Gather {
     write_stack(f, output, leaf, target, time, is_final);
   }
 
-  int64_t place_of(const Found& f, int64_t time) const {
+  RLSTORE_INLINE int64_t place_of(const Found& f, int64_t time) const {
     int64_t place = f.place + (time - f.time);
     if (place >= lanes_.rows) place -= lanes_.rows;
     return place < 0 ? place + lanes_.rows : place;
@@ -223,19 +230,20 @@ class Gather {
   const std::vector<Block>& columns_;
   const Block& rewards_;
   const Fold& fold_;
+  bool all_held_ = true;
   std::vector<char> scratch_, zeros_;
 };
 
 }  // namespace
 
-void gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+RLSTORE_CLONES
+bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                         size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs) {
-  Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs);
+  return Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs.data(), outputs.size());
 }
 
-bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count, bool padded) {
+bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count) {
   for (size_t i = 0; i < count; i++) {
-    if (rows[i] == -1 && padded) continue;
     if (rows[i] < 0) return false;
     int64_t time;
     const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);

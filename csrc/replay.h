@@ -26,12 +26,13 @@ struct Fold {
   std::vector<float> powers;  // gamma^0 .. gamma^n
 };
 
-// Writes row i of each output for rows[i] = time * lanes + lane; zeros for a row of -1. Every row is held.
-void gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+// Writes row i of each output for rows[i] = time * lanes + lane; zeros for a row of -1. False if any
+// other row is not one that is held.
+bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                         size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs);
 
-// True if every row is one that is held now; -1 is let pass if `padded`.
-bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count, bool padded);
+// True if every row is one that is held now.
+bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count);
 
 // The first and one past the last held row of the episode of each row, as times.
 void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64_t* first, int64_t* stop);

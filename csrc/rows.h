@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+
+#include "simd.h"
 
 namespace rlstore {
 
@@ -14,14 +17,22 @@ void copy_row(char* target, const char* source, size_t bytes);
 void copy_streamed(char* target, const char* source, size_t bytes);
 
 // The same for a row of a few hundred bytes, without a call.
-inline void copy_short(char* target, const char* source, size_t bytes) {
-  constexpr size_t kChunk = 64;
-  if (bytes < kChunk || bytes > 1024) {
+RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {
+  // In chunks, the last one overlapping the one before: no byte loop.
+  const auto chunks = [&](auto chunk) {
+    for (size_t i = 0; i + chunk < bytes; i += chunk) memcpy(target + i, source + i, chunk);
+    memcpy(target + bytes - chunk, source + bytes - chunk, chunk);
+  };
+  if (bytes > 1024)
     memcpy(target, source, bytes);
-    return;
-  }
-  for (size_t i = 0; i + kChunk < bytes; i += kChunk) memcpy(target + i, source + i, kChunk);
-  memcpy(target + bytes - kChunk, source + bytes - kChunk, kChunk);
+  else if (bytes >= 64)
+    chunks(std::integral_constant<size_t, 64>{});
+  else if (bytes >= 16)
+    chunks(std::integral_constant<size_t, 16>{});
+  else if (bytes >= 4)
+    chunks(std::integral_constant<size_t, 4>{});
+  else
+    for (size_t i = 0; i < bytes; i++) target[i] = source[i];
 }
 
 // target[i] = source[i] != 0, as 0 or 1. Target is uint8_t or float; Source an integer of 1, 4 or 8 bytes, float or double.

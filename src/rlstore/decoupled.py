@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from rlstore.engine.ring import Column, Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.engine.spaces import SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.on_policy import OnPolicyStorage
+from rlstore.saved_rollout import SavedOnPolicyStorage, saved_leaves, saved_observations
 from rlstore.storage import Sample
 
 
@@ -38,7 +38,7 @@ class DecoupledBatch(NamedTuple):
     advantages: Tensor
 
 
-class DecoupledRolloutStorage(OnPolicyStorage):
+class DecoupledRolloutStorage(SavedOnPolicyStorage):
     """A rollout of ``num_steps`` steps of ``num_envs`` environments for DAAC (Raileanu and Fergus 2021).
 
     The blocks are attributes: ``obs`` ``[steps + 1, envs, ...]``, ``actions`` ``[steps, envs]`` for Discrete or
@@ -352,6 +352,24 @@ class DecoupledRolloutStorage(OnPolicyStorage):
             lanes = self._ready_ring().lanes
             field = Field("flags_before", (2,), torch.float32, f"num_envs={lanes}", lane_axis=1)
             self.terminateds[0], self.truncateds[0] = field.fit(data["flags_before"], lanes, self._torch_device)
+
+    # ---------------------------------------------------------------------------------------------- save and load
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
+        settings = {name: getattr(self, name) for name in names}
+        if self._ring is not None and self.observation_space is None:  # learnt from the first sample
+            settings["learnt"] = {**saved_leaves(self), "action_shape": tuple(self.actions.shape[2:])}
+        return settings
+
+    @classmethod
+    def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> DecoupledRolloutStorage:
+        given = {name: value for name, value in settings.items() if name != "learnt"}
+        storage = cls(device=device, seed=0, **given)
+        if "learnt" in settings:
+            structure, fields = saved_observations(settings["learnt"], "obs")
+            storage._allocate(structure, fields, settings["learnt"]["action_shape"], settings["num_envs"])
+        return storage
 
 
 def _given(space: SpaceLike | None, name: str) -> SpaceLike:

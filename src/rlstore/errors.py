@@ -33,3 +33,7 @@ class DoesNotFitError(StorageError, MemoryError):
 
 class DiskFullError(StorageError, OSError):
     """The disk became full. What was there before is as it was."""
+
+
+class SnapshotError(StorageError, RuntimeError):
+    """A snapshot that cannot be loaded: there is none, it is damaged, or it is of another class or a newer version."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from rlstore.engine.gather import Part, Request
 from rlstore.engine.schema import as_tensor
 from rlstore.engine.select import random_units, uniform_rows
 from rlstore.engine.spaces import SpaceLike
-from rlstore.errors import InvalidInputError
+from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.replay_base import Drawn, ReplayOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
@@ -23,6 +23,10 @@ _STRATEGIES = ("future", "final", "episode")
 _KEYS = ("observation", "achieved_goal", "desired_goal")
 
 ComputeReward = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def _lost_reward(achieved: Any, desired: Any, info: dict[str, Any]) -> Any:
+    raise NotReadyError("a function cannot be saved with a storage: set compute_reward of the one that was loaded")
 
 
 class HindsightReplayStorage(TransitionStorage):
@@ -42,12 +46,15 @@ class HindsightReplayStorage(TransitionStorage):
         num_envs: Environments side by side.
         batch_size: Transitions in a batch.
         compute_reward: ``compute_reward(achieved, desired, info)``, called once for a whole batch with tensors
-            ``[batch, ...]`` and an empty dict (infos are not kept); gives ``batch`` rewards.
+            ``[batch, ...]`` and an empty dict (infos are not kept); gives ``batch`` rewards. A snapshot does not hold
+            it: set ``storage.compute_reward`` after ``load``.
         strategy: "future", "final" or "episode".
         relabel_fraction: The part of a batch that is relabelled.
         discount: The discount factor.
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
+
+    _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
 
     def __init__(
         self,
@@ -70,10 +77,15 @@ class HindsightReplayStorage(TransitionStorage):
         check_fraction(owner, relabel_fraction=relabel_fraction)
         if not callable(compute_reward):
             raise InvalidInputError(f"compute_reward is {compute_reward!r}; {owner} needs a function")
-        self._compute_reward, self.strategy, self.relabel_fraction = compute_reward, strategy, float(relabel_fraction)
+        self.compute_reward: ComputeReward = compute_reward
+        self.strategy, self.relabel_fraction = strategy, float(relabel_fraction)
         super().__init__(
             observation_space, action_space, device, storage_size, num_envs, batch_size, 1, discount, options
         )
+
+    @classmethod
+    def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> HindsightReplayStorage:
+        return super()._from_settings({**settings, "compute_reward": _lost_reward}, device)
 
     def _prepared(self, ring: EpisodeRing) -> None:
         names = [path[0] if path else "" for path in self._fields.structure.paths]
@@ -119,7 +131,7 @@ class HindsightReplayStorage(TransitionStorage):
             mask = replaced.view(-1, *[1] * (goals.dim() - 1))
             transition[place] = torch.where(mask, goals, transition[place])
         achieved, desired = transition[following + self._achieved], transition[following + self._desired]
-        rewards = as_tensor(self._compute_reward(achieved, desired, {}), "what compute_reward gave")
+        rewards = as_tensor(self.compute_reward(achieved, desired, {}), "what compute_reward gave")
         if rewards.numel() != batch or rewards.dtype.is_complex:
             raise InvalidInputError(
                 f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, "

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
+from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
+from rlstore.kept_episodes import KeptEpisodes
 from rlstore.replay_base import ReplayOptions, StorageOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
@@ -59,6 +63,8 @@ class NStepReplayStorage(TransitionStorage):
         **options: See :class:`~rlstore.replay_base.StorageOptions`.
     """
 
+    _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
+    _kept: KeptEpisodes | None = None
     _default_memory: ClassVar[str] = "ram"
     _default_dtype: ClassVar[torch.dtype | None] = torch.float32
 
@@ -86,7 +92,7 @@ class NStepReplayStorage(TransitionStorage):
             "fetch_every": fetch_every,
             **options,
         }
-        self.save_snapshot, self.snapshot_dir = bool(save_snapshot), snapshot_dir
+        self.save_snapshot, self.snapshot_dir = bool(save_snapshot), os.fspath(snapshot_dir)
         super().__init__(
             observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, given
         )
@@ -98,3 +104,47 @@ class NStepReplayStorage(TransitionStorage):
 
     def _served_actions(self, stored: torch.dtype) -> torch.dtype:
         return stored if self.dtype is None else torch.float32
+
+    # ---------------------------------------------------------------------------------------------- episodes on disk
+
+    def _prepared(self, ring: EpisodeRing) -> None:
+        if self._kept is not None:
+            self._kept.close()
+        if not self.save_snapshot:
+            return
+        self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
+        for episode, lane in self._kept.read():
+            self._put_episode(ring, episode, lane)
+        self._kept.mark()
+
+    def _put_episode(self, ring: EpisodeRing, episode: dict[str, Tensor], lane: int) -> None:
+        """Write an episode that was read from the disk into a lane."""
+        names = [field.name for field in self._fields.observations]
+        order = [*names, *(f"next {name}" for name in names), *(column.name for column in self._fields.columns)]
+        order += ["terminated", "truncated"]
+        mask = torch.arange(ring.lanes) == lane
+        for step in range(len(episode["terminated"])):
+            row = [episode[name][step].unsqueeze(0).expand(ring.lanes, *episode[name].shape[1:]) for name in order]
+            values = [value.to(ring.device).contiguous() for value in row]
+            ring.write((*values, mask, *values[len(names) : 2 * len(names)], None))
+
+    def _follow(self) -> None:
+        if self._kept is not None:
+            self._kept.follow()
+
+    def _restored(self, reader: SnapshotReader) -> None:
+        if self._kept is not None:
+            self._kept.mark()
+
+    def _cleared(self) -> None:
+        if self._kept is not None:
+            self._kept.mark()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # the folder stays with the original
+
+    def close(self) -> None:
+        """End the thread that prepares batches and let go of folders. The storage cannot be used any more."""
+        if self._kept is not None:
+            self._kept.close()
+        super().close()

@@ -15,7 +15,7 @@ from rlstore.engine.schema import Field, as_tensor
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.final_observations import fit_final
-from rlstore.replay_base import ReplayBase
+from rlstore.saved_replay import SavedReplay
 from rlstore.storage import BatchDict, Sample
 
 # What one step of get_all_buffer_data and insert_data_slice holds, and which of it a sample may lack.
@@ -23,7 +23,7 @@ _STEP = ("observations", "actions", "rewards", "terminated", "truncated", "next_
 _OPTIONAL = ("final_observations", "masks")
 
 
-class OffPolicyStorage(ReplayBase):
+class OffPolicyStorage(SavedReplay):
     """Replay, and the ten methods on it."""
 
     # What update_storage_parameter may change, besides the size.

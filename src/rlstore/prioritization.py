@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.priorities import Priorities
 from rlstore.engine.schema import as_tensor
+from rlstore.engine.snapshot import SnapshotReader
 from rlstore.errors import InvalidInputError
 from rlstore.off_policy import OffPolicyStorage
 
@@ -71,12 +71,11 @@ class PriorityStorage(OffPolicyStorage):
         """
         if len(args) != 2:
             raise TypeError(f"update() takes rows and priorities; {len(args)} arguments were given")
-        ring = self._ring_of()
+        self._ring_of()
         if self._priorities is None:
             raise InvalidInputError(
                 f"this {type(self).__name__} draws uniformly: alpha is 0, and there are no priorities"
             )
-        del ring
         self._priorities.update(*args)
 
     def _learn(self, batch: Mapping[str, Any], info: dict[str, Any]) -> None:
@@ -92,12 +91,25 @@ class PriorityStorage(OffPolicyStorage):
         if self._priorities is not None:
             self._priorities.clear()
 
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        numbers, tensors = super()._state()
+        numbers.update(drawn=self._drawn, stale=self.stale_updates)
+        return numbers, tensors if self._priorities is None else {**tensors, "priorities": self._priorities.leaves}
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        super()._set_state(numbers, reader)
+        self._drawn = numbers["drawn"]
+        if self._priorities is not None:
+            self._priorities.stale = numbers["stale"]
+
+    def _restored(self, reader: SnapshotReader) -> None:
+        if self._priorities is not None:
+            reader.read_into("priorities", self._priorities.leaves)
+            self._priorities.rebuild()
+
     def _follow(self) -> None:
         if self._priorities is not None:
             self._priorities.follow()
-
-    def _make_priorities(self, ring: EpisodeRing) -> Priorities:
-        return Priorities(ring, self.alpha)
 
     @property
     def nbytes(self) -> int:

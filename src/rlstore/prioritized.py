@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.priorities import Priorities
 from rlstore.engine.spaces import SpaceLike
 from rlstore.prioritization import PriorityStorage
 from rlstore.replay_base import Drawn, ReplayOptions
@@ -53,6 +54,7 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
 
+    _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "alpha", "beta", "beta_steps")
     _fractions: ClassVar[tuple[str, ...]] = ("discount", "beta")
 
     def __init__(
@@ -77,7 +79,7 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         )
 
     def _prepared(self, ring: EpisodeRing) -> None:
-        self._priorities = self._make_priorities(ring)
+        self._priorities = Priorities(ring, self.alpha)
 
     def _draw(self, count: int) -> Drawn:
         assert self._priorities is not None

@@ -107,6 +107,7 @@ class ReplayBase(Storage):
             raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
         check_positive(owner, storage_size=storage_size, batch_size=batch_size)
         super().__init__(storage_size, device, seed=options.get("seed"))
+        self._options = options
         self.device = self._torch_device
         self.observation_space, self.action_space = observation_space, action_space
         self.storage_size, self.batch_size = int(storage_size), int(batch_size)
@@ -327,7 +328,13 @@ class ReplayBase(Storage):
             next_observations: What the environment showed after the step.
             mask: False for environments that sat this step out, bool ``[envs]``; nothing of theirs is read.
         """
-        self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
+        fields = self._fields
+        if infos or infos is None or not fields.is_plain or self._ahead is not None:
+            self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
+        else:
+            # The short way for the usual step: nothing to look for, nothing to wait for.
+            none = None
+            self._put((observations, next_observations, actions, rewards, terminateds, truncateds, mask, none, none))
 
     def _write(
         self,
@@ -341,32 +348,27 @@ class ReplayBase(Storage):
         next_observations: Any,
         mask: Any,
     ) -> None:
-        ring, fields = self._replay, self._fields
-        if ring is None or self._closed:
-            ring = self._ring_of()
+        ring, fields = self._ring_of(), self._fields
         if self._ahead is not None:
             self._ahead.settle()
         final: tuple[Any, ...] = fields.no_final
-        if infos or infos is None or not isinstance(infos, dict):
-            found = find_final(infos)
-            if found is not None:
-                key, value = found
-                final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
-        if fields.structure.is_leaf:
-            values = (
-                observations, next_observations, actions, rewards, *hidden, terminateds, truncateds, mask, *final,
-            )  # fmt: skip
-        else:
-            leaves = fields.structure.leaves
-            values = (
-                *leaves(observations), *leaves(next_observations), actions, rewards, *hidden, terminateds, truncateds,
-                mask, *final,
-            )  # fmt: skip
-        broken = ring.broken
-        ring.write(values)
+        found = find_final(infos)
+        if found is not None:
+            key, value = found
+            final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
+        leaves = fields.structure.leaves
+        observed = (*leaves(observations), *leaves(next_observations))
+        self._put((*observed, actions, rewards, *hidden, terminateds, truncateds, mask, *final))
+
+    def _put(self, values: tuple[Any, ...]) -> None:
+        """Write a step whose values are in the order of the ring."""
+        ring = self._replay
+        if ring is None or self._closed:
+            ring = self._ring_of()
+        broken = ring.write(values)
         self._added += 1
         self._follow()
-        if ring.broken != broken and not self._warned:
+        if broken and not self._warned:
             self._warned = True
             warnings.warn(_BROKEN, stacklevel=3)
 

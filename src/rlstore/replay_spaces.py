@@ -58,6 +58,7 @@ class ReplayFields:
         self.leaves: list[Leaf] = []
         self.columns: list[Field] = []
         self.no_final: tuple[None, ...] = ()  # what the ring takes where no final observations are given
+        self.is_plain = False  # a step is one tensor each of observations, actions and rewards
 
     def read_spaces(self, observation_space: SpaceLike | None, action_space: SpaceLike | None) -> None:
         """Take the fields from the spaces."""
@@ -86,10 +87,32 @@ class ReplayFields:
         self._set(structure, fields, ActionSpec(kind, tuple(actions.shape[1:]), actions.dtype), "the first sample")
         return len(actions)
 
+    def described(self) -> dict[str, Any]:
+        """What :meth:`read_described` takes the fields from."""
+        action = self.action
+        return {
+            "paths": self.structure.paths,
+            "shapes": [field.shape for field in self.observations],
+            "dtypes": [field.dtype for field in self.observations],
+            "action": (action.kind, action.shape, action.dtype, action.choices),
+        }
+
+    def read_described(self, description: Mapping[str, Any]) -> None:
+        """Take the fields from what :meth:`described` gave."""
+        structure = Structure([tuple(path) for path in description["paths"]], "observations")
+        shapes, dtypes = description["shapes"], description["dtypes"]
+        fields = [
+            Field(name, tuple(shape), dtype, "the first sample")
+            for name, shape, dtype in zip(structure.names, shapes, dtypes, strict=True)
+        ]
+        kind, shape, dtype, choices = description["action"]
+        self._set(structure, fields, ActionSpec(kind, tuple(shape), dtype, tuple(choices)), "the first sample")
+
     def _set(self, structure: Structure, fields: list[Field], action: ActionSpec, origin: str) -> None:
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
         self.no_final = (None,) * (len(fields) + 1)
+        self.is_plain = structure.is_leaf and not self.hidden_shapes
         own = f"{self._owner}()"
         self.columns = [
             Field("actions", action.shape, action.dtype, origin),

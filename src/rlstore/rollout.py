@@ -17,8 +17,8 @@ from rlstore.engine.gather import KeptBatches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
-from rlstore.on_policy import OnPolicyStorage
 from rlstore.recurrent import hidden_state, recurrent_batch, recurrent_tensors
+from rlstore.saved_rollout import SavedRollout
 from rlstore.storage import BatchDict, Sample
 from rlstore.transition import (
     MODES,
@@ -31,7 +31,7 @@ from rlstore.transition import (
 )
 
 
-class RolloutStorage(OnPolicyStorage):
+class RolloutStorage(SavedRollout):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and

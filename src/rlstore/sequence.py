@@ -14,6 +14,7 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.gather import Part, Request
 from rlstore.engine.priorities import Priorities
 from rlstore.engine.select import Windows
+from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
@@ -78,6 +79,9 @@ class SequenceReplayStorage(PriorityStorage):
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
 
+    _own_settings: ClassVar[tuple[str, ...]] = (
+        *("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape", "alpha", "beta", "beta_steps"),
+    )
     _fractions: ClassVar[tuple[str, ...]] = ("beta",)
     _windows: Windows
 
@@ -112,7 +116,7 @@ class SequenceReplayStorage(PriorityStorage):
                 bound = "not negative" if limit is None else f"from 0 to sequence_length - 1 = {limit}"
                 raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is {bound}")
         self.sequence_length, self.burn_in, self.overlap = sequence_length, burn_in, overlap
-        self.across_episodes = bool(across_episodes)
+        self.across_episodes, self.hidden_shape = bool(across_episodes), hidden_shape
         self._set_priorities(alpha, beta, beta_steps)
         shapes = _hidden_shapes(owner, hidden_shape)
         super().__init__(
@@ -138,6 +142,10 @@ class SequenceReplayStorage(PriorityStorage):
     def _cleared(self) -> None:
         self._windows.rebuild()
         super()._cleared()
+
+    def _restored(self, reader: SnapshotReader) -> None:
+        self._windows.rebuild()
+        super()._restored(reader)
 
     # ---------------------------------------------------------------------------------------------- writing
 

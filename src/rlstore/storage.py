@@ -30,9 +30,10 @@ environments, and a scalar is taken as ``[N]`` or ``[N, 1]`` and served as ``[..
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +41,12 @@ from torch import Tensor
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.memory import Recycler
 from rlstore.engine.ring import Ring
+from rlstore.engine.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.errors import InvalidInputError, SnapshotError
 
 Sample = Mapping[str, Any]
 BatchDict = dict[str, Any]
+_AnyStorage = TypeVar("_AnyStorage", bound="Storage")
 
 
 class Critic(Protocol):
@@ -153,6 +157,76 @@ class Storage(ABC):
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
         """Change a parameter of the storage."""
 
+    # ---------------------------------------------------------------------------------------------- save and load
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save everything that is needed to go on exactly: data, counters, parameters, the generator.
+
+        What is saved is a folder of JSON and safetensors files; a snapshot that is there already is replaced. A crash
+        leaves the old one or the new one, whole. The actor and the algorithm are not part of it.
+
+        Args:
+            path: The folder: a new or an empty one, or one with a snapshot.
+        """
+        settings = self._settings()
+        numbers, tensors = self._state()
+        if "_generator" in self.__dict__:
+            tensors = {**tensors, **generator_state(self._generator)}
+        write_snapshot(path, _saved_name(type(self)), str(getattr(self, "device", "cpu")), settings, numbers, tensors)
+
+    @classmethod
+    def load(
+        cls: type[_AnyStorage], path: str | os.PathLike[str], device: str | torch.device | None = None
+    ) -> _AnyStorage:
+        """The storage that was saved in a folder.
+
+        Args:
+            path: The folder.
+            device: Where the data are to lie; None for the device that they were saved from.
+
+        Returns:
+            A storage of the class that was saved, which must be this one or a subclass of it.
+
+        Raises:
+            SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
+        """
+        with SnapshotReader(path) as reader:
+            kind = _saved_class(cls, reader)
+            if device is None:
+                device = reader.device
+                try:
+                    check_device(kind.__name__, device)
+                except InvalidInputError as error:
+                    raise SnapshotError(
+                        f"the storage in {reader.folder} was saved on {device!r}, which is not here. Say where to load "
+                        f'it to, as in load(path, device="cpu"). ({error})'
+                    ) from error
+            storage = kind._from_settings(reader.settings, device)
+            storage._set_state(reader.numbers, reader)
+            if "_generator" in storage.__dict__:
+                restore_generator(storage._generator, reader)
+        return storage
+
+    def _settings(self) -> dict[str, Any]:
+        """What :meth:`_from_settings` needs: plain values, dtypes, spaces, and tuples, lists and dicts of them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how it is saved. Give it _settings(), _state(), _set_state(numbers, "
+            "reader) and the classmethod _from_settings(settings, device); rlstore.Storage documents them."
+        )
+
+    @classmethod
+    def _from_settings(cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device) -> _AnyStorage:
+        """A storage without data, made with what :meth:`_settings` gave."""
+        raise NotImplementedError(f"{cls.__name__} does not say how it is made anew: give it _from_settings()")
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Everything else: plain values, as in :meth:`_settings`, and tensors by name, which may be large views."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it holds: give it _state()")
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        """Put back what :meth:`_state` gave; ``reader.read_into(name, target)`` fills a tensor or a view of one."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is filled: give it _set_state()")
+
     # ---------------------------------------------------------------------------------------------- what all share
 
     def __len__(self) -> int:
@@ -187,3 +261,31 @@ class _Shared:
 
     def __reduce__(self) -> tuple[type[_Shared], tuple[()]]:
         return _Shared, ()
+
+
+def _saved_name(kind: type[Storage]) -> str:
+    """What a snapshot calls a class. Those of rlstore are known by their public names, wherever they are defined."""
+    module = "rlstore" if kind.__module__.startswith("rlstore.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
+
+
+def _saved_class(wanted: type[_AnyStorage], reader: SnapshotReader) -> type[_AnyStorage]:
+    """The class that was saved. It is looked for among those there are: a snapshot does not choose what is imported."""
+    found = _find_class(wanted, reader.class_name)
+    if found is not None:
+        return found
+    name = reader.class_name
+    if any(_find_class(kind, name) for kind in Storage.__subclasses__()):
+        raise SnapshotError(
+            f"{reader.folder} holds a {name}, and {wanted.__name__}.load() was called. Call Storage.load(), or that of "
+            "its own class."
+        )
+    raise SnapshotError(f"{reader.folder} holds a {name}, and no class of that name is imported. Import it first.")
+
+
+def _find_class(base: type[_AnyStorage], name: str) -> type[_AnyStorage] | None:
+    for kind in reversed(base.__subclasses__()):  # of two that were defined under one name, the newer
+        found = _find_class(kind, name)
+        if found is not None:
+            return found
+    return base if _saved_name(base) == name else None

@@ -43,6 +43,7 @@ class TransitionStorage(OffPolicyStorage):
     Every transition can begin a window.
     """
 
+    _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
     _sizes: ClassVar[tuple[str, ...]] = ("batch_size", "n_step")
     _fractions: ClassVar[tuple[str, ...]] = ("discount",)
 

@@ -213,7 +213,7 @@ def test_a_tuple_in_a_schema_is_a_list(tmp_path):
     made = Backing("S", "mapped", CPU, tmp_path)
     made.open({"shape": (3, 4)})
     made.close()
-    assert Backing("S", "mapped", CPU, tmp_path).open({"shape": [3, 4]})
+    assert Backing("S", "mapped", CPU, tmp_path).open({"shape": (3, 4)})
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,13 @@ def test_a_killed_process_lets_go_of_its_folder_and_leaves_what_it_wrote(tmp_pat
     answers = context.Queue()
     process = context.Process(target=_hold, args=(tmp_path / "blocks", answers))
     process.start()
-    assert answers.get(timeout=120) == "held"
-    with pytest.raises(InvalidInputError, match="in use"):
-        make("mapped", tmp_path)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    try:
+        assert answers.get(timeout=120) == "held"
+        with pytest.raises(InvalidInputError, match="in use"):
+            make("mapped", tmp_path)
+    finally:
+        process.kill()
+        process.join()
     assert make("mapped", tmp_path).zeros("obs", (2,), torch.int64).tolist() == [0, 8]
 
 
@@ -331,10 +333,11 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_dead_parent(tmp_path):
         assert os.read(answers, 1) == b"c"
         with pytest.raises(InvalidInputError, match="in use"):
             make("mapped", tmp_path)  # nor does it take the folder from a parent that lives
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         make("mapped", tmp_path).close()
     finally:
+        process.kill()
         for descriptor in (read, write, answers, answer):
             os.close(descriptor)
 

@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from rlstore.kernels import kernel
 # Fields of up to this many bytes lie together in one record: a row of them costs one cache miss instead of several.
 RECORD_FIELD_BYTES = 1024
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
+# What the kernel's write returns, besides the index of a value that does not fit.
+_DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 
 
@@ -81,7 +83,6 @@ class EpisodeRing:
         self.device = backing.device
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
         self.rows = steps + max(leaf.stack for leaf in leaves)
-        self.broken = 0  # episodes whose observations did not go on
         self._layout = _Layout(self.leaves, self.columns)
         backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
         self.reopened = backing.open(self._schema())
@@ -105,7 +106,7 @@ class EpisodeRing:
         self._records = records
         on_host = self.backing.on_host()
         self.counters = on_host.zeros("counters", (5, self.lanes), torch.int64)
-        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._view_counters()
         slots = min(_FIRST_SLOTS, self.steps + 1) * self.lanes
         self.episodes = on_host.zeros("episodes", (slots, 4), torch.int64)
         self.free_slots = on_host.zeros("free_slots", (slots // self.lanes, self.lanes), torch.int32)
@@ -150,6 +151,10 @@ class EpisodeRing:
             self.free_slots[: len(free), lane] = free.int()
             self.free_count[lane] = len(free)
 
+    def _view_counters(self) -> None:
+        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._counts = self.counters.numpy()  # the same memory, which Python reads faster through numpy
+
     # ---------------------------------------------------------------------------------------------- counting
 
     @property
@@ -165,9 +170,10 @@ class EpisodeRing:
     @property
     def size(self) -> int:
         """The rows held by all lanes."""
+        counts = self._counts
         if self.lanes == 1:
-            return min(int(self.written[0]) - int(self.begun[0]), self.steps)
-        return int(self.held().sum())
+            return min(int(counts.item(0)) - int(counts.item(1)), self.steps)  # written and begun of the only lane
+        return int((counts[0] - counts[1]).clip(max=self.steps).sum())
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +220,7 @@ class EpisodeRing:
     def _bind_tables(self) -> None:
         self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
-    def write(self, values: tuple[Any, ...]) -> None:
+    def write(self, values: tuple[Any, ...]) -> bool:
         """Write one step of all lanes; every value fits, or nothing is written.
 
         Args:
@@ -223,24 +229,30 @@ class EpisodeRing:
                 whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
 
+        Returns:
+            True if an episode was broken off: its observations did not go on, and no end was flagged.
+
         Raises:
             InvalidInputError: If a value does not fit.
         """
-        done, broken = self.kernel.write(values)
+        outcome = (self._kernel or self.kernel).write(values)
+        if outcome == _DONE:
+            return False
         fitted = -1
-        while done != -1:
-            if done >= 0:
+        while outcome not in (_DONE, _DONE_WITH_BREAK):
+            if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
-                if done == fitted:
-                    raise RuntimeError(f"{self._field(done).name} was checked and still does not fit its block")
-                values, fitted = (*values[:done], self._fit(done, values[done]), *values[done + 1 :]), done
-            elif done == -2:
+                if outcome == fitted:
+                    raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
+                fitting = self._fit(outcome, values[outcome])
+                values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
+            elif outcome == _NEED_SLOTS:
                 self._grow()
             else:
                 self._make_starts()
                 self._bind_tables()
-            done, broken = self.kernel.write(values)
-        self.broken += broken
+            outcome = self.kernel.write(values)
+        return bool(outcome == _DONE_WITH_BREAK)
 
     def _field(self, index: int) -> Field:
         """The field of the value at a place in what :meth:`write` takes."""
@@ -266,23 +278,26 @@ class EpisodeRing:
         deeper = min(deep + max(deep // 2, 1), self.steps + 1)
         if deeper == deep:
             raise RuntimeError("every slot is taken, which cannot be: each holds a row")
-        slots, on_host = deeper * self.lanes, self.backing.on_host()
+        self._extend_tables(deeper * self.lanes)
+        # The new slots go on top of each stack, the lowest uppermost.
+        for lane in range(self.lanes):
+            count, new = int(self.free_count[lane]), torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
+            self.free_slots[count : count + deeper - deep, lane] = new
+        self.free_count += deeper - deep
+        self._bind_tables()
+
+    def _extend_tables(self, slots: int) -> None:
+        """Make room for ``slots`` episodes, which are not yet free."""
         longer: dict[tuple[str, int], Tensor] = {}
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
-        episodes = on_host.extend("episodes", self.episodes, slots)
-        free = on_host.extend("free_slots", self.free_slots, deeper)
-        # The new slots go on top of each stack, the lowest uppermost.
-        for lane in range(self.lanes):
-            count = int(self.free_count[lane])
-            free[count : count + deeper - deep, lane] = torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
-        self.free_count += deeper - deep
+        on_host = self.backing.on_host()
+        self.episodes = on_host.extend("episodes", self.episodes, slots)
+        self.free_slots = on_host.extend("free_slots", self.free_slots, slots // self.lanes)
         self.finals = [longer["final", k] for k in range(len(self.leaves))]
         self.starts = [longer.get(("start", k)) for k in range(len(self.leaves))]
-        self.episodes, self.free_slots = episodes, free
-        self._bind_tables()
 
     def _make_starts(self) -> None:
         """Make the tables of starts, which only unusual frame stacks need."""
@@ -294,10 +309,43 @@ class EpisodeRing:
             for leaf in self.leaves
         ]
 
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
+        extent = min(int(self.written.max()) + 1, self.rows)
+        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
+        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
+        for leaf, table in zip(self.leaves, self.starts, strict=True):
+            if table is not None:
+                tables[f"start {leaf.field.name}"] = table
+        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        return {**blocks, **tables, **own}
+
+    def set_state(
+        self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
+    ) -> None:
+        """Hold what :meth:`state` gave, told by its names, shapes and a function that fills a tensor."""
+        slots = shape("episodes")[0]
+        if slots > self.slots:
+            self._extend_tables(slots)
+        if any(name.startswith("start ") for name in names):
+            self._make_starts()
+        for name, block in self.blocks.items():
+            read_into(name, block[:, : shape(name)[1]])
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                if table is not None:
+                    read_into(f"{kind} {leaf.field.name}", table[:slots])
+        read_into("counters", self.counters)
+        read_into("episodes", self.episodes[:slots])
+        read_into("free_slots", self.free_slots[: slots // self.lanes])
+        self._kernel = None
+
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
-        views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count")
+        views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count", "_counts")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
@@ -305,7 +353,7 @@ class EpisodeRing:
         apart = state.pop("apart")
         self.__dict__.update(state)
         self.blocks = {**self._layout.views(self._records), **apart}
-        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._view_counters()
         self._kernel = None
 
 

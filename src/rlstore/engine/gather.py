@@ -168,7 +168,7 @@ class TransitionGather:
     ) -> None:
         self._ring, self._requests, self._fold = ring, tuple(requests), (n_step, gamma)
         self._pin_memory = pin_memory
-        self._row_bytes = [math.prod(request.shape) * request.dtype.itemsize for request in requests]
+        self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
         self._outputs = Recycler()
         self._kernel: Any = None
         self._bound_to: Any = None
@@ -180,20 +180,20 @@ class TransitionGather:
             rows: Row ids ``time * lanes + lane`` of rows that are held, int64 ``[n]`` on the CPU; -1 gives zeros.
         """
         ring = self._ring
-        if self._bound_to is not ring.kernel:
+        if self._bound_to is None or self._bound_to is not ring._kernel:
             stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
             self._kernel = kernel("ReplayGather", ring.device.type)(
                 ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
             )
             self._bound_to = ring.kernel
-        count = len(rows)
+        count = rows.shape[0]
         if ring.device.type != "cpu":
             return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
         if self._pin_memory:
             outs: tuple[Tensor, ...] | None = tuple(
                 torch.empty((count, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests
             )
-        elif max(self._row_bytes) * count >= LARGE_BYTES:
+        elif self._row_bytes * count >= LARGE_BYTES:
             cpu = ring.device
             outs = tuple(self._outputs.empty((count, *r.shape), r.dtype, cpu) for r in self._requests)
         else:

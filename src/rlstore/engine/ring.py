@@ -168,6 +168,16 @@ class Ring:
         for block in self.blocks.values():
             block.zero_()
 
+    def counters(self) -> dict[str, Any]:
+        """How much was written, for :meth:`set_counters` of a ring of the same make."""
+        return {"written": self.written.tolist(), "begin": self._begin}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from where another ring was."""
+        self.written[:] = counters["written"]
+        self._begin = int(counters["begin"])
+        self.mark_written()
+
     def first(self, block: str, rows: int) -> Tensor:
         """The first ``rows`` rows of a block."""
         held = self.blocks[block]

@@ -1,0 +1,90 @@
+"""Finished episodes of replay, kept on disk as they end and found again by the next run."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.episode_files import EpisodeFiles
+from rlstore.engine.episode_ring import EpisodeRing
+from rlstore.engine.gather import Part, Request, TransitionGather
+from rlstore.replay_spaces import ReplayFields
+
+
+class KeptEpisodes:
+    """Writes each episode of a ring when it ends.
+
+    Args:
+        owner: Whose they are, for errors.
+        path: The folder.
+        ring: The rows.
+        fields: What a row holds.
+    """
+
+    def __init__(self, owner: str, path: str | os.PathLike[str], ring: EpisodeRing, fields: ReplayFields) -> None:
+        described = {
+            field.name: [list(field.shape), str(field.dtype)] for field in [*fields.observations, *fields.columns]
+        }
+        self._files = EpisodeFiles(owner, path, described)
+        self._ring, self._fields = ring, fields
+        self._kept = ring.written.clone()  # by lane, the rows that are on the disk already
+        observed = [Request(Part.OBSERVATION, i, f.shape, f.dtype) for i, f in enumerate(fields.observations)]
+        following = [Request(Part.NEXT_OBSERVATION, i, f.shape, f.dtype) for i, f in enumerate(fields.observations)]
+        columns = [Request(Part.COLUMN, i, c.shape, c.dtype) for i, c in enumerate(fields.columns)]
+        flags = [Request(part, 0, (), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED)]
+        self._whole = TransitionGather(ring, [*observed, *columns, *flags], 1, 1.0)
+        self._last = TransitionGather(ring, following, 1, 1.0)
+
+    def read(self) -> list[tuple[dict[str, Tensor], int]]:
+        """The newest episodes that the ring can hold, as steps ``[steps, ...]`` and the lane they belong in."""
+        ring, names = self._ring, [field.name for field in self._fields.observations]
+        found = []
+        for episode, lane in self._files.newest(ring.steps * ring.lanes):
+            for name in names:
+                episode[f"next {name}"] = episode[name][1:]
+                episode[name] = episode[name][:-1]
+            found.append((episode, lane % ring.lanes))
+        return found
+
+    def mark(self) -> None:
+        """What was written so far is on the disk already, or goes on."""
+        self._kept.copy_(self._ring.written)
+
+    def follow(self) -> None:
+        """Write the episodes that ended since."""
+        ring = self._ring
+        newest = ring.written - 1
+        lanes = torch.arange(ring.lanes)
+        slots = ring.blocks["episode"][lanes, newest.clamp(min=0) % ring.rows].long()
+        start, stop = ring.episodes[slots, 0], ring.episodes[slots, 1]
+        # Up to the newest row if its episode is over, else up to where that began: what came before was broken off.
+        until = torch.where(stop == ring.written, stop, start)
+        for lane in ((until > self._kept) & (ring.written > ring.begun)).nonzero().flatten().tolist():
+            self._write_until(lane, int(until[lane]))
+
+    def _write_until(self, lane: int, until: int) -> None:
+        ring = self._ring
+        oldest = int(ring.written[lane] - ring.held()[lane])
+        time = max(int(self._kept[lane]), oldest)
+        while time < until:
+            slot = int(ring.blocks["episode"][lane, time % ring.rows])
+            stop = int(ring.episodes[slot, 1])
+            self._write(lane, time, stop)
+            time = stop
+        self._kept[lane] = until
+
+    def _write(self, lane: int, first: int, stop: int) -> None:
+        rows = torch.arange(first, stop) * self._ring.lanes + lane
+        count = len(self._fields.observations)
+        tensors = [tensor.cpu() for tensor in self._whole(rows)]
+        last = [tensor.cpu() for tensor in self._last(rows[-1:])]
+        names = [field.name for field in [*self._fields.observations, *self._fields.columns]]
+        episode = dict(zip([*names, "terminated", "truncated"], tensors, strict=True))
+        episode.update({name: torch.cat([episode[name], end]) for name, end in zip(names[:count], last, strict=True)})
+        self._files.write({name: tensor.contiguous() for name, tensor in episode.items()}, stop - first, lane)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._files.close()
