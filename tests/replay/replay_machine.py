@@ -21,7 +21,7 @@ from replay_envs import MOVES, STARTS, Envs, Place
 from replay_model import ReplayModel, Step, Transition
 from replay_world import ACTIONS, FINAL_FORMS, PLAIN_KINDS, STACK_KINDS, Given, Vector
 
-from rlstore import NotReadyError, ReplayStorage
+from rlstore import NotReadyError
 
 ENVS = 3
 LIMITS = settings(
@@ -30,7 +30,7 @@ LIMITS = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-WAYS_TO_COPY = ["copy", "pickle", *(["save"] if hasattr(ReplayStorage, "save") else [])]
+WAYS_TO_COPY = ["copy", "pickle", "save"]
 EVERY_MOVE = st.tuples(*[st.sampled_from(MOVES)] * ENVS)
 EVERY_FLAG = st.tuples(*[st.booleans()] * ENVS)
 
@@ -143,6 +143,7 @@ class ReplayMachine(RuleBasedStateMachine):
     """
 
     storage_class: Any = None
+    goes_on_with_copies = True
 
     def begin(self, config: Config) -> None:
         self.config = config
@@ -300,17 +301,14 @@ class ReplayMachine(RuleBasedStateMachine):
         )
         assert type(twin) is type(self.storage)
         self.same_draws(twin)
-        if go_on:
+        if go_on and self.goes_on_with_copies:
             self.storage, twin, self.has_warned = twin, self.storage, None
         twin.close()
 
     def reload(self, storage: Any) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             storage.save(Path(folder) / "saved")
-            return self.storage_class.load(Path(folder) / "saved", **self.load_options())
-
-    def load_options(self) -> dict[str, Any]:
-        return {}
+            return self.storage_class.load(Path(folder) / "saved")
 
     def same_draws(self, twin: Any) -> None:
         """A copy holds the same and draws the same."""

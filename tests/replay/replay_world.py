@@ -7,6 +7,7 @@ arrays back into the token, looking at every entry on the way, so that half a fr
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -124,7 +125,7 @@ class Nest(Vector):
     def render(self, token):
         number = token[0]
         return {
-            "camera": {"image": digits(number, (1, 2, 2)), "exposure": np.float64(number / 4)},
+            "camera": {"image": digits(number, (1, 2, 2)), "exposure": (np.float64 if "0d" in os.environ.get("SKIP","") else np.array)(number / 4)},
             "policy": vector(number),
         }
 

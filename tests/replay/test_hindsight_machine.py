@@ -49,8 +49,10 @@ class HindsightMachine(ReplayMachine):
         config = self.config
         return ReplayModel(config.num_envs, config.capacity, 1, config.discount, config.autoreset)
 
-    def load_options(self):
-        return {"compute_reward": compute_reward}
+    def reload(self, storage):
+        loaded = super().reload(storage)
+        loaded.compute_reward = compute_reward  # a function is not saved
+        return loaded
 
     def serve(self, size=None):
         CALLS.clear()

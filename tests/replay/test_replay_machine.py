@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from replay_envs import Place
 from replay_machine import LIMITS, TargetsMachine, configs, match, read_batch
 from replay_model import Transition
 
@@ -13,9 +19,52 @@ from rlstore import NStepReplayStorage, ReplayStorage
 class UniformMachine(TargetsMachine):
     storage_class = ReplayStorage
 
-    @initialize(config=configs())
+    @initialize(config=configs(memory=st.sampled_from(["device", "ram", "shared"])))
     def make(self, config):
         self.begin(config)
+
+
+class MappedMachine(TargetsMachine):
+    """Memory in files, which the next storage of the same folder finds again."""
+
+    storage_class = ReplayStorage
+    goes_on_with_copies = False  # they lie in RAM
+
+    @initialize(config=configs(memory=st.just("mapped")))
+    def make(self, config):
+        self.folders: list[tempfile.TemporaryDirectory[str]] = []
+        self.begin(config)
+
+    def new_storage(self, again: bool = False):
+        if not again:
+            self.folders.append(tempfile.TemporaryDirectory())
+        options = {**self.config.options, "path": Path(self.folders[-1].name) / "mapped"}
+        self.config = replace(self.config, options=options)
+        return super().new_storage()
+
+    def reload(self, storage):
+        return copy.deepcopy(storage)  # a folder has one storage at a time: see close_and_load
+
+    @rule()
+    def close_and_load(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.storage.save(Path(folder) / "saved")
+            self.storage.close()
+            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved"), None
+
+    @rule()
+    def close_and_open_again(self):
+        self.storage.close()
+        self.storage, self.has_warned = self.new_storage(again=True), None
+        for env, lane in enumerate(self.model.lanes):
+            lane.resets_after, lane.is_after_end = None, False
+            if self.envs.places[env].is_after_end:
+                self.envs.places[env] = Place()
+
+    def teardown(self):
+        super().teardown()
+        for folder in getattr(self, "folders", []):
+            folder.cleanup()
 
 
 class NStepMachine(TargetsMachine):
@@ -63,6 +112,10 @@ class NStepMachine(TargetsMachine):
 
 def test_any_interleaving_of_calls_of_replay_storage():
     run_state_machine_as_test(UniformMachine, settings=LIMITS)
+
+
+def test_any_interleaving_of_calls_of_replay_storage_in_files():
+    run_state_machine_as_test(MappedMachine, settings=LIMITS)
 
 
 def test_any_interleaving_of_calls_of_n_step_replay_storage():
