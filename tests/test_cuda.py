@@ -6,7 +6,8 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from rlstore import DecoupledRolloutStorage, RolloutStorage
+from rlstore import DecoupledRolloutStorage, DoesNotFitError, RolloutStorage, Storage
+from rlstore.engine.backing import Backing
 
 STEPS, ENVS = 6, 10
 
@@ -98,3 +99,32 @@ def test_decoupled_rollouts_agree():
 
     for ours, expected in zip(sampled("cuda"), sampled("cpu"), strict=True):
         assert_close(ours, expected)
+
+
+def test_a_saved_rollout_goes_on_exactly_and_can_change_its_device(tmp_path):
+    storage = rollout("cuda")
+    list(storage.mini_batch_generator(2, 1))
+    storage.save(tmp_path)
+    same, moved = Storage.load(tmp_path), Storage.load(tmp_path, device="cpu")
+    assert (same.rewards.device.type, moved.rewards.device.type) == ("cuda", "cpu")
+    for name, block in storage._ring.blocks.items():
+        for loaded in (same, moved):
+            torch.testing.assert_close(loaded._ring.blocks[name].cpu(), block.cpu(), rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(storage.mini_batch_generator(2, 1), same.mini_batch_generator(2, 1), strict=True):
+        assert torch.equal(one.values, other.values)
+    moved.save(tmp_path)
+    back = Storage.load(tmp_path, device="cuda")
+    assert torch.equal(back.rewards, storage.rewards)
+
+
+def test_blocks_on_the_device_are_zero_and_what_does_not_fit_is_refused():
+    backing = Backing("S", "ram", torch.device("cuda"))
+    block = backing.zeros("obs", (3, 2), torch.float32)
+    block[0] = 1
+    assert backing.extend("obs", block, 4).tolist() == [[1, 1], [0, 0], [0, 0], [0, 0]]
+    free, _ = torch.cuda.mem_get_info()
+    backing.require(free // 2, "half")
+    with pytest.raises(DoesNotFitError, match="free on cuda"):
+        backing.require(1 << 50, "a petabyte")
+    with pytest.raises(DoesNotFitError, match="which the system does not give"):
+        backing.zeros("obs", (1 << 50,), torch.uint8)

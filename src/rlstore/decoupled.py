@@ -359,7 +359,7 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
         settings = {name: getattr(self, name) for name in names}
         if self._ring is not None and self.observation_space is None:  # learnt from the first sample
-            settings["learnt"] = {**saved_leaves(self), "action_shape": tuple(self.actions.shape[2:])}
+            settings["learnt"] = {**saved_leaves(self), "action_shape": list(self.actions.shape[2:])}
         return settings
 
     @classmethod
@@ -368,7 +368,7 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         storage = cls(device=device, seed=0, **given)
         if "learnt" in settings:
             structure, fields = saved_observations(settings["learnt"], "obs")
-            storage._allocate(structure, fields, settings["learnt"]["action_shape"], settings["num_envs"])
+            storage._allocate(structure, fields, tuple(settings["learnt"]["action_shape"]), settings["num_envs"])
         return storage
 
 

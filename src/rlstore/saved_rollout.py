@@ -54,7 +54,7 @@ class SavedRollout(SavedOnPolicyStorage):
             "num_envs": self.num_envs,
             "num_transitions_per_env": self.max_size,
             "obs": None if self._ring is None else saved_leaves(self),
-            "actions_shape": None if self.actions_shape is None else tuple(self.actions_shape),
+            "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
             "gamma": self.gamma,
             "lam": self.lam,
         }
@@ -105,14 +105,14 @@ def saved_leaves(storage: OnPolicyStorage) -> dict[str, Any]:
     blocks = storage._ready_ring().blocks
     leaves = [blocks[name] for name in storage._observations.names]
     return {
-        "paths": list(storage._observations.paths),
-        "shapes": [tuple(leaf.shape[2:]) for leaf in leaves],
+        "paths": [list(path) for path in storage._observations.paths],
+        "shapes": [list(leaf.shape[2:]) for leaf in leaves],
         "dtypes": [leaf.dtype for leaf in leaves],
     }
 
 
 def saved_observations(settings: Mapping[str, Any], name: str) -> tuple[Structure, list[Field]]:
     """The structure and the fields of the observations of a storage that was saved."""
-    structure = Structure(settings["paths"], name)
+    structure = Structure([tuple(path) for path in settings["paths"]], name)
     parts = zip(structure.names, settings["shapes"], settings["dtypes"], strict=True)
-    return structure, [Field(leaf, shape, dtype, "the snapshot") for leaf, shape, dtype in parts]
+    return structure, [Field(leaf, tuple(shape), dtype, "the snapshot") for leaf, shape, dtype in parts]

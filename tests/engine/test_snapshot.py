@@ -250,6 +250,18 @@ def test_an_error_at_any_point_leaves_one_whole(error, first, tmp_path):
     assert point > 8
 
 
+def test_an_error_leaves_nothing_lying_about(tmp_path, monkeypatch):
+    def fail(*args):
+        raise Crash
+
+    save(tmp_path, OLD)
+    before = contents(tmp_path)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(Crash):
+        save(tmp_path, NEW)
+    assert contents(tmp_path) == before
+
+
 CHANGES_THE_DISK = (
     snapshot.write_snapshot,
     snapshot._write_tensors,
