@@ -125,7 +125,10 @@ class Nest(Vector):
     def render(self, token):
         number = token[0]
         return {
-            "camera": {"image": digits(number, (1, 2, 2)), "exposure": (np.float64 if "0d" in os.environ.get("SKIP","") else np.array)(number / 4)},
+            "camera": {
+                "image": digits(number, (1, 2, 2)),
+                "exposure": (np.float64 if "0d" in os.environ.get("SKIP", "") else np.array)(number / 4),
+            },
             "policy": vector(number),
         }
 

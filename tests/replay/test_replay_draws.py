@@ -345,12 +345,16 @@ def test_priorities_are_those_given_after_ten_million_updates(aged):
     assert storage.stale_updates == 0
 
 
-def test_the_total_is_the_sum_of_the_leaves_to_the_bit_after_ten_million_updates(aged):
+def test_the_total_is_the_sum_of_the_leaves_to_the_bit_after_ten_million_updates(aged, tmp_path):
+    """The leaves of an environment lie one after another. A storage that is loaded sums them anew."""
     storage, rows, _ = aged
     leaves = np.empty(MILLION)
-    leaves[rows % MILLION] = storage.priorities(torch.from_numpy(rows)).flatten().numpy()
+    places = rows % LANES * (MILLION // LANES) + rows // LANES % (MILLION // LANES)
+    leaves[places] = storage.priorities(torch.from_numpy(rows)).flatten().numpy()
     assert float(storage.priority_total) == tree_sum(leaves)
     assert float(storage.priority_total) == pytest.approx(math.fsum(leaves), rel=1e-12)
+    storage.save(tmp_path / "aged")
+    assert PrioritizedReplayStorage.load(tmp_path / "aged").priority_total == storage.priority_total
 
 
 def test_draws_follow_the_priorities_after_ten_million_updates(aged):
