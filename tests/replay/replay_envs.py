@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ class Envs:
 
     def step(
         self,
-        moves: tuple[str, ...],
+        moves: Sequence[str],
         start: str = "fresh",
         give_final: tuple[bool, ...] = (False, False, False),
         padding: str = "any",
@@ -121,7 +122,7 @@ class Envs:
             return place.final, tuple(0.0 for _ in reward), "go"
         if start == "ended look alike":
             return place.final, tuple(0.0 for _ in reward), "terminate"
-        return place.final, (*reward[:-1], 0.125), "go"
+        return place.final, (*(0.0 for _ in reward[:-1]), 0.125), "go"
 
     def forget(self) -> None:
         """The storage was reset, and so were the environments."""

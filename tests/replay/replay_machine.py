@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,124 +16,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from replay_batches import ENVS, Config, flattened, match, read_batch, same_nest
 from replay_envs import MOVES, STARTS, Envs, Place
-from replay_model import ReplayModel, Step, Transition
-from replay_world import ACTIONS, FINAL_FORMS, PLAIN_KINDS, STACK_KINDS, Given, Vector
+from replay_model import ReplayModel, Step
+from replay_world import FINAL_FORMS, Given
 
 from rlstore import NotReadyError
 
-ENVS = 3
+# RLSTORE_EXAMPLES=2000 looks for an hour.
 LIMITS = settings(
-    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "40")),
-    stateful_step_count=25,
+    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "50")),
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-WAYS_TO_COPY = ["copy", "pickle", "save"]
 EVERY_MOVE = st.tuples(*[st.sampled_from(MOVES)] * ENVS)
 EVERY_FLAG = st.tuples(*[st.booleans()] * ENVS)
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a storage is made; ``options`` are the arguments of its class alone."""
-
-    kind: Vector = PLAIN_KINDS[0]
-    action: Any = ACTIONS[0]
-    num_envs: int = 1
-    capacity: int = 4
-    spare: int = 0
-    n_step: int = 1
-    discount: float = 0.5
-    autoreset: Any = None
-    reward_size: int = 0
-    batch_size: int = 3
-    seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of every replay storage."""
-        return {
-            "observation_space": self.kind.space,
-            "action_space": self.action.space,
-            "storage_size": self.capacity * self.num_envs + self.spare % self.num_envs,
-            "num_envs": self.num_envs,
-            "batch_size": self.batch_size,
-            "autoreset": self.autoreset,
-            "seed": self.seed,
-            **({"reward_shape": (self.reward_size,)} if self.reward_size else {}),
-            **self.kind.options,
-            **self.options,
-        }
-
-
-@st.composite
-def configs(draw, kinds=None, largest=12, **options):
-    """Any small storage; ``options`` are strategies."""
-    kinds = st.one_of(st.sampled_from(PLAIN_KINDS), st.sampled_from(STACK_KINDS)) if kinds is None else kinds
-    capacity = draw(st.integers(1, largest))
-    return Config(
-        kind=draw(kinds),
-        action=draw(st.sampled_from(ACTIONS)),
-        num_envs=draw(st.integers(1, ENVS)),
-        capacity=capacity,
-        spare=draw(st.integers(0, 2)),
-        n_step=min(draw(st.integers(1, 4)), capacity),
-        discount=draw(st.sampled_from([0.5, 0.9, 1.0, 0.0])),
-        autoreset=draw(st.sampled_from([None, None, "NextStep", "SameStep", "Disabled"])),
-        reward_size=draw(st.sampled_from([0, 0, 0, 1, 2])),
-        batch_size=draw(st.integers(1, 5)),
-        seed=draw(st.integers(0, 99)),
-        options={name: draw(strategy) for name, strategy in options.items()},
-    )
-
-
-def close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-5)
-
-
-def read_batch(config: Config, batch: Any, size: int) -> list[Transition]:
-    """What was served, as transitions; the rows are -1 where the batch does not name them."""
-    get = batch.get if isinstance(batch, dict) else lambda name: getattr(batch, name, None)
-    rewards, discounts = get("rewards"), get("discounts")
-    assert tuple(rewards.shape) == (size, config.reward_size or 1)
-    assert tuple(discounts.shape) == (size, 1)
-    rows = [-1] * size if get("rows") is None else get("rows").tolist()
-    columns = (
-        rows,
-        config.kind.read(get("observations")),
-        config.action.read(get("actions")),
-        [tuple(reward) for reward in rewards.tolist()],
-        discounts.flatten().tolist(),
-        config.kind.read(get("next_observations")),
-    )
-    assert all(len(column) == size for column in columns)
-    return [Transition(*served) for served in zip(*columns, strict=True)]
-
-
-def match(served: list[Transition], expected: list[Transition]) -> set[int]:
-    """Every transition served is one of those expected; returns the places of those that were served.
-
-    Steps that were put in twice, by a slice, may be alike: one that is served stands for all that are.
-    """
-    places: dict[tuple[Any, ...], list[int]] = {}
-    for place, wanted in enumerate(expected):
-        places.setdefault((wanted.observation, wanted.action, wanted.following), []).append(place)
-    seen: set[int] = set()
-    for one in served:
-        key = (one.observation, one.action, one.following)
-        assert key in places, f"{one} is none of {expected}"
-        fits = [
-            place
-            for place in places[key]
-            if one.row in (-1, expected[place].row)
-            and close(one.discount, expected[place].discount)
-            and all(map(close, one.reward, expected[place].reward))
-        ]
-        assert fits, f"{one} is not as in {[expected[place] for place in places[key]]}"
-        seen.update(fits)
-    return seen
+EVERY_START = st.sampled_from(STARTS)
+SOME_ENVS = st.one_of(st.none(), st.none(), st.frozensets(st.integers(0, ENVS - 1), min_size=1))
+# At which step of many something happens, to which environment, and what.
+EVENTS = st.dictionaries(
+    st.tuples(st.integers(0, 15), st.integers(0, ENVS - 1)), st.sampled_from(sorted(set(MOVES) - {"go"})), max_size=6
+)
+WHOLE = ["reset", "copy", "pickle", "save", "put into itself", "put into another", "put into itself, emptied"]
 
 
 class ReplayMachine(RuleBasedStateMachine):
@@ -144,6 +50,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
     storage_class: Any = None
     goes_on_with_copies = True
+    parameters: tuple[str, ...] = ("batch_size",)
 
     def begin(self, config: Config) -> None:
         self.config = config
@@ -168,7 +75,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
     @rule(
         moves=EVERY_MOVE,
-        start=st.sampled_from(STARTS),
+        start=EVERY_START,
         give_final=EVERY_FLAG,
         padding=st.sampled_from(["any", "repeat", "zeros"]),
         form=st.sampled_from(["tensors", "arrays", "lists", "strided", "bare"]),
@@ -180,11 +87,20 @@ class ReplayMachine(RuleBasedStateMachine):
         step = self.envs.step(moves, start, give_final, padding)
         self.give(step, *self.envs.arguments(step, form, final_form, key))
 
-    @rule(ends=st.lists(st.tuples(EVERY_MOVE, st.booleans()), min_size=2, max_size=14), start=st.sampled_from(STARTS))
-    def add_many(self, ends, start):
-        for moves, give_final in ends:
-            step = self.envs.step(moves, start, (give_final,) * ENVS)
+    @rule(count=st.integers(2, 16), events=EVENTS, only=SOME_ENVS, give_final=EVERY_FLAG, start=EVERY_START)
+    def add_many(self, count, events, only, give_final, start):
+        """Long episodes, in which little happens."""
+        for number in range(count):
+            moves = [events.get((number, env), "go") if only is None or env in only else "sit" for env in range(ENVS)]
+            step = self.envs.step(moves, start, give_final)
             self.give(step, *self.envs.arguments(step))
+
+    @rule(steps=st.lists(st.tuples(EVERY_MOVE, EVERY_START, st.booleans()), min_size=2, max_size=10))
+    def add_many_kinds(self, steps):
+        """Short episodes, in which much happens."""
+        for moves, start, give_final in steps:
+            step = self.envs.step(moves, start, (give_final,) * ENVS, "repeat")
+            self.give(step, *self.envs.arguments(step, "arrays", "list"))
 
     def give(self, step: list[Given | None], arguments: list[Any], mask: torch.Tensor | None) -> None:
         """Add to storage and model, and see that an episode that was broken off is warned of once."""
@@ -247,11 +163,25 @@ class ReplayMachine(RuleBasedStateMachine):
         """A batch is as the model has it; returns the places among the transitions that were served."""
         return match(read_batch(self.config, batch, size), self.model.transitions())
 
-    @rule(size=st.one_of(st.none(), st.integers(1, 40)))
-    def sample(self, size):
-        batch = self.serve(size)
-        if batch is not None:
-            self.check(batch, self.config.batch_size if size is None else size)
+    @rule(size=st.one_of(st.none(), st.integers(1, 40)), count=st.integers(0, 3), epochs=st.integers(1, 2))
+    def sample(self, size, count, epochs):
+        asked = self.config.batch_size if size is None else size
+        if count == 0:
+            batch = self.serve(size)
+            if batch is not None:
+                self.check(batch, asked)
+            return
+        batches = self.storage.generate_batches(count, size, epochs)
+        if not self.can_sample():
+            with pytest.raises(NotReadyError):
+                next(iter(batches))
+            return
+        served = 0
+        for batch in batches:
+            assert batch["rows"].dtype is torch.int64
+            self.check(batch, asked)
+            served += 1
+        assert served == count * epochs
 
     @rule()
     def sample_until_all_are_seen(self):
@@ -265,40 +195,47 @@ class ReplayMachine(RuleBasedStateMachine):
         if batch is not None:
             assert self.check(batch, size) == set(range(len(expected)))
 
-    @rule(count=st.integers(1, 3), size=st.one_of(st.none(), st.integers(1, 9)), epochs=st.integers(1, 2))
-    def generate_batches(self, count, size, epochs):
-        if not self.can_sample():
-            with pytest.raises(NotReadyError):
-                next(iter(self.storage.generate_batches(count, size, epochs)))
-            return
-        served = 0
-        for batch in self.storage.generate_batches(count, size, epochs):
-            assert batch["rows"].dtype is torch.int64
-            self.check(batch, self.config.batch_size if size is None else size)
-            served += 1
-        assert served == count * epochs
+    @rule(
+        batch_size=st.integers(1, 6),
+        n_step=st.integers(1, 4),
+        discount=st.sampled_from([0.25, 0.9, 1.0]),
+        beta=st.sampled_from([0.0, 0.4, 1.0]),
+    )
+    def change_parameters(self, **values):
+        values["n_step"] = min(values["n_step"], self.config.capacity)
+        chosen = {name: values[name] for name in self.parameters}
+        for name, value in chosen.items():
+            self.storage.update_storage_parameter(name, value)
+            assert getattr(self.storage, name) == value
+        self.parameters_changed(**chosen)
 
-    @rule(size=st.integers(1, 6))
-    def change_the_batch_size(self, size):
-        self.storage.update_storage_parameter("batch_size", size)
-        self.config = replace(self.config, batch_size=size)
-        assert self.storage.batch_size == size
+    def parameters_changed(self, **values: Any) -> None:
+        self.config = replace(self.config, **values)
+        self.model.n_step, self.model.discount = self.config.n_step, self.config.discount
 
     # ---------------------------------------------------------------------------------------------- the whole
 
-    @rule()
-    def reset(self):
+    @rule(what=st.sampled_from(WHOLE), go_on=st.booleans())
+    def treat_as_a_whole(self, what, go_on):
+        if what == "reset":
+            self.reset()
+        elif what.startswith("put into "):
+            self.put_in_what_came_out(what.removeprefix("put into "))
+        else:
+            self.make_a_copy(what, go_on)
+
+    def reset(self) -> None:
         self.storage.reset()
         self.model.reset()
         if any(place.is_after_end for place in self.envs.places):
             self.envs.forget()
         self.stored([])
 
-    @rule(way=st.sampled_from(WAYS_TO_COPY), go_on=st.booleans())
-    def go_on_with_a_copy(self, way, go_on):
-        twin = {"copy": copy.deepcopy, "pickle": lambda s: pickle.loads(pickle.dumps(s)), "save": self.reload}[way](
-            self.storage
-        )
+    def make_a_copy(self, way: str, go_on: bool) -> None:
+        if way == "copy":
+            twin = copy.deepcopy(self.storage)
+        else:
+            twin = pickle.loads(pickle.dumps(self.storage)) if way == "pickle" else self.reload(self.storage)
         assert type(twin) is type(self.storage)
         self.same_draws(twin)
         if go_on and self.goes_on_with_copies:
@@ -319,13 +256,12 @@ class ReplayMachine(RuleBasedStateMachine):
             for one, other in zip(*batches, strict=True):
                 assert same_nest(one, other)
 
-    @rule(into=st.sampled_from(["itself", "another", "itself, emptied"]))
-    def put_in_what_came_out(self, into):
+    def put_in_what_came_out(self, into: str) -> None:
         data, steps = self.storage.get_all_buffer_data(), self.model.by_lane()
         if into == "another":
             self.storage.close()
             self.storage, self.model, self.has_warned = self.new_storage(), self.new_model(), False
-            self.adapt_new_storage()
+            self.storage_replaced()
         elif into == "itself, emptied":
             self.storage.reset()
             self.model.reset()
@@ -341,9 +277,8 @@ class ReplayMachine(RuleBasedStateMachine):
             if given:
                 self.envs.places[env] = self.place_after(given[-1])
 
-    def adapt_new_storage(self) -> None:
-        """Called when a new storage takes the place of one whose parameters were changed."""
-        self.storage.update_storage_parameter("batch_size", self.config.batch_size)
+    def storage_replaced(self) -> None:
+        """Called when a new storage has taken the place of another."""
 
     def place_after(self, step: Step) -> Place:
         return Place() if step.terminated or step.truncated else Place(step.following)
@@ -357,6 +292,8 @@ class ReplayMachine(RuleBasedStateMachine):
         assert len(self.storage) == len(self.model.held())
         assert self.storage.full == self.model.is_full()
         self.check_data(self.storage.get_all_buffer_data())
+        if self.can_sample():
+            self.check(self.serve(16), 16)
 
     def check_data(self, data: dict[str, Any]) -> None:
         """All the data that a storage gives out are the model's, and there are no others."""
@@ -385,40 +322,3 @@ class ReplayMachine(RuleBasedStateMachine):
                 assert actions[place] == step.action
                 assert tuple(rewards[time][env]) == step.reward
                 assert (flags[0][time][env], flags[1][time][env]) == (step.terminated, step.truncated)
-
-
-class TargetsMachine(ReplayMachine):
-    """Adds what can be done where targets are folded over n steps."""
-
-    @precondition(lambda self: hasattr(self, "model"))
-    @rule(n_step=st.integers(1, 4), discount=st.sampled_from([0.25, 0.9, 1.0]))
-    def change_the_targets(self, n_step, discount):
-        n_step = min(n_step, self.config.capacity)
-        self.storage.update_storage_parameter("n_step", n_step)
-        self.storage.update_storage_parameter("discount", discount)
-        self.config = replace(self.config, n_step=n_step, discount=discount)
-        self.model.n_step, self.model.discount = n_step, discount
-        self.targets_changed()
-
-    def targets_changed(self) -> None:
-        """Called when the same rows have other targets."""
-
-
-def flattened(nest: Any, space: Any) -> Any:
-    """The first two axes of every leaf made one."""
-    if hasattr(space, "spaces"):
-        if isinstance(space.spaces, dict):
-            return {key: flattened(nest[key], part) for key, part in space.spaces.items()}
-        return tuple(flattened(part, sub) for part, sub in zip(nest, space.spaces, strict=True))
-    return nest.flatten(0, 1)
-
-
-def same_nest(one: Any, other: Any) -> bool:
-    """Two nests of tensors are equal to the bit, dtypes included."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same_nest, one, other))
-    if one is None:
-        return other is None
-    return set(one.keys()) == set(other.keys()) and all(same_nest(part, other[key]) for key, part in one.items())

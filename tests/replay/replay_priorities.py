@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ FORMS = {
     "array": lambda values: np.array(values),
     "list": lambda values: values,
 }
-BAD = {"nan": math.nan, "negative": -1.0, "infinite": math.inf}
+BAD = {"nan": math.nan, "negative": -1.0, "infinite": math.inf, "row to come": 1.5, "row below 0": 1.5}
 
 
 class PriorityMachine(ReplayMachine):
@@ -45,8 +44,7 @@ class PriorityMachine(ReplayMachine):
         self.priorities = Priorities(options["alpha"], options["beta"], options["beta_steps"])
         self.ever: set[int] = set()
 
-    def adapt_new_storage(self):
-        super().adapt_new_storage()
+    def storage_replaced(self):
         self.clear_priorities()
 
     def stored(self, rows, in_slice=False):
@@ -92,9 +90,7 @@ class PriorityMachine(ReplayMachine):
 
     # ---------------------------------------------------------------------------------------------- drawing
 
-    @precondition(lambda self: self.is_prioritized)
-    @rule()
-    def sample_in_proportion(self):
+    def see_all(self):
         """One draw falls in each of equal parts of the total, so that how often a row comes is known to within two."""
         held, total = self.priorities.held, sum(self.priorities.held.values())
         least = min((value for value in held.values() if value), default=1.0)
@@ -141,27 +137,22 @@ class PriorityMachine(ReplayMachine):
     @rule(places=st.lists(st.integers(0, 500), min_size=2, max_size=5), bad=st.sampled_from(sorted(BAD)))
     def update_with_something_bad(self, places, bad):
         rows = self.choose(places)
-        if not rows:
-            return
-        values = [1.5] * (len(rows) - 1) + [BAD[bad]]
-        with pytest.raises(ValueError, match=rf"{len(rows) - 1} of {len(rows)}.*{rows[-1]}"):
-            self.storage.update(torch.tensor(rows), torch.tensor(values))
+        values = [1.5] * len(rows)
+        if bad.startswith("row"):
+            beyond = max(lane.written for lane in self.model.lanes) * self.config.num_envs + places[0]
+            rows, values = [*rows, beyond if bad == "row to come" else -1 - places[0]], [*values, 1.5]
+        elif rows:
+            values[-1] = BAD[bad]
+        if rows:
+            with pytest.raises(ValueError, match=rf"\b{len(rows) - 1} of {len(rows)}\b") as caught:
+                self.storage.update(torch.tensor(rows), torch.tensor(values))
+            assert f"row {rows[-1]} " in str(caught.value).replace(")", " ")
 
-    @precondition(lambda self: self.is_prioritized)
-    @rule(places=st.lists(st.integers(0, 500), max_size=3), ahead=st.integers(1, 9))
-    def update_a_row_that_never_was(self, places, ahead):
-        beyond = max(lane.written for lane in self.model.lanes) * self.config.num_envs + ahead
-        rows = [*self.choose(places), beyond if ahead % 2 else -ahead]
-        with pytest.raises(ValueError, match=str(rows[-1])):
-            self.storage.update(torch.tensor(rows), torch.ones(len(rows)))
-
-    @rule(beta=st.sampled_from([0.0, 0.4, 1.0]))
-    def change_beta(self, beta):
-        if not self.is_prioritized:
-            return
-        self.storage.update_storage_parameter("beta", beta)
-        self.priorities.beta = beta
-        self.config = replace(self.config, options={**self.config.options, "beta": beta})
+    def parameters_changed(self, beta=None, **values):
+        super().parameters_changed(**values)
+        if beta is not None:
+            self.priorities.beta = beta
+            self.config.options["beta"] = beta
 
     # ---------------------------------------------------------------------------------------------- at all times
 

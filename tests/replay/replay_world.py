@@ -20,7 +20,7 @@ from gymnasium import spaces
 Token = tuple[int, ...]
 BOX = spaces.Box(-1e9, 1e9, (2,), np.float32)
 MANY = 1 << 20
-_DECODED: dict[str, dict[tuple[float, ...], Token]] = {}
+_READ: dict[tuple[Any, ...], dict[bytes, Token]] = {}  # by kind and dtypes, what was read before
 
 
 def vector(number: int) -> np.ndarray:
@@ -29,12 +29,11 @@ def vector(number: int) -> np.ndarray:
 
 def digits(number: int, shape: tuple[int, ...]) -> np.ndarray:
     """A uint8 array that tells its number in its first three bytes and confirms it in the others; 0 is all zeros."""
-    size = int(np.prod(shape))
     if number == 0:
         return np.zeros(shape, np.uint8)
-    told = [number % 256, number // 256 % 256, number // 65536, 255 - number % 256]
-    told += [(7 * number + place) % 256 for place in range(4, size)]
-    return np.array(told[:size], np.uint8).reshape(shape)
+    told = (7 * number + np.arange(max(4, np.prod(shape)))) % 256
+    told[:4] = number % 256, number // 256 % 256, number // 65536, 255 - number % 256
+    return told[: np.prod(shape)].astype(np.uint8).reshape(shape)
 
 
 class Vector:
@@ -55,7 +54,7 @@ class Vector:
         """One observation: an array, or a nest of them."""
         return vector(token[0])
 
-    def peek(self, flat: tuple[float, ...]) -> Token:
+    def peek(self, flat: np.ndarray) -> Token:
         """The token that these entries seem to tell."""
         return (int(flat[0]),)
 
@@ -73,20 +72,23 @@ class Vector:
 
     def read(self, nest: Any) -> list[Token]:
         """The tokens of served observations ``[B, ...]``; every entry is looked at."""
-        columns = [leaf.reshape(len(leaf), -1).double() for leaf in leaves_in(nest, self.space)]
-        return [self.decode(tuple(flat)) for flat in torch.cat(columns, 1).tolist()]
+        columns = [leaf.reshape(len(leaf), -1).contiguous().numpy() for leaf in leaves_in(nest, self.space)]
+        known = _READ.setdefault((self.name, *(column.dtype for column in columns)), {})
+        tokens = []
+        for row in zip(*columns, strict=True):
+            key = b"".join(part.tobytes() for part in row)
+            if key not in known:
+                known[key] = self.decode(np.concatenate(row, dtype=np.float64))
+            tokens.append(known[key])
+        return tokens
 
-    def decode(self, flat: tuple[float, ...]) -> Token:
-        known = _DECODED.setdefault(self.name, {})
-        if flat not in known:
-            token = self.peek(flat)
-            assert self.flat(token) == flat, f"{flat} is no observation; the nearest is {token}"
-            known[flat] = token
-        return known[flat]
-
-    def flat(self, token: Token) -> tuple[float, ...]:
-        parts = leaves_in(self.render(token), self.space)
-        return tuple(float(entry) for part in parts for entry in np.asarray(part).flatten())
+    def decode(self, flat: np.ndarray) -> Token:
+        """The token of an observation whose entries these are, all of them."""
+        token = self.peek(flat)
+        parts = [np.asarray(part).flatten() for part in leaves_in(self.render(token), self.space)]
+        wanted = np.concatenate(parts, dtype=np.float64)
+        assert np.array_equal(wanted, flat), f"{flat} is no observation; the nearest is {token}, {wanted}"
+        return token
 
 
 class Number(Vector):
@@ -201,7 +203,7 @@ class Stack(Vector):
         return np.concatenate(frames, self.axis)
 
     def peek(self, flat):
-        parts = np.split(np.array(flat).reshape(self.space.shape), self.frames, self.axis)
+        parts = np.split(flat.reshape(self.space.shape), self.frames, self.axis)
         return tuple(_number(part.flatten()) if self.is_bytes else int(part.flatten()[0]) for part in parts)
 
     def start(self, ids, padding="any"):
@@ -235,6 +237,8 @@ def stack_kind(count: int, form: str) -> Stack:
 
 STACK_FORMS = ("first", "first of two", "last", "last of two", "vectors", "middle")
 PLAIN_KINDS = (Vector(), Number(), Image(), Nest(), Pair())
+# Frames of more than a kilobyte lie apart from the other fields.
+LARGE_KINDS = (Stack((1, 5, 300), 1, 0), Stack((1, 5, 300), 2, 0), Stack((1, 5, 300), 4, 0), Stack((700, 1, 2), 3, -1))
 STACK_KINDS = tuple(stack_kind(count, form) for count in (1, 2, 3, 4) for form in STACK_FORMS)
 
 

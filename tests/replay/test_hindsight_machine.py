@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
-from replay_machine import LIMITS, ReplayMachine, configs, read_batch
+from replay_batches import configs, read_batch
+from replay_machine import LIMITS, ReplayMachine
 from replay_model import ReplayModel
 from replay_world import Goal
 
@@ -28,6 +29,7 @@ def compute_reward(achieved, desired, info):
 
 class HindsightMachine(ReplayMachine):
     storage_class = HindsightReplayStorage
+    parameters = ("batch_size", "discount")
 
     @initialize(
         config=configs(
@@ -38,7 +40,7 @@ class HindsightMachine(ReplayMachine):
         )
     )
     def make(self, config):
-        self.begin(replace(config, reward_size=0, num_envs=min(config.num_envs, 2)))
+        self.begin(replace(config, reward_size=0, num_envs=min(config.num_envs, 2), n_step=1))
 
     def new_storage(self):
         return HindsightReplayStorage(

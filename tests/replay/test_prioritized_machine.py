@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
-from replay_machine import LIMITS, TargetsMachine, configs
+from replay_batches import configs
+from replay_machine import LIMITS
 from replay_priorities import PriorityMachine
 
 from rlstore import PrioritizedReplayStorage
 
 
-class PrioritizedMachine(PriorityMachine, TargetsMachine):
+class PrioritizedMachine(PriorityMachine):
     storage_class = PrioritizedReplayStorage
+    parameters = ("batch_size", "n_step", "discount", "beta")
 
     @initialize(
         config=configs(
@@ -30,9 +32,6 @@ class PrioritizedMachine(PriorityMachine, TargetsMachine):
         if isinstance(batch, dict):
             self.check_weights(batch["rows"].tolist(), batch["weights"])
         return super().check(batch, size)
-
-    def see_all(self):
-        """How often each comes is looked at in sample_in_proportion."""
 
 
 def test_any_interleaving_of_calls_of_prioritized_replay_storage():

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
-from replay_machine import LIMITS, configs, flattened
+from replay_batches import configs, flattened
+from replay_machine import LIMITS
 from replay_model import ReplayModel, Window
 from replay_priorities import PriorityMachine
 
@@ -40,6 +41,8 @@ class SequenceMachine(PriorityMachine):
         options["burn_in"] = min(options["burn_in"], config.capacity - options["sequence_length"])
         options["overlap"] = min(options["overlap"], options["sequence_length"] - 1)
         self.begin(replace(config, options=options))
+        if self.is_prioritized:
+            self.parameters = ("batch_size", "beta")
 
     def new_storage(self):
         return SequenceReplayStorage(**self.config.arguments())
@@ -139,7 +142,8 @@ class SequenceMachine(PriorityMachine):
 
     def see_all(self):
         if self.is_prioritized:
-            return  # how often each comes is looked at in sample_in_proportion
+            super().see_all()
+            return
         windows = self.windows()
         size = max(1, int((30 + math.log(len(windows) + 1)) * len(windows)))
         batch = self.serve(size)
