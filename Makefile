@@ -7,13 +7,14 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
 .PHONY: demo test bench lint learn clean
 
-# The environment is made on first use and again when the build inputs change. rsl_rl, which the tests train with, asks for
-# ONNX and for TensorBoard's server, neither of which they import: it comes without dependencies, and [dev] has those it needs.
+# The environment is made on first use and again when the build inputs change. rsl_rl and rllte, which the tests train with,
+# ask for ONNX, TensorBoard's server, old versions of matplotlib and more, none of which they need here: they come without
+# dependencies, and [dev] has those they import. MinAtar's games need numpy alone.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar
 	touch $@
 
 demo: $(VENV)/ready

@@ -1,4 +1,4 @@
-"""The contenders: each drives one buffer as its own library's training loop does, with data in the form used there.
+"""The contenders for rollouts: each drives one buffer as its own library's training loop does, with data as used there.
 
 Libraries are imported when a contender is made, so that a missing one is reported and the others still run.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,64 @@ from gymnasium.spaces import Box
 from tensordict import TensorDict
 
 from benchmarks.data import Rollout, Shape, Step
-from benchmarks.harness import Contender, Role
+from benchmarks.harness import Contender, Phase
 
 GAMMA = 0.99
 LAMBDA = 0.95
+CYCLE_OF_TRAINING = ("add", "returns", "batches")
+
+
+def rollout_phases(added: str, batches: str) -> tuple[Phase, ...]:
+    """The phases of rollouts; "returns again" finds its data in the cache and is no part of the cycle."""
+    return (
+        Phase("add", added),
+        Phase("returns", "GAE"),
+        Phase("returns again", "GAE, data in cache"),
+        Phase("batches", batches),
+    )
+
+
+def same_batches_and_returns(batches: int, evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Refuse to compare contenders that served another number of batches, or computed other returns than the first."""
+    first: tuple[str, torch.Tensor] | None = None
+    for name, shown in evidence.items():
+        if shown["batches"] != batches:
+            raise RuntimeError(f"{name} served {shown['batches']} batches, not {batches}")
+        if "returns" not in shown:
+            continue
+        if first is None:
+            first = name, shown["returns"].clone()
+        elif not torch.allclose(shown["returns"], first[1], rtol=1e-4, atol=1e-4):
+            raise RuntimeError(f"{name} and {first[0]} computed different returns")
+
+
+class RolloutContender(Contender):
+    """A buffer for rollouts: one is added, returns are computed, and the mini-batches of all epochs are served."""
+
+    @abstractmethod
+    def add(self) -> None:
+        """Write one rollout."""
+
+    @abstractmethod
+    def compute_returns(self) -> None:
+        """Compute returns and advantages of what was written."""
+
+    @abstractmethod
+    def serve(self) -> int:
+        """Iterate over the mini-batches of all epochs and return their number."""
+
+    def returns(self) -> torch.Tensor | None:
+        """The returns ``[steps, envs]`` of the last cycle, or None where they cannot be told."""
+        return None
+
+    def phases(self) -> Mapping[str, Callable[[], object]]:
+        again = self.compute_returns
+        return {"add": self.add, "returns": self.compute_returns, "returns again": again, "batches": self.serve}
+
+    def evidence(self) -> Mapping[str, torch.Tensor]:
+        batches = {"batches": torch.tensor(self.serve())}
+        returns = self.returns()
+        return batches if returns is None else batches | {"returns": returns}
 
 
 def drain(batches: Iterable[object]) -> int:
@@ -36,10 +91,10 @@ def box(size: int) -> Box:
     return Box(-np.inf, np.inf, (size,), np.float32)
 
 
-class Memcpy(Contender):
+class Memcpy(RolloutContender):
     """The floor: the bytes of each phase, copied flat between tensors that already exist."""
 
-    role: ClassVar[Role] = "floor"
+    role = "floor"
 
     def __init__(self, shape: Shape, served: int | None = None) -> None:
         """Count the bytes of a shape; ``served`` replaces the bytes of the mini-batches of one epoch."""
@@ -69,7 +124,7 @@ class Memcpy(Contender):
         return self._shape.epochs * self._shape.mini_batches
 
 
-class TransitionLoop(Contender):
+class TransitionLoop(RolloutContender):
     """What rlstore and rsl_rl share: transitions added in inference mode, served outside it."""
 
     def __init__(self, name: str, storage_class: Any, rollout: Rollout) -> None:
@@ -118,7 +173,7 @@ class TransitionLoop(Contender):
 class Rlstore(TransitionLoop):
     """Our RolloutStorage; ``reshuffle`` asks for a new permutation in every epoch."""
 
-    role: ClassVar[Role] = "ours"
+    role = "ours"
 
     def __init__(self, rollout: Rollout, *, reshuffle: bool = False) -> None:
         from rlstore import RolloutStorage
@@ -169,7 +224,7 @@ class RslRl(TransitionLoop):
         st.advantages = (st.advantages - st.advantages.mean()) / (st.advantages.std() + 1e-8)
 
 
-class Sb3(Contender):
+class Sb3(RolloutContender):
     """Stable-Baselines3's RolloutBuffer: numpy from the environment, one get() an epoch, no distribution parameters.
 
     Its advantages are normalised by the algorithm in each mini-batch, which is not timed here.
@@ -207,7 +262,7 @@ class Sb3(Contender):
         return torch.as_tensor(self._buffer.returns).view(self._shape.envs, self._shape.steps).T
 
 
-class TorchRl(Contender):
+class TorchRl(RolloutContender):
     """TorchRL: steps stacked as its collectors do, its GAE, and a replay buffer sampled without replacement."""
 
     def __init__(self, rollout: Rollout) -> None:
@@ -265,7 +320,7 @@ class TorchRl(Contender):
         return returns.squeeze(-1).T
 
 
-class Rllte(Contender):
+class Rllte(RolloutContender):
     """rllte's VanillaRolloutStorage, which also is what its decoupled agent (DAAC) uses."""
 
     def __init__(self, rollout: Rollout) -> None:

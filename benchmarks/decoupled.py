@@ -4,14 +4,25 @@ from functools import partial
 
 import torch
 
-from benchmarks.contenders import GAMMA, LAMBDA, Memcpy, Rllte, box, drain
+from benchmarks.contenders import (
+    CYCLE_OF_TRAINING,
+    GAMMA,
+    LAMBDA,
+    Memcpy,
+    Rllte,
+    RolloutContender,
+    box,
+    drain,
+    rollout_phases,
+    same_batches_and_returns,
+)
 from benchmarks.data import Rollout, Shape, make_rollout
-from benchmarks.harness import COLD_CYCLE, CYCLE, Contender, Workload
+from benchmarks.harness import Workload
 
 SHAPE = Shape(steps=128, envs=16, obs=4, actions=2, epochs=10, mini_batches=8)
 
 
-class RlstoreDecoupled(Contender):
+class RlstoreDecoupled(RolloutContender):
     """Our DecoupledRolloutStorage. Unlike rllte's it also keeps and serves predicted advantages."""
 
     role = "ours"
@@ -55,19 +66,13 @@ def workload() -> Workload:
     return Workload(
         name="decoupled",
         title="Decoupled rollout 128 x 16, observations 4, actions 2",
-        labels={
-            "add": "128 adds",
-            "returns": "GAE",
-            "returns again": "GAE, data in cache",
-            "batches": "10 x 8 mini-batches",
-            CYCLE: "whole cycle",
-            COLD_CYCLE: "whole cycle, caches cold",
-        },
+        phases=rollout_phases("128 adds", "10 x 8 mini-batches"),
+        cycle=CYCLE_OF_TRAINING,
         contenders={
             "rlstore": partial(RlstoreDecoupled, rollout),
             "rllte": partial(Rllte, rollout),
             "memcpy": partial(Memcpy, SHAPE),
         },
-        batches=SHAPE.epochs * SHAPE.mini_batches,
+        check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
         rounds=25,
     )

@@ -1,10 +1,13 @@
-"""Times contenders side by side: in every round each has its turn of a few cycles, in an order that rotates.
+"""Times contenders side by side: in every round each has its turn of a few laps, in an order that rotates.
 
-The first cycle of a turn finds the caches full of the others' data and is kept apart, as the cold one.
+A lap runs the phases of the workload one after the other and times each. The first lap of a turn finds the caches full
+of the others' data and is kept apart, as the cold one.
 
 The clock is the processor time of the one thread that works, so that waiting for a processor does not count. Reading it
-costs up to a microsecond, which is part of each figure. It does not hide that other work takes cache and memory
-bandwidth: that slows contenders unequally, those that move most memory the most. So each result carries the load.
+costs up to a microsecond, which is part of each figure; so a phase that is as short as that makes many calls, and its
+figure is the time of one. It does not hide that other work takes cache and memory bandwidth: that slows contenders
+unequally, those that move most memory the most. So each result carries the load. Where contenders work in threads or
+processes of their own, a workload is timed by the wall instead.
 """
 
 from __future__ import annotations
@@ -14,71 +17,101 @@ import multiprocessing
 import os
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from time import thread_time
-from typing import ClassVar, Literal
+from time import perf_counter, thread_time
+from typing import Literal
 
 import torch
 
 Role = Literal["ours", "peer", "floor"]
-PHASES = ("add", "returns", "returns again", "batches")
+Clock = Literal["thread", "wall"]
+CLOCKS: dict[Clock, Callable[[], float]] = {"thread": thread_time, "wall": perf_counter}
 CYCLE = "cycle"
-COLD_CYCLE = "cold cycle"
-CYCLES_IN_A_TURN = 4
+LAPS_IN_A_TURN = 4
 WARM_UP_ROUNDS = 3
 
 
+def cold(phase: str) -> str:
+    """The name of a phase in the first lap of a turn."""
+    return f"cold {phase}"
+
+
+COLD_CYCLE = cold(CYCLE)
+
+
 class Contender(ABC):
-    """A buffer together with the way in which its own training loop drives it.
+    """A buffer together with the way in which its own training loop drives it."""
 
-    A cycle is that of training: ``add``, then ``compute_returns``, then ``serve``, each timed. Between the last two
-    ``compute_returns`` runs once more, with its data in the cache; that is timed apart and no part of the cycle.
-    """
-
-    role: ClassVar[Role] = "peer"
+    role: Role = "peer"
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
-    def add(self) -> None:
-        """Write one rollout."""
+    def phases(self) -> Mapping[str, Callable[[], object]]:
+        """What it does in each phase of a lap; a phase that it has no answer to may be left out."""
 
-    @abstractmethod
-    def compute_returns(self) -> None:
-        """Compute returns and advantages of what was written."""
+    def evidence(self) -> Mapping[str, torch.Tensor]:
+        """What it served or computed, under names that all contenders of a workload share, for the workload's check."""
+        return {}
 
-    @abstractmethod
-    def serve(self) -> int:
-        """Iterate over the mini-batches of all epochs and return their number."""
+    def rest(self) -> None:  # noqa: B027
+        """Called after each turn: wait until nothing works in the background."""
 
-    def returns(self) -> torch.Tensor | None:
-        """The returns ``[steps, envs]`` of the last cycle, or None where they cannot be told."""
-        return None
+    def close(self) -> None:  # noqa: B027
+        """Called once after all rounds."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a lap, timed by itself; it makes ``calls`` calls, and the figure is the time of one."""
+
+    name: str
+    label: str
+    calls: int = 1
 
 
 @dataclass(frozen=True)
 class Target:
-    """An aim of ours: in ``phase``, take at most ``ratio`` of the time of ``peer``."""
+    """An aim of ours: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``.
+
+    It concerns all our contenders, or those that ``ours`` names.
+    """
 
     phase: str
-    peer: str
+    peers: tuple[str, ...]
     ratio: float
+    ours: tuple[str, ...] = ()
+
+    def concerns(self, timing: Timing) -> bool:
+        """Whether the aim is one for this timing."""
+        ours = timing.contender in self.ours if self.ours else timing.role == "ours"
+        return ours and timing.phase == self.phase
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named set of contenders that do the same work."""
+    """A named set of contenders that do the same work.
+
+    Attributes:
+        phases: what a lap is made of, in this order.
+        contenders: a maker for each, by name.
+        check: takes the evidence of each contender and raises RuntimeError if they did not do the same work.
+        cycle: the phases that together are one cycle of training, whose sum is a figure of its own; none if empty.
+    """
 
     name: str
     title: str
-    labels: Mapping[str, str]
+    phases: tuple[Phase, ...]
     contenders: Mapping[str, Callable[[], Contender]]
-    batches: int
+    check: Callable[[Mapping[str, Mapping[str, torch.Tensor]]], None]
     rounds: int
+    cycle: tuple[str, ...] = ()
     targets: tuple[Target, ...] = ()
+    clock: Clock = "thread"
 
 
 @dataclass(frozen=True)
@@ -99,20 +132,22 @@ class Result:
     name: str
     title: str
     labels: Mapping[str, str]
+    calls: Mapping[str, int]
     targets: tuple[Target, ...]
     rounds: int
+    clock: Clock
     load: tuple[float, float] = (0.0, 0.0)
     timings: list[Timing] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def median(self, contender: str, phase: str) -> float | None:
-        """The median of a contender in a phase; None where it did not run."""
-        found = (t.median for t in self.timings if (t.contender, t.phase) == (contender, phase))
-        return next(found, None)
-
     def best(self, phase: str, role: Role) -> float | None:
         """The shortest median in a phase among the contenders of a role."""
         return min((t.median for t in self.timings if (t.role, t.phase) == (role, phase)), default=None)
+
+    def best_of(self, phase: str, contenders: tuple[str, ...]) -> float | None:
+        """The shortest median in a phase among some contenders; None where none of them ran."""
+        found = (t.median for t in self.timings if t.phase == phase and t.contender in contenders)
+        return min(found, default=None)
 
 
 def run_alone(make_workload: Callable[[], Workload]) -> Result:
@@ -125,15 +160,17 @@ def measure(make_workload: Callable[[], Workload]) -> Result:
     """Run all rounds of a workload in this process, on one torch thread."""
     torch.set_num_threads(1)
     workload = make_workload()
-    result = Result(workload.name, workload.title, workload.labels, workload.targets, workload.rounds)
-    contenders = _build(workload, result)
-    for _ in range(WARM_UP_ROUNDS):
-        for contender in contenders:
-            _time_cycle(contender)
-    _check(workload, contenders)
-    before = os.getloadavg()[0]
-    laps = _time_rounds(contenders, workload.rounds)
-    result.load = before, os.getloadavg()[0]
+    result = _empty_result(workload)
+    with ExitStack() as stack:
+        contenders = _build(workload, result, stack)
+        for _ in range(WARM_UP_ROUNDS):
+            for contender in contenders:
+                _time_lap(workload, contender)
+                contender.rest()
+        workload.check({contender.name: contender.evidence() for contender in contenders})
+        before = os.getloadavg()[0]
+        laps = _time_rounds(workload, contenders)
+        result.load = before, os.getloadavg()[0]
     for contender in contenders:
         for phase, seconds in laps[contender.name].items():
             low, median, high = statistics.quantiles(seconds, n=4)
@@ -141,70 +178,66 @@ def measure(make_workload: Callable[[], Workload]) -> Result:
     return result
 
 
-def _build(workload: Workload, result: Result) -> list[Contender]:
+def _empty_result(workload: Workload) -> Result:
+    labels = {phase.name: phase.label for phase in workload.phases}
+    if workload.cycle:
+        labels |= {CYCLE: "whole cycle", COLD_CYCLE: "whole cycle, caches cold"}
+    calls = {phase.name: phase.calls for phase in workload.phases}
+    return Result(workload.name, workload.title, labels, calls, workload.targets, workload.rounds, workload.clock)
+
+
+def _build(workload: Workload, result: Result, stack: ExitStack) -> list[Contender]:
     contenders = []
     for name, make in workload.contenders.items():
         try:
-            contenders.append(make())
+            contender = make()
         except ImportError as error:
             result.missing[name] = f"{type(error).__name__}: {error}"
+        else:
+            stack.callback(contender.close)
+            contenders.append(contender)
     return contenders
 
 
-def _check(workload: Workload, contenders: list[Contender]) -> None:
-    """Refuse to compare contenders that do not do the same work."""
-    first: tuple[str, torch.Tensor] | None = None
-    for contender in contenders:
-        served = contender.serve()
-        if served != workload.batches:
-            raise RuntimeError(f"{contender.name} served {served} batches, not {workload.batches}")
-        returns = contender.returns()
-        if returns is None:
-            continue
-        if first is None:
-            first = contender.name, returns.clone()
-        elif not torch.allclose(returns, first[1], rtol=1e-4, atol=1e-4):
-            raise RuntimeError(f"{contender.name} and {first[0]} computed different returns")
-
-
-def _time_rounds(contenders: list[Contender], rounds: int) -> dict[str, dict[str, list[float]]]:
-    laps: dict[str, dict[str, list[float]]] = {
-        c.name: {p: [] for p in (*PHASES, CYCLE, COLD_CYCLE)} for c in contenders
-    }
-    # What lives now stays: without it each collection between the laps would walk all loaded modules.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        for i in range(rounds):
+def _time_rounds(workload: Workload, contenders: list[Contender]) -> dict[str, dict[str, list[float]]]:
+    laps: dict[str, dict[str, list[float]]] = {contender.name: {} for contender in contenders}
+    with _collector_held():
+        for i in range(workload.rounds):
             turn = i % len(contenders)
             for contender in contenders[turn:] + contenders[:turn]:
-                laps[contender.name][COLD_CYCLE].append(_time_cycle(contender)[CYCLE])
-                for _ in range(CYCLES_IN_A_TURN - 1):
+                kept = laps[contender.name]
+                for lap in range(LAPS_IN_A_TURN):
+                    for phase, seconds in _time_lap(workload, contender).items():
+                        kept.setdefault(phase if lap else cold(phase), []).append(seconds)
                     gc.collect()
-                    for phase, seconds in _time_cycle(contender).items():
-                        laps[contender.name][phase].append(seconds)
-                gc.collect()
-    finally:
-        gc.enable()
-        gc.unfreeze()
+                contender.rest()
     return laps
 
 
-def _time_cycle(contender: Contender) -> dict[str, float]:
-    begun = thread_time()
-    contender.add()
-    added = thread_time()
-    contender.compute_returns()
-    computed = thread_time()
-    contender.compute_returns()
-    computed_again = thread_time()
-    contender.serve()
-    served = thread_time()
-    return {
-        "add": added - begun,
-        "returns": computed - added,
-        "returns again": computed_again - computed,
-        "batches": served - computed_again,
-        CYCLE: (computed - begun) + (served - computed_again),
-    }
+@contextmanager
+def _collector_held() -> Iterator[None]:
+    """Switch the garbage collector off, but for calls of ``gc.collect()``, which then see only what is made inside."""
+    gc.collect()
+    # What lives now stays: without it each collection between the laps would walk all loaded modules.
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _time_lap(workload: Workload, contender: Contender) -> dict[str, float]:
+    clock = CLOCKS[workload.clock]
+    work = contender.phases()
+    seconds = {}
+    for phase in workload.phases:
+        if phase.name in work:
+            do = work[phase.name]
+            begun = clock()
+            do()
+            seconds[phase.name] = (clock() - begun) / phase.calls
+    if workload.cycle:
+        seconds[CYCLE] = sum(seconds[name] for name in workload.cycle)
+    return seconds

@@ -5,9 +5,16 @@ from functools import partial
 
 import torch
 
-from benchmarks.contenders import Memcpy, Rlstore, RslRl
+from benchmarks.contenders import (
+    CYCLE_OF_TRAINING,
+    Memcpy,
+    Rlstore,
+    RslRl,
+    rollout_phases,
+    same_batches_and_returns,
+)
 from benchmarks.data import Rollout, make_rollout
-from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
+from benchmarks.harness import Target, Workload
 from benchmarks.rollout import SHAPE
 
 RECURRENT = replace(SHAPE, hidden=256)
@@ -18,22 +25,16 @@ def workload() -> Workload:
     return Workload(
         name="recurrent",
         title="Recurrent rollout 24 x 512, GRU 256 for actor and critic",
-        labels={
-            "add": "24 adds with hidden states",
-            "returns": "GAE",
-            "returns again": "GAE, data in cache",
-            "batches": "5 x 4 padded mini-batches",
-            CYCLE: "whole cycle",
-            COLD_CYCLE: "whole cycle, caches cold",
-        },
+        phases=rollout_phases("24 adds with hidden states", "5 x 4 padded mini-batches"),
+        cycle=CYCLE_OF_TRAINING,
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rsl_rl": partial(RslRl, rollout),
             "memcpy": partial(Memcpy, RECURRENT, served=padded_bytes(rollout)),
         },
-        batches=RECURRENT.epochs * RECURRENT.mini_batches,
+        check=partial(same_batches_and_returns, RECURRENT.epochs * RECURRENT.mini_batches),
         rounds=50,
-        targets=(Target("add", "rsl_rl", 0.6), Target("batches", "rsl_rl", 0.08)),
+        targets=(Target("add", ("rsl_rl",), 0.6), Target("batches", ("rsl_rl",), 0.08)),
     )
 
 

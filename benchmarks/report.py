@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.harness import COLD_CYCLE, CYCLE, PHASES, Result, Target, Timing
+from benchmarks.footprint import Footprints
+from benchmarks.harness import Result, Target, Timing
 
 PACKAGES = (
     "rlstore",
@@ -22,6 +24,9 @@ PACKAGES = (
     "stable-baselines3",
     "torchrl",
     "rllte-core",
+    "cpprb",
+    "rlox",
+    "tianshou",
 )
 
 
@@ -60,19 +65,20 @@ def versions() -> dict[str, str]:
 def table(result: Result) -> Table:
     """One workload: a line per phase and contender."""
     load = "load {:.1f} to {:.1f}".format(*result.load)
-    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds, {load})", title_justify="left")
+    clock = "" if result.clock == "thread" else f", {result.clock} clock"
+    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds{clock}, {load})", title_justify="left")
     drawn.add_column("phase")
     drawn.add_column("contender")
     for heading in ("median", "to best peer", "to memcpy"):
         drawn.add_column(heading, justify="right")
     drawn.add_column("target")
-    for phase in (*PHASES, CYCLE, COLD_CYCLE):
+    for phase, label in result.labels.items():
         shown = [timing for timing in result.timings if timing.phase == phase]
         for i, timing in enumerate(shown):
             drawn.add_row(
-                result.labels[phase] if i == 0 else "",
+                label if i == 0 else "",
                 timing.contender,
-                f"{timing.median * 1e6:,.1f} us",
+                _microseconds(timing.median),
                 _ratio(timing.median, result.best(phase, "peer")),
                 _ratio(timing.median, result.best(phase, "floor")),
                 _targets(result, timing),
@@ -80,6 +86,11 @@ def table(result: Result) -> Table:
                 end_section=i == len(shown) - 1,
             )
     return drawn
+
+
+def _microseconds(seconds: float) -> str:
+    time = seconds * 1e6
+    return f"{time:,.1f} us" if time >= 10 else f"{time:.2f} us"
 
 
 def _ratio(time: float, other: float | None) -> str:
@@ -90,21 +101,41 @@ def _targets(result: Result, timing: Timing) -> str:
     """Our aims for a phase, each beside what was measured."""
     measured = [(target, _to_peer(result, timing, target)) for target in result.targets]
     return ", ".join(
-        f"{ratio:.3f} of {target.peer} (at most {target.ratio})" for target, ratio in measured if ratio is not None
+        f"{ratio:.3f} of {_named(target)} (at most {target.ratio})" for target, ratio in measured if ratio is not None
     )
+
+
+def _named(target: Target) -> str:
+    return target.peers[0] if len(target.peers) == 1 else "the best of " + ", ".join(target.peers)
 
 
 def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
     """The ratio that a target speaks of; None where it does not concern this timing."""
-    peer = result.median(target.peer, target.phase)
-    if timing.role != "ours" or timing.phase != target.phase or peer is None:
-        return None
-    return timing.median / peer
+    peer = result.best_of(target.phase, target.peers)
+    return timing.median / peer if peer is not None and target.concerns(timing) else None
 
 
-def as_json(results: list[Result]) -> dict[str, Any]:
+def footprint_table(result: Footprints) -> Table:
+    """Bytes a transition: a line per buffer."""
+    drawn = Table(title=f"Bytes a transition, {result.title} ({result.capacity:,} held)", title_justify="left")
+    drawn.add_column("buffer")
+    drawn.add_column("bytes", justify="right")
+    drawn.add_column("target")
+    for size in result.sizes:
+        ours = size.role == "ours"
+        target = f"at most {result.at_most:,}" if ours else ""
+        drawn.add_row(size.buffer, f"{size.size:,.0f}", target, style="bold" if ours else None)
+    return drawn
+
+
+def as_json(results: list[Result], footprints: list[Footprints]) -> dict[str, Any]:
     """Everything measured, with the machine and the versions."""
-    return {"machine": machine(), "versions": versions(), "workloads": [_workload_json(result) for result in results]}
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "workloads": [_workload_json(result) for result in results],
+        "bytes_a_transition": [asdict(result) for result in footprints],
+    }
 
 
 def _workload_json(result: Result) -> dict[str, Any]:
@@ -112,6 +143,8 @@ def _workload_json(result: Result) -> dict[str, Any]:
         "name": result.name,
         "title": result.title,
         "rounds": result.rounds,
+        "clock": result.clock,
+        "calls": result.calls,
         "load": result.load,
         "missing": result.missing,
         "timings": [_timing_json(result, timing) for timing in result.timings],
@@ -129,7 +162,7 @@ def _timing_json(result: Result, timing: Timing) -> dict[str, Any]:
         "ratio_to_best_peer": timing.median / best if best else None,
         "ratio_to_memcpy": timing.median / floor if floor else None,
         "targets": [
-            {"peer": target.peer, "at_most": target.ratio, "measured": ratio}
+            {"peers": target.peers, "at_most": target.ratio, "measured": ratio}
             for target, ratio in ratios
             if ratio is not None
         ],

@@ -2,9 +2,18 @@
 
 from functools import partial
 
-from benchmarks.contenders import Memcpy, Rlstore, RslRl, Sb3, TorchRl
+from benchmarks.contenders import (
+    CYCLE_OF_TRAINING,
+    Memcpy,
+    Rlstore,
+    RslRl,
+    Sb3,
+    TorchRl,
+    rollout_phases,
+    same_batches_and_returns,
+)
 from benchmarks.data import Shape, make_rollout
-from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
+from benchmarks.harness import CYCLE, Target, Workload
 
 SHAPE = Shape(steps=24, envs=512, obs=48, actions=12, epochs=5, mini_batches=4, distribution=True)
 
@@ -14,14 +23,8 @@ def workload() -> Workload:
     return Workload(
         name="rollout",
         title="Rollout 24 x 512, observations 48, actions 12, Gaussian parameters",
-        labels={
-            "add": "24 adds",
-            "returns": "GAE",
-            "returns again": "GAE, data in cache",
-            "batches": "5 x 4 mini-batches",
-            CYCLE: "whole cycle",
-            COLD_CYCLE: "whole cycle, caches cold",
-        },
+        phases=rollout_phases("24 adds", "5 x 4 mini-batches"),
+        cycle=CYCLE_OF_TRAINING,
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rlstore, reshuffled": partial(Rlstore, rollout, reshuffle=True),
@@ -30,12 +33,12 @@ def workload() -> Workload:
             "TorchRL": partial(TorchRl, rollout),
             "memcpy": partial(Memcpy, SHAPE),
         },
-        batches=SHAPE.epochs * SHAPE.mini_batches,
+        check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
         rounds=50,
         targets=(
-            Target("returns", "rsl_rl", 0.02),
-            Target("returns again", "rsl_rl", 0.02),
-            Target(CYCLE, "rsl_rl", 0.15),
-            Target(CYCLE, "SB3", 0.33),
+            Target("returns", ("rsl_rl",), 0.02),
+            Target("returns again", ("rsl_rl",), 0.02),
+            Target(CYCLE, ("rsl_rl",), 0.15),
+            Target(CYCLE, ("SB3",), 0.33),
         ),
     )

@@ -5,11 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks import decoupled, recurrent, report, rollout, small_batches
+from benchmarks import (
+    decoupled,
+    footprint,
+    recurrent,
+    replay_nstep_pixels,
+    replay_pixels,
+    replay_prioritized,
+    replay_sequences,
+    replay_vector,
+    report,
+    rollout,
+    small_batches,
+)
 from benchmarks.harness import run_alone
 
 WORKLOADS = {
@@ -17,17 +31,31 @@ WORKLOADS = {
     "recurrent": recurrent.workload,
     "small_batches": small_batches.workload,
     "decoupled": decoupled.workload,
+    "replay_vector": replay_vector.workload,
+    "replay_prioritized": replay_prioritized.workload,
+    "replay_sequences": replay_sequences.workload,
+    "replay_pixels": replay_pixels.workload,
+    "replay_nstep_pixels": replay_nstep_pixels.workload,
 }
+BYTES = "bytes"
 OUTPUT = Path("out/bench.json")
+
+
+def show(console: Console, table: Table, missing: Mapping[str, str]) -> None:
+    console.print()
+    console.print(table)
+    for contender, reason in missing.items():
+        console.print(f"[yellow]{contender} did not take part: {reason}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(WORKLOADS)}")
-    names = parser.parse_args().workloads or list(WORKLOADS)
-    unknown = [name for name in names if name not in WORKLOADS]
+    known = [*WORKLOADS, BYTES]
+    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(known)}")
+    names = parser.parse_args().workloads or known
+    unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+        parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(known)}")
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -37,14 +65,17 @@ def main() -> None:
         console.print("[yellow]The machine is busy. Peers that move more memory suffer more: the ratios flatter us.")
     results = []
     for name in names:
-        result = run_alone(WORKLOADS[name])
-        results.append(result)
-        console.print()
-        console.print(report.table(result))
-        for contender, reason in result.missing.items():
-            console.print(f"[yellow]{contender} did not take part: {reason}")
+        if name != BYTES:
+            result = run_alone(WORKLOADS[name])
+            results.append(result)
+            show(console, report.table(result), result.missing)
+    footprints = []
+    for kind in footprint.kinds() if BYTES in names else ():
+        held = footprint.measure(kind)
+        footprints.append(held)
+        show(console, report.footprint_table(held), held.missing)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report.as_json(results), indent=2) + "\n")
+    OUTPUT.write_text(json.dumps(report.as_json(results, footprints), indent=2) + "\n")
     console.print(f"\nWritten to {OUTPUT}")
 
 

@@ -2,9 +2,18 @@
 
 from functools import partial
 
-from benchmarks.contenders import Memcpy, Rllte, Rlstore, Sb3, TorchRl
+from benchmarks.contenders import (
+    CYCLE_OF_TRAINING,
+    Memcpy,
+    Rllte,
+    Rlstore,
+    Sb3,
+    TorchRl,
+    rollout_phases,
+    same_batches_and_returns,
+)
 from benchmarks.data import Shape, make_rollout
-from benchmarks.harness import COLD_CYCLE, CYCLE, Target, Workload
+from benchmarks.harness import CYCLE, Target, Workload
 
 SHAPE = Shape(steps=2048, envs=8, obs=17, actions=6, epochs=10, mini_batches=256)
 
@@ -14,14 +23,8 @@ def workload() -> Workload:
     return Workload(
         name="small_batches",
         title="Rollout 2048 x 8, observations 17, actions 6, mini-batches of 64",
-        labels={
-            "add": "2048 adds",
-            "returns": "GAE",
-            "returns again": "GAE, data in cache",
-            "batches": "10 x 256 mini-batches",
-            CYCLE: "whole cycle",
-            COLD_CYCLE: "whole cycle, caches cold",
-        },
+        phases=rollout_phases("2048 adds", "10 x 256 mini-batches"),
+        cycle=CYCLE_OF_TRAINING,
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rlstore, reshuffled": partial(Rlstore, rollout, reshuffle=True),
@@ -30,7 +33,7 @@ def workload() -> Workload:
             "TorchRL": partial(TorchRl, rollout),
             "memcpy": partial(Memcpy, SHAPE),
         },
-        batches=SHAPE.epochs * SHAPE.mini_batches,
+        check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
         rounds=10,
-        targets=(Target(CYCLE, "SB3", 0.18),),
+        targets=(Target(CYCLE, ("SB3",), 0.18),),
     )

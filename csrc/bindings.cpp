@@ -50,18 +50,6 @@ void gather_field(const GatherField& field, const int64_t* rows, size_t count) {
   }
 }
 
-bool convertible(const DLDataType& from, const DLDataType& to) {
-  if (from == to) return true;
-  if (!(to == DLDataType{kFloat, 32, 1}) || from.lanes != 1) return false;
-  switch (from.code) {
-    case kInt:
-    case kUInt: return from.bits == 8 || from.bits == 16 || from.bits == 32 || from.bits == 64;
-    case kFloat: return from.bits == 16 || from.bits == 64;
-    case kBfloat: return from.bits == 16;
-    default: return from.code == kBool && from.bits == 8;
-  }
-}
-
 // targets[k][i] = sources[k].flatten(0, 1)[rows[i]], for every field in one call.
 void gather(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets) {
   DLTensor rows_view = describe(rows_tensor);

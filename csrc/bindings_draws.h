@@ -24,10 +24,14 @@ class WindowIndex {
 
   // Takes in what was written since. The rows of new and of dropped windows are kept for priorities.
   void follow() {
+    ring_->require_tables();
     added_.clear(), dropped_.clear();
     windows_.follow(ring_->lanes(), &added_, &dropped_);
   }
-  void rebuild() { windows_.rebuild(ring_->lanes()); }
+  void rebuild() {
+    ring_->require_tables();
+    windows_.rebuild(ring_->lanes());
+  }
   int64_t count() const { return windows_.count(ring_->lanes()); }
   void draw(nb::handle generator, nb::handle rows) const {
     const size_t count = element_count(describe(rows));
@@ -41,11 +45,18 @@ class WindowIndex {
  private:
   Windows bind(int64_t length, int64_t stride, bool across) {
     const Lanes& lanes = ring_->lanes();
-    if (memory_.size() != 5 || length < 1 || stride < 1) throw nb::value_error("windows: five tensors, and lengths of at least 1");
+    parts(memory_, 5, "windows: starts, heads, tails, seen, open");
+    if (length < 1 || stride < 1 || length >= kCountLimit) throw nb::value_error("windows: lengths of at least 1");
     const size_t count = static_cast<size_t>(lanes.lanes);
     int64_t* starts = typed<int64_t>(memory_[0], count * static_cast<size_t>(lanes.steps));
-    return Windows(length, stride, across, starts, typed<int64_t>(memory_[1], count), typed<int64_t>(memory_[2], count),
-                   typed<int64_t>(memory_[3], count), typed<int64_t>(memory_[4], count));
+    int64_t* bound[4];
+    for (size_t i = 0; i < 4; i++) bound[i] = typed<int64_t>(memory_[i + 1], count);
+    for (size_t lane = 0; lane < count; lane++) {
+      const int64_t head = bound[0][lane], tail = bound[1][lane];
+      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0)
+        throw nb::value_error("windows: a queue that cannot be");
+    }
+    return Windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
   }
 
   nb::object owner_;
@@ -61,9 +72,7 @@ class Priorities {
   enum Refused : int64_t { kDone = 0, kNotAPriority = 1, kNeverWritten = 2, kNoWindow = 3 };
 
   // memory: leaves float32, sums float64, maxima float32, seen int64 [lanes].
-  Priorities(nb::object ring, nb::tuple memory) : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), tree_(bind()) {
-    seen_ = typed<int64_t>(memory[3], static_cast<size_t>(ring_->lanes().lanes));
-  }
+  Priorities(nb::object ring, nb::tuple memory) : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), tree_(bind()) {}
 
   static std::vector<size_t> level_sizes(size_t leaves) { return SumTree::level_sizes(leaves); }
 
@@ -114,9 +123,8 @@ class Priorities {
     indices_.clear(), values_.clear();
     for (size_t i = 0; i < count; i++) {
       if (!(priorities[i] >= 0.0f && priorities[i] <= FLT_MAX)) return {kNotAPriority, i, 0};
-      int64_t time = -1;
-      const int64_t lane = rows[i] < 0 ? 0 : lanes.by_lanes.remainder(rows[i], &time);
-      if (time < 0 || time >= lanes.written[lane]) return {kNeverWritten, i, 0};
+      int64_t lane, time;
+      if (!lanes.part(rows[i], &lane, &time) || time >= lanes.written[lane]) return {kNeverWritten, i, 0};
       if (time < lanes.oldest(lane)) continue;
       if (windows && !windows->contains(rows[i])) return {kNoWindow, i, 0};
       indices_.push_back(leaf_of(lane, time));
@@ -128,12 +136,21 @@ class Priorities {
 
  private:
   SumTree bind() {
+    parts(memory_, 4, "priorities: leaves, sums, maxima, seen");
     const Lanes& lanes = ring_->lanes();
     const size_t rows = static_cast<size_t>(lanes.lanes * lanes.steps);
     const size_t count = (rows + SumTree::kWidth - 1) / SumTree::kWidth * SumTree::kWidth;
     size_t above = 0;
     for (size_t size : SumTree::level_sizes(count)) above += size;
-    return SumTree(typed<float>(memory_[0], count), count, typed<double>(memory_[1], above), typed<float>(memory_[2], above));
+    seen_ = typed<int64_t>(memory_[3], static_cast<size_t>(lanes.lanes));
+    for (int64_t lane = 0; lane < lanes.lanes; lane++)
+      if (seen_[lane] < 0) throw nb::value_error("priorities: rows were seen that cannot be");
+    const float* leaves = typed<float>(memory_[0], count);
+    for (size_t leaf = rows; leaf < count; leaf++)
+      if (leaves[leaf] != 0) throw nb::value_error("priorities: a leaf beyond the last row");
+    SumTree tree(typed<float>(memory_[0], count), count, typed<double>(memory_[1], above), typed<float>(memory_[2], above));
+    tree.rebuild();  // what leads to the leaves must not lead beside them
+    return tree;
   }
 
   // A priority above 0 stays above 0, however small it becomes.
@@ -180,8 +197,8 @@ class Priorities {
   nb::object owner_;
   nb::tuple memory_;
   EpisodeRing* ring_;
+  int64_t* seen_ = nullptr;  // bound with the tree
   SumTree tree_;
-  int64_t* seen_ = nullptr;
   std::vector<int64_t> indices_;
   std::vector<float> values_;
   std::vector<double> targets_;

@@ -15,23 +15,43 @@
 
 namespace rlstore {
 
+// The parts of a tuple, which has to have `count` of them: its own access by number does not look.
+inline nb::tuple parts(nb::handle object, size_t count, const char* message) {
+  nb::tuple tuple = nb::cast<nb::tuple>(object);
+  if (tuple.size() != count) throw nb::value_error(message);
+  return tuple;
+}
+
 // A view [lanes, rows, ...] whose rows are contiguous in themselves.
-inline Block bind_block(nb::handle object) {
+inline Block bind_block(nb::handle object, int64_t* lanes, int64_t* rows) {
   DLTensor view;
   if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
   if (view.device.type != kCpu || view.ndim < 2) throw nb::value_error("a block is a CPU tensor [lanes, rows, ...]");
+  *lanes = view.shape[0], *rows = view.shape[1];
   DLTensor row = view;
   row.ndim -= 2, row.shape += 2, row.strides += 2;
   if (!is_contiguous(row)) throw nb::value_error("the rows of a block are contiguous");
   const size_t item = element_bytes(view);
+  if (view.dtype.lanes != 1 || view.dtype.bits % 8) throw nb::value_error("a block holds elements of whole bytes");
   return Block{address(view), static_cast<size_t>(view.strides[0]) * item, static_cast<size_t>(view.strides[1]) * item,
                element_count(view, 2) * item, view.dtype};
 }
 
 inline std::vector<int64_t> bind_shape(nb::handle object) {
   std::vector<int64_t> shape;
-  for (nb::handle size : object) shape.push_back(nb::cast<int64_t>(size));
+  for (nb::handle size : object) {
+    shape.push_back(nb::cast<int64_t>(size));
+    if (shape.back() < 0 || shape.back() >= kCountLimit) throw nb::value_error("a shape has a size that cannot be");
+  }
   return shape;
+}
+
+// True if `bytes` bytes are that many elements of this dtype.
+inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, size_t bytes) {
+  size_t count = dtype.bits / 8;
+  for (int64_t size : shape)
+    if (__builtin_mul_overflow(count, static_cast<size_t>(size), &count)) return false;
+  return count == bytes;
 }
 
 class EpisodeRing {
@@ -43,39 +63,50 @@ class EpisodeRing {
   // each leaf of the observations, shape that of a whole stack. columns: (block, shape), `reward` the place of the rewards.
   EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets)
       : reward_(reward), resets_(static_cast<ResetSteps>(resets)) {
-    DLTensor slots = describe_view(episode_of);
-    const Block slot_block = bind_block(episode_of);
-    if (slots.ndim != 2 || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
-    lanes_.lanes = slots.shape[0], lanes_.rows = slots.shape[1], lanes_.steps = steps;
+    const Block slot_block = bind_block(episode_of, &lanes_.lanes, &lanes_.rows);
+    if (!(slot_block.dtype == DLDataType{kInt, 32, 1}) || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
+    if (resets < 0 || resets > 2) throw nb::value_error("resets is 0, 1 or 2");
+    if (steps < 1 || lanes_.lanes < 1 || lanes_.rows >= kCountLimit / lanes_.lanes) throw nb::value_error("a ring has lanes and steps");
+    lanes_.steps = steps;
     lanes_.by_lanes = Divider(lanes_.lanes), lanes_.by_rows = Divider(lanes_.rows), lanes_.by_steps = Divider(steps);
     lanes_.episode_of = slot_block.base, lanes_.lane_stride = slot_block.lane_stride, lanes_.row_stride = slot_block.row_stride;
     int64_t** bound[] = {&lanes_.written, &lanes_.begun, &lanes_.current, &lanes_.after_end, &lanes_.free_count};
     if (counters.size() != 5) throw nb::value_error("five counters");
     for (size_t i = 0; i < 5; i++) *bound[i] = typed<int64_t>(counters[i], static_cast<size_t>(lanes_.lanes));
-    for (nb::handle item : leaves) bind_leaf(nb::cast<nb::tuple>(item));
+    for (nb::handle item : leaves) bind_leaf(parts(item, 4, "a leaf is (block, shape, stack, outer)"));
+    if (leaves_.empty()) throw nb::value_error("observations have a leaf");
     for (nb::handle item : columns) {
-      nb::tuple column = nb::cast<nb::tuple>(item);
-      columns_.push_back(bind_block(column[0]));
+      nb::tuple column = parts(item, 2, "a column is (block, shape)");
+      columns_.push_back(bind_lanes(column[0]));
       column_shapes_.push_back(bind_shape(column[1]));
+      if (!fills(column_shapes_.back(), columns_.back().dtype, columns_.back().bytes)) throw nb::value_error("a column's shape is not its block's");
     }
     if (reward >= columns_.size() || !(columns_[reward].dtype == DLDataType{kFloat, 32, 1})) throw nb::value_error("rewards are float32");
     moves_.resize(static_cast<size_t>(lanes_.lanes));
     terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
     givens_.resize(leaves_.size() * 2 + columns_.size());
-    reward_numbers_.resize(moves_.size());
+    numbers_.resize(columns_.size());
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
 
   // The tables that grow: episodes int64 [slots, 4], free slots int32 [slots / lanes, lanes], finals and (or None) starts of each leaf.
   void set_tables(nb::object episodes, nb::object free_slots, nb::tuple finals, nb::tuple starts) {
-    const size_t slots = static_cast<size_t>(describe(episodes).shape[0]);
-    lanes_.episodes = reinterpret_cast<Episode*>(typed<int64_t>(episodes, slots * 4));
-    lanes_.free_slots = typed<int32_t>(free_slots, slots);
-    for (size_t k = 0; k < leaves_.size(); k++) {
-      Observation& leaf = leaves_[k];
+    const DLTensor described = describe(episodes);
+    if (described.ndim != 2 || described.shape[1] != 4) throw nb::value_error("episodes are int64 [slots, 4]");
+    const size_t slots = static_cast<size_t>(described.shape[0]);
+    if (slots == 0 || slots % moves_.size()) throw nb::value_error("every lane has as many slots");
+    if (finals.size() != leaves_.size() || starts.size() != leaves_.size()) throw nb::value_error("tables for every leaf");
+    Lanes lanes = lanes_;
+    std::vector<Observation> leaves = leaves_;
+    lanes.slots = static_cast<int64_t>(slots);
+    lanes.episodes = reinterpret_cast<Episode*>(typed<int64_t>(episodes, slots * 4));
+    lanes.free_slots = typed<int32_t>(free_slots, slots);
+    for (size_t k = 0; k < leaves.size(); k++) {
+      Observation& leaf = leaves[k];
       leaf.finals = table(finals[k], slots * leaf.frame_bytes());
       leaf.starts = starts[k].is_none() ? nullptr : table(starts[k], slots * (leaf.stack - 1) * leaf.frame_bytes());
     }
+    lanes_ = lanes, leaves_ = leaves;  // all of them or, if one was refused, none
     tables_ = nb::make_tuple(episodes, free_slots, finals, starts);
   }
 
@@ -85,11 +116,12 @@ class EpisodeRing {
   int64_t write(nb::tuple values) {
     const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
     if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
+    check_counters();
     PyObject* tuple = values.ptr();
     for (size_t i = 0; i < flags; i++) {
       const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
       const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
+      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i], i >= leaves * 2)) return static_cast<int64_t>(i);
     }
     if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
     if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
@@ -100,7 +132,7 @@ class EpisodeRing {
     step_.finals.clear();
     for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
       Given given;
-      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return flags + 3 + k;
+      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given, false)) return flags + 3 + k;
       step_.finals.push_back(given.memory);
     }
     fill_step(mask != Py_None, has_final != Py_None);
@@ -119,10 +151,12 @@ class EpisodeRing {
 
   void draw(nb::handle generator, nb::handle rows) const {
     const size_t count = element_count(describe(rows));
-    for (int64_t lane = 0, held = 0; lane < lanes_.lanes; lane++) {
-      held += lanes_.written[lane] - lanes_.begun[lane];
-      if (lane + 1 == lanes_.lanes && held == 0) throw nb::value_error("draw: there are no rows");
+    bool any = false;
+    for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
+      check_counts(lane);
+      any = any || lanes_.written[lane] > lanes_.begun[lane];
     }
+    if (!any) throw nb::value_error("draw: there are no rows");
     draw_rows(lanes_, typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
   }
 
@@ -134,20 +168,46 @@ class EpisodeRing {
 
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
+    if (length >= static_cast<size_t>(kCountLimit)) throw nb::value_error("a window is shorter");
     expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, count * length));
   }
 
   const int64_t* held_rows(nb::handle rows, size_t count) const {
     const int64_t* ids = typed<int64_t>(rows, count);
+    require_tables();
     if (!rows_are_held(lanes_, ids, count)) throw nb::index_error("a row is not held");
     return ids;
   }
 
+  void require_tables() const {
+    if (!lanes_.slots) throw nb::value_error("the ring has no tables yet");
+  }
+
  private:
-  static DLTensor describe_view(nb::handle object) {
-    DLTensor view;
-    if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
-    return view;
+  void check_counts(int64_t lane) const {
+    if (lanes_.begun[lane] < 0 || lanes_.written[lane] < lanes_.begun[lane] || lanes_.written[lane] >= kCountLimit)
+      throw nb::value_error("a lane has written fewer rows than none, or more than can be");
+  }
+
+  // What a write takes for places in tables, which is the caller's memory.
+  void check_counters() const {
+    require_tables();
+    const int64_t deep = lanes_.slots / lanes_.lanes;
+    for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
+      check_counts(lane);
+      const int64_t free = lanes_.free_count[lane], current = lanes_.current[lane], ended = lanes_.after_end[lane];
+      const bool known = current < lanes_.slots && ended < lanes_.slots && free >= 0 && free <= deep;
+      if (!known || (free > 0 && !lanes_.has_slot(lanes_.free_slots[(free - 1) * lanes_.lanes + lane])))
+        throw nb::value_error("the counters of a lane do not fit its tables");
+    }
+  }
+
+  // A block of as many lanes and rows as the ring.
+  Block bind_lanes(nb::handle object) const {
+    int64_t lanes, rows;
+    const Block block = bind_block(object, &lanes, &rows);
+    if (lanes != lanes_.lanes || rows != lanes_.rows) throw nb::value_error("every block has the ring's lanes and rows");
+    return block;
   }
 
   static char* table(nb::handle object, size_t bytes) {
@@ -158,17 +218,25 @@ class EpisodeRing {
 
   void bind_leaf(nb::tuple item) {
     Observation leaf;
-    leaf.block = bind_block(item[0]);
+    leaf.block = bind_lanes(item[0]);
     leaf.stack = nb::cast<size_t>(item[2]), leaf.outer = nb::cast<size_t>(item[3]);
+    if (leaf.outer < 1 || leaf.frame_bytes() % leaf.outer) throw nb::value_error("a frame falls into `outer` pieces");
+    // Beyond the steps there is room for what follows the newest, and for the older frames of the oldest one's stack.
+    if (leaf.stack < 1 || leaf.stack > static_cast<size_t>(lanes_.rows) || lanes_.rows - static_cast<int64_t>(leaf.stack) < lanes_.steps)
+      throw nb::value_error("a ring has at least steps + stack rows");
     leaf.inner = leaf.frame_bytes() / leaf.outer;
     leaves_.push_back(leaf);
     leaf_shapes_.push_back(bind_shape(item[1]));
+    if (!fills(leaf_shapes_.back(), leaf.block.dtype, leaf.stack_bytes())) throw nb::value_error("a leaf's shape is a stack of frames");
   }
 
-  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
+  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given, bool is_column) const {
     if (!read_value(value, given) || !has_shape(*given, lanes_.lanes, shape)) return false;
-    return given->dtype == dtype || (given->memory == reinterpret_cast<const char*>(&given->number) && dtype == DLDataType{kFloat, 32, 1});
+    if (is_number(*given)) return is_column && dtype == DLDataType{kFloat, 32, 1};  // converted in fill_step
+    return given->dtype == dtype;
   }
+
+  static bool is_number(const Given& given) { return given.memory == reinterpret_cast<const char*>(&given.number); }
 
   bool find_flags(PyObject* value, std::vector<uint8_t>* flags) const {
     static const std::vector<int64_t> scalar;
@@ -188,9 +256,9 @@ class EpisodeRing {
     for (size_t k = 0; k < columns_.size(); k++) {
       const Given& given = givens_[leaves * 2 + k];
       step_.columns[k] = given.memory;
-      if (given.memory == reinterpret_cast<const char*>(&given.number)) {  // a plain number for the one lane
-        reward_numbers_[0] = static_cast<float>(given.number);
-        step_.columns[k] = reinterpret_cast<const char*>(reward_numbers_.data());
+      if (is_number(given)) {  // for the one lane
+        numbers_[k] = static_cast<float>(given.number);
+        step_.columns[k] = reinterpret_cast<const char*>(&numbers_[k]);
       }
     }
     step_.terminated = terminated_.data(), step_.truncated = truncated_.data();
@@ -209,7 +277,7 @@ class EpisodeRing {
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   std::vector<Given> givens_;
-  std::vector<float> reward_numbers_;
+  std::vector<float> numbers_;  // of columns that were given as plain numbers
   nb::object kept_, tables_;  // what the pointers point into
 };
 
@@ -219,28 +287,34 @@ class ReplayGather {
   // requests: (part, leaf, as_float, shape of one row).
   ReplayGather(nb::object ring, nb::tuple requests, int64_t n_step, double gamma) : owner_(ring), ring_(nb::cast<EpisodeRing*>(ring)) {
     if (n_step < 1) throw nb::value_error("n_step is at least 1");
-    fold_.n_step = n_step;
-    for (int64_t k = 0; k <= n_step; k++) fold_.powers.push_back(static_cast<float>(std::pow(gamma, static_cast<double>(k))));
+    fold_.n_step = std::min(n_step, ring_->lanes().steps);
+    for (int64_t k = 0; k <= fold_.n_step; k++) fold_.powers.push_back(static_cast<float>(std::pow(gamma, static_cast<double>(k))));
     for (nb::handle item : requests) {
-      nb::tuple request = nb::cast<nb::tuple>(item);
+      nb::tuple request = parts(item, 4, "a request is (part, leaf, as_float, shape)");
       Output output{static_cast<Part>(nb::cast<int32_t>(request[0]))};
       output.leaf = nb::cast<size_t>(request[1]);
       output.as_float = nb::cast<bool>(request[2]);
       outputs_.push_back(output);
       shapes_.push_back(bind_shape(request[3]));
+      if (!fills(shapes_.back(), dtype_of(output), row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
     }
   }
 
-  // One tensor [rows, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros.
+  // One tensor [*rows.shape, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros. Rows
+  // [windows, length] are windows of rows that follow one another.
   nb::tuple gather(nb::handle rows, nb::object given) const {
-    const size_t count = element_count(describe(rows));
+    const DLTensor row_view = describe(rows);
+    const std::vector<int64_t> lead(row_view.shape, row_view.shape + row_view.ndim);
+    const size_t count = element_count(row_view);
     const int64_t* ids = typed<int64_t>(rows, count);
+    ring_->require_tables();
+    if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
     nb::list made;
     std::vector<Output> outputs = outputs_;
     for (size_t k = 0; k < outputs.size(); k++) {
       const DLDataType dtype = dtype_of(outputs[k]);
-      std::vector<int64_t> shape = shapes_[k];
-      shape.insert(shape.begin(), static_cast<int64_t>(count));
+      std::vector<int64_t> shape = lead;
+      shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
       size_t elements = 1;
       for (int64_t size : shape) elements *= static_cast<size_t>(size);
       if (given.is_none()) {
@@ -256,7 +330,10 @@ class ReplayGather {
     bool all_held;
     {
       nb::gil_scoped_release released;
-      all_held = gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
+      all_held = lead.size() == 2 && lead[1] > 0
+                     ? gather_windows(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids,
+                                      static_cast<size_t>(lead[0]), static_cast<size_t>(lead[1]), outputs)
+                     : gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
     }
     if (!all_held) throw nb::index_error("a row is not held");
     return nb::tuple(made);
@@ -265,21 +342,40 @@ class ReplayGather {
  private:
   static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; what a cache would not keep anyway
 
+  // Bytes of one row of an output.
   size_t row_bytes(const Output& output) const {
-    return output.part == Part::kColumn ? ring_->columns()[output.leaf].bytes
-           : output.part <= Part::kNext ? ring_->leaves()[output.leaf].stack_bytes() : 0;
+    switch (output.part) {
+      case Part::kObservation:
+      case Part::kNext: return bytes_of(output, ring_->leaves()[output.leaf].block, ring_->leaves()[output.leaf].stack_bytes());
+      case Part::kColumn: return bytes_of(output, ring_->columns()[output.leaf], ring_->columns()[output.leaf].bytes);
+      case Part::kRewards: return ring_->columns()[ring_->reward()].bytes;
+      case Part::kDiscounts: return sizeof(float);
+      default: return 1;
+    }
+  }
+
+  static size_t bytes_of(const Output& output, const Block& block, size_t bytes) {
+    return output.as_float ? bytes * 8 / block.dtype.bits * sizeof(float) : bytes;
   }
 
   DLDataType dtype_of(const Output& output) const {
     const DLDataType real{kFloat, 32, 1};
+    const auto stored = [&](const DLDataType& dtype) {
+      if (output.as_float && !convertible(dtype, real)) throw nb::value_error("a request for a dtype that is not converted");
+      return output.as_float ? real : dtype;
+    };
     switch (output.part) {
       case Part::kObservation:
-      case Part::kNext: return output.as_float ? real : ring_->leaves().at(output.leaf).block.dtype;
-      case Part::kColumn: return output.as_float ? real : ring_->columns().at(output.leaf).dtype;
+      case Part::kNext: return stored(ring_->leaves().at(output.leaf).block.dtype);
+      case Part::kColumn: return stored(ring_->columns().at(output.leaf).dtype);
       case Part::kRewards:
       case Part::kDiscounts: return real;
-      default: return DLDataType{kBool, 8, 1};
+      case Part::kTerminated:
+      case Part::kTruncated:
+      case Part::kFirst:
+      case Part::kHeld: return DLDataType{kBool, 8, 1};
     }
+    throw nb::value_error("a request for a part that there is not");
   }
 
   nb::object owner_;

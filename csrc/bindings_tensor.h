@@ -64,6 +64,19 @@ T* typed_or_null(nb::handle object, size_t count) {
   return object.is_none() ? nullptr : typed<T>(object, count);
 }
 
+// True if gather_as_float (or, of the same dtype, a copy) makes the one of the other.
+inline bool convertible(const DLDataType& from, const DLDataType& to) {
+  if (from == to) return true;
+  if (!(to == DLDataType{kFloat, 32, 1}) || from.lanes != 1) return false;
+  switch (from.code) {
+    case kInt:
+    case kUInt: return from.bits == 8 || from.bits == 16 || from.bits == 32 || from.bits == 64;
+    case kFloat: return from.bits == 16 || from.bits == 64;
+    case kBfloat: return from.bits == 16;
+    default: return from.code == kBool && from.bits == 8;
+  }
+}
+
 // A new CPU tensor with whatever was in its memory before.
 inline nb::object make_tensor(DLDataType dtype, const std::vector<int64_t>& shape, char** memory) {
   DLTensor prototype{};

@@ -101,7 +101,8 @@ bool lacks_starts(const std::vector<Observation>& leaves) {
 void free_oldest(const Lanes& lanes, int64_t lane) {
   const int64_t gone = lanes.written[lane] - lanes.steps;
   const int32_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(gone));
-  if (lanes.episodes[slot].stop == gone + 1) lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
+  if (!lanes.has_slot(slot) || lanes.episodes[slot].stop != gone + 1 || lanes.free_count[lane] * lanes.lanes >= lanes.slots) return;
+  lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
 }
 
 void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Step& step,
@@ -141,7 +142,7 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     lanes.episodes[slot].stop = count + 1;
     lanes.current[lane] = -1;
-    lanes.after_end[lane] = resets == ResetSteps::kNever || given ? -1 : slot;
+    lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
   }
   lanes.written[lane] = count + 1;
 }

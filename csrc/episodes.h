@@ -22,7 +22,9 @@ struct Episode {
   int64_t padding;
 };
 
-// Division by a number that stays the same, through its reciprocal: exact for quotients below 2^52.
+// Division by a number that stays the same, through its reciprocal: exact for numbers below kCountLimit.
+constexpr int64_t kCountLimit = int64_t{1} << 52;
+
 class Divider {
  public:
   explicit Divider(int64_t divisor = 1) : divisor_(divisor), inverse_(1.0 / static_cast<double>(divisor)) {}
@@ -51,6 +53,7 @@ struct Lanes {
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
   int64_t* current = nullptr;    // [lanes] the slot of the episode that goes on, or -1
   int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended with the row before, if a reset step may follow; or -1
+  int64_t slots = 0;             // episodes that there is room for
   Episode* episodes = nullptr;   // [slots]
   int32_t* free_slots = nullptr; // [slots / lanes, lanes] a stack of free slots for each lane
   int64_t* free_count = nullptr; // [lanes]
@@ -64,6 +67,14 @@ struct Lanes {
     return written[lane] - begun[lane] > steps ? written[lane] - steps : begun[lane];
   }
   int64_t stop_of(const Episode& episode, int64_t lane) const { return episode.stop < 0 ? written[lane] : episode.stop; }
+  // The lane and time of a row id; false if no ring has such a row.
+  bool part(int64_t row, int64_t* lane, int64_t* time) const {
+    if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(kCountLimit)) return false;
+    *lane = by_lanes.remainder(row, time);
+    return true;
+  }
+  bool holds(int64_t lane, int64_t time) const { return time >= oldest(lane) && time < written[lane]; }
+  bool has_slot(int64_t slot) const { return static_cast<uint64_t>(slot) < static_cast<uint64_t>(slots); }
 };
 
 // One field: rows of `bytes` bytes at base + lane * lane_stride + place * row_stride.

@@ -12,7 +12,7 @@ namespace rlstore {
 namespace {
 
 // How many rows ahead a row's record, and then its episode, are sent for: far enough to hide a cache miss.
-constexpr size_t kRecordAhead = 12, kEpisodeAhead = 6, kPipeline = 16;
+constexpr size_t kRecordAhead = 8, kEpisodeAhead = 3, kPipeline = 16;
 
 // Where a row lies and what followed it.
 struct Found {
@@ -51,55 +51,129 @@ class Gather {
     Found found[kPipeline];
     for (size_t i = 0; i < count + kRecordAhead; i++) {
       if (i < count) locate(rows, i, found);
-      if (i >= kRecordAhead - kEpisodeAhead && i - (kRecordAhead - kEpisodeAhead) < count)
-        find_episode(found[(i - (kRecordAhead - kEpisodeAhead)) % kPipeline]);
+      const size_t sent_for = i - (kRecordAhead - kEpisodeAhead);  // wraps below 0, to beyond the count
+      if (sent_for < count) find_episode(found[sent_for % kPipeline]);
       if (i < kRecordAhead) continue;
-      const size_t index = i - kRecordAhead;
-      Found& f = found[index % kPipeline];
-      if (f.lane >= 0) measure(f);
-      for (size_t k = 0; k < output_count; k++) write(f, outputs[k], index);
+      Found& ready = found[(i - kRecordAhead) % kPipeline];
+      if (ready.lane >= 0) measure(ready);
+      for (size_t k = 0; k < output_count; k++) write(ready, outputs[k], i - kRecordAhead);
+    }
+    return all_held_;
+  }
+
+  // The same for windows of `length` rows one after another, each possibly ending in rows of -1. False also if the rows of
+  // a window do not follow one another.
+  RLSTORE_INLINE bool run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
+    for (size_t w = 0; w < windows; w++) {
+      const int64_t* window = rows + w * length;
+      if (w + 1 < windows) prefetch_rows(window[length], length);
+      size_t held = 0;
+      const uint64_t first = static_cast<uint64_t>(window[0]), apart = static_cast<uint64_t>(lanes_.lanes);
+      for (; held < length && static_cast<uint64_t>(window[held]) == first + held * apart; held++) {}
+      if (window[0] < 0) held = 0;
+      for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
+      size_t done = 0;
+      while (done < held) {
+        Found found[kPipeline];
+        Found& f = found[0];
+        locate(window + done, 0, found);
+        if (f.lane >= 0) find_episode(f);
+        if (f.lane >= 0) measure(f);
+        if (f.lane < 0) break;
+        const int64_t stop = std::min(lanes_.stop_of(*f.episode, f.lane), lanes_.written[f.lane]);
+        const size_t run = std::min({held - done, static_cast<size_t>(stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
+        for (size_t k = 0; k < output_count; k++) write_run(f, run, outputs[k], w * length + done);
+        done += run;
+      }
+      Found none;
+      none.lane = -1;
+      for (size_t j = done; j < length; j++)
+        for (size_t k = 0; k < output_count; k++) write(none, outputs[k], w * length + j);
+      all_held_ = all_held_ && done == held;
     }
     return all_held_;
   }
 
  private:
+  // Rows of one episode that lie one after another in memory: `f` is the first.
+  RLSTORE_INLINE void write_run(Found f, size_t count, const Output& output, size_t index) {
+    const bool plain = !output.as_float && !output.streamed;
+    if (plain && output.part == Part::kColumn) {
+      const Block& block = columns_[output.leaf];
+      return copy_run(output.memory + index * block.bytes, block.at(f.lane, f.place), block.row_stride, block.bytes, count);
+    }
+    const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
+    if (plain && observed && leaves_[output.leaf].stack == 1 && fold_.n_step == 1) {
+      const Observation& leaf = leaves_[output.leaf];
+      const size_t bytes = leaf.frame_bytes(), shift = output.part == Part::kNext;
+      // What follows a row is the row behind it, but for the last of an episode or of the memory.
+      const size_t in_a_row = shift ? count - 1 : count;
+      copy_run(output.memory + index * bytes, leaf.block.at(f.lane, f.place) + shift * leaf.block.row_stride, leaf.block.row_stride, bytes, in_a_row);
+      f.time += static_cast<int64_t>(in_a_row), f.place += static_cast<int64_t>(in_a_row), index += in_a_row, count -= in_a_row;
+    }
+    for (size_t i = 0; i < count; i++, f.time++, f.place++) {
+      measure(f);
+      write(f, output, index + i);
+    }
+  }
+
+  static RLSTORE_INLINE void copy_run(char* target, const char* source, size_t stride, size_t bytes, size_t count) {
+    for (size_t i = 0; i < count; i++, target += bytes, source += stride) copy_short(target, source, bytes);
+  }
+
+  RLSTORE_INLINE void prefetch_rows(int64_t row, size_t count) const {
+    int64_t lane, time;
+    if (!lanes_.part(row, &lane, &time)) return;
+    const char* slot = reinterpret_cast<const char*>(&lanes_.slot_at(lane, lanes_.by_rows.remainder(time)));
+    const char* end = slot + std::min<size_t>(count * lanes_.row_stride, 4096);  // the hardware sees the rest coming
+    for (const char* line = slot - lanes_.row_stride; line < end; line += 64) __builtin_prefetch(line);
+  }
+
   RLSTORE_INLINE void locate(const int64_t* rows, size_t i, Found* found) {
     Found& f = found[i % kPipeline];
-    if (rows[i] < 0) {
-      f.lane = -1;
-      return;
-    }
+    f.lane = -1;
     const Found& before = found[(i + kPipeline - 1) % kPipeline];
+    int64_t lane;
     if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
-      f.lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
-    } else {
-      f.lane = lanes_.by_lanes.remainder(rows[i], &f.time);
+      lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
+    } else if (lanes_.part(rows[i], &lane, &f.time)) {
       f.place = lanes_.by_rows.remainder(f.time);
-    }
-    if (f.time < lanes_.oldest(f.lane) || f.time >= lanes_.written[f.lane]) {
-      all_held_ = false;
-      f.lane = -1;
+    } else {
+      all_held_ = all_held_ && rows[i] < 0;
       return;
     }
-    __builtin_prefetch(&lanes_.slot_at(f.lane, f.place));
+    if (!lanes_.holds(lane, f.time)) {
+      all_held_ = false;
+      return;
+    }
+    f.lane = lane;
+    __builtin_prefetch(&lanes_.slot_at(lane, f.place));
     for (const Observation& leaf : leaves_) {
       if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware to see
       // The observation that follows lies right behind it.
-      const char* row = leaf.block.at(f.lane, f.place);
+      const char* row = leaf.block.at(lane, f.place);
       const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
       for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
     }
   }
 
-  RLSTORE_INLINE void find_episode(Found& f) const {
+  RLSTORE_INLINE void refuse(Found& f) {
+    all_held_ = false;
+    f.lane = -1;
+  }
+
+  RLSTORE_INLINE void find_episode(Found& f) {
     if (f.lane < 0) return;
     f.slot = lanes_.slot_at(f.lane, f.place);
+    if (!lanes_.has_slot(f.slot)) return refuse(f);
     f.episode = lanes_.episodes + f.slot;
     __builtin_prefetch(f.episode);
   }
 
-  RLSTORE_INLINE void measure(Found& f) const {
+  RLSTORE_INLINE void measure(Found& f) {
     const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+    // Tables that came from a damaged file must not lead out of memory.
+    if (f.time < f.episode->start || f.time >= stop) return refuse(f);
     f.taken = std::min(fold_.n_step, stop - f.time);
     f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
   }
@@ -146,12 +220,12 @@ class Gather {
   RLSTORE_INLINE void write_rewards(const Found& f, const Output& output, size_t index) {
     const size_t width = rewards_.bytes / sizeof(float);
     float* target = reinterpret_cast<float*>(output.memory) + index * width;
-    std::fill(target, target + width, 0.0f);
-    if (f.lane < 0) return;
-    int64_t place = f.place;
-    for (int64_t i = 0; i < f.taken; i++, place = next_place(place)) {
-      const float* given = reinterpret_cast<const float*>(rewards_.at(f.lane, place));
-      for (size_t w = 0; w < width; w++) target[w] += fold_.powers[static_cast<size_t>(i)] * given[w];
+    for (size_t w = 0; w < width; w++) {
+      float sum = 0;
+      int64_t place = f.place;
+      for (int64_t i = 0; f.lane >= 0 && i < f.taken; i++, place = next_place(place))
+        sum += fold_.powers[static_cast<size_t>(i)] * reinterpret_cast<const float*>(rewards_.at(f.lane, place))[w];
+      target[w] = sum;
     }
   }
 
@@ -215,7 +289,7 @@ class Gather {
   // The frame that stood before the episode's first one, at time `at` < start.
   const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
     const size_t bytes = leaf.frame_bytes();
-    if (f.episode->padding == kKept) {
+    if (f.episode->padding == kKept && leaf.starts) {
       // The first stack was [starts..., first frame]: start - 1 is the newest of them.
       const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
       return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.episode->start - 1 - at)) * static_cast<int64_t>(bytes);
@@ -242,12 +316,17 @@ bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leav
   return Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs.data(), outputs.size());
 }
 
+RLSTORE_CLONES
+bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
+                    const Fold& fold, const int64_t* rows, size_t windows, size_t length, const std::vector<Output>& outputs) {
+  return Gather(lanes, leaves, columns, reward_column, fold).run_windows(rows, windows, length, outputs.data(), outputs.size());
+}
+
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count) {
   for (size_t i = 0; i < count; i++) {
-    if (rows[i] < 0) return false;
-    int64_t time;
-    const int64_t lane = lanes.by_lanes.remainder(rows[i], &time);
-    if (time < lanes.oldest(lane) || time >= lanes.written[lane]) return false;
+    int64_t lane, time;
+    if (!lanes.part(rows[i], &lane, &time) || !lanes.holds(lane, time)) return false;
+    if (!lanes.has_slot(lanes.slot_at(lane, lanes.by_rows.remainder(time)))) return false;
   }
   return true;
 }
@@ -286,11 +365,15 @@ void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t cou
 }
 
 void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
+  const auto slot_of = [&](size_t w, int64_t* lane, int64_t* time) -> const int32_t& {
+    *lane = lanes.by_lanes.remainder(starts[w], time);
+    return lanes.slot_at(*lane, lanes.by_rows.remainder(*time));
+  };
+  int64_t lane, time;
+  for (size_t w = 0; w < count && !across; w++) __builtin_prefetch(&slot_of(w, &lane, &time));
   for (size_t w = 0; w < count; w++) {
-    int64_t time;
-    const int64_t lane = lanes.by_lanes.remainder(starts[w], &time);
-    const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
-    const int64_t stop = across ? lanes.written[lane] : lanes.stop_of(episode, lane);
+    const int32_t& slot = slot_of(w, &lane, &time);
+    const int64_t stop = across ? lanes.written[lane] : lanes.stop_of(lanes.episodes[slot], lane);
     for (size_t j = 0; j < length; j++) {
       const int64_t at = time + static_cast<int64_t>(j);
       out[w * length + j] = at < stop ? at * lanes.lanes + lane : -1;

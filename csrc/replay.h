@@ -31,7 +31,11 @@ struct Fold {
 bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                         size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs);
 
-// True if every row is one that is held now.
+// The same for windows of `length` rows that follow one another in their lane, rows [windows, length], padded with -1.
+bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
+                    const Fold& fold, const int64_t* rows, size_t windows, size_t length, const std::vector<Output>& outputs);
+
+// True if every row is one that is held now, in an episode of the table.
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count);
 
 // The first and one past the last held row of the episode of each row, as times.

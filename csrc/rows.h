@@ -20,8 +20,12 @@ void copy_streamed(char* target, const char* source, size_t bytes);
 RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {
   // In chunks, the last one overlapping the one before: no byte loop.
   const auto chunks = [&](auto chunk) {
-    for (size_t i = 0; i + chunk < bytes; i += chunk) memcpy(target + i, source + i, chunk);
-    memcpy(target + bytes - chunk, source + bytes - chunk, chunk);
+    size_t i = 0;
+    for (; i + chunk <= bytes; i += chunk) memcpy(target + i, source + i, chunk);
+    if (bytes - i > 16)
+      memcpy(target + bytes - chunk, source + bytes - chunk, chunk);
+    else if (i < bytes)  // a short rest: one store that seldom spans two cache lines
+      memcpy(target + bytes - (chunk < 16 ? chunk : 16), source + bytes - (chunk < 16 ? chunk : 16), chunk < 16 ? chunk : 16);
   };
   if (bytes > 1024)
     memcpy(target, source, bytes);

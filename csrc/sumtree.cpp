@@ -19,31 +19,42 @@ RLSTORE_INLINE double sum_group(const Real* group) {
 }
 
 RLSTORE_INLINE float max_group(const float* group) {
-  float largest = group[0];
-  for (size_t i = 1; i < kWidth; i++) largest = group[i] > largest ? group[i] : largest;
-  return largest;
+  float largest[4];
+  for (size_t k = 0; k < 4; k++) {
+    const float a = group[k] > group[k + 4] ? group[k] : group[k + 4], b = group[k + 8] > group[k + 12] ? group[k + 8] : group[k + 12];
+    largest[k] = a > b ? a : b;
+  }
+  const float a = largest[0] > largest[1] ? largest[0] : largest[1], b = largest[2] > largest[3] ? largest[2] : largest[3];
+  return a > b ? a : b;
+}
+
+// The first of four whose running sum passes the target; what the sums came to before it is taken off the target.
+RLSTORE_INLINE int64_t pick_of_four(double a, double b, double c, double* target) {
+  const double ab = a + b, abc = ab + c, t = *target;
+  const int64_t passed = static_cast<int64_t>(a <= t) + (ab <= t) + (abc <= t);
+  const double before[4] = {0, a, ab, abc};
+  *target = t - before[passed];
+  return passed;
 }
 
 // The child in which the target falls; the target is then counted from the beginning of that child.
 template <typename Real>
 RLSTORE_INLINE int64_t pick_child(const Real* group, double* target) {
-  double running = 0, before = 0;
-  int64_t child = 0;
-  for (size_t i = 0; i < kWidth; i++) {
-    running += group[i];
-    const bool passed = running <= *target;
-    child += passed;
-    before = passed ? running : before;
+  double quarters[4];
+  for (size_t q = 0; q < 4; q++) {
+    const Real* quarter = group + q * 4;
+    quarters[q] = (static_cast<double>(quarter[0]) + quarter[1]) + (static_cast<double>(quarter[2]) + quarter[3]);
   }
-  if (child == static_cast<int64_t>(kWidth)) {
-    // Rounding put the target at the very end: the last child that holds anything.
-    child--;
-    while (child > 0 && !(group[child] > 0)) child--;
-    *target = 0;
-    return child;
-  }
-  *target -= before;
-  return child;
+  const int64_t quarter = pick_of_four(quarters[0], quarters[1], quarters[2], target);
+  const Real* four = group + quarter * 4;
+  int64_t child = quarter * 4 + pick_of_four(four[0], four[1], four[2], target);
+  if (group[child] > 0) return child;
+  // Rounding put the target past the end: the last child before it that holds anything, or else the first after it.
+  *target = 0;
+  int64_t held = child;
+  while (held > 0 && !(group[held] > 0)) held--;
+  while (held + 1 < static_cast<int64_t>(kWidth) && !(group[held] > 0)) held++;
+  return held;
 }
 
 RLSTORE_CLONES
@@ -118,6 +129,11 @@ void SumTree::set(const int64_t* indices, const float* values, size_t count) {
       if (distinct == 0 || parents_[distinct - 1] != parent) parents_[distinct++] = parent;
     }
     count = distinct;
+    const size_t groups = (level == 0 ? count_ : sizes_[level - 1]) / kWidth;
+    if (count > groups) {  // the top of the tree: cheaper to refresh as a whole than once for each leaf
+      count = groups;
+      for (size_t i = 0; i < count; i++) parents_[i] = static_cast<int64_t>(i);
+    }
     refresh_parents(level == 0 ? leaves_ : nullptr, level == 0 ? nullptr : sums_[level - 1],
                     level == 0 ? nullptr : maxima_[level - 1], sums_[level], maxima_[level], parents_.data(), count);
   }

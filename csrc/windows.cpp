@@ -1,6 +1,7 @@
 #include "windows.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "random.h"
 
@@ -31,7 +32,9 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
     if (start >= lanes.begun[lane] && (start - lanes.begun[lane]) % stride_ == 0) push(lanes, lane, start, oldest, added);
     return;
   }
-  const Episode& episode = lanes.episodes[lanes.slot_at(lane, lanes.by_rows.remainder(time))];
+  const int64_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(time));
+  if (!lanes.has_slot(slot)) return;
+  const Episode& episode = lanes.episodes[slot];
   if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was broken off
   open_[lane] = episode.start + 1;
   const int64_t taken = stop - episode.start;
@@ -64,18 +67,21 @@ void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t
   std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));
   int64_t total = 0;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) ends[static_cast<size_t>(lane)] = total += tails_[lane] - heads_[lane];
+  std::vector<std::pair<const int64_t*, int64_t>> chosen(count);  // where the window's start stands, and its lane
   for (size_t i = 0; i < count; i++) {
     const int64_t drawn = random_below(seed, counter + i, total);
     const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
     const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
-    rows[i] = start_at(lanes, lane, heads_[lane] + drawn - before) * lanes.lanes + lane;
+    chosen[i] = {&start_at(lanes, lane, heads_[lane] + drawn - before), lane};
+    __builtin_prefetch(chosen[i].first);
   }
+  for (size_t i = 0; i < count; i++) rows[i] = *chosen[i].first * lanes.lanes + chosen[i].second;
   generator[1] += static_cast<int64_t>(count);
 }
 
 bool Windows::contains(const Lanes& lanes, int64_t row) const {
-  int64_t time;
-  const int64_t lane = lanes.by_lanes.remainder(row, &time);
+  int64_t lane, time;
+  if (!lanes.part(row, &lane, &time)) return false;
   int64_t low = heads_[lane], high = tails_[lane];
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;

@@ -31,7 +31,7 @@ class Windows {
   void push(const Lanes& lanes, int64_t lane, int64_t start, int64_t oldest, std::vector<int64_t>* added);
   void finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t oldest, std::vector<int64_t>* added);
   int64_t& start_at(const Lanes& lanes, int64_t lane, int64_t index) const {
-    return starts_[lane * lanes.steps + index % lanes.steps];
+    return starts_[lane * lanes.steps + lanes.by_steps.remainder(index)];
   }
 
   int64_t length_, stride_;

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from torch import nn
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -49,13 +51,18 @@ class HideVelocities(gym.ObservationWrapper[Array, Any, Array]):
 
 
 def make_envs(
-    num_envs: int, env_id: str = "CartPole-v1", wrapper: Callable[[Any], Any] | None = None
+    num_envs: int,
+    env: str | Callable[[], gym.Env[Any, Any]] = "CartPole-v1",
+    wrapper: Callable[[Any], Any] | None = None,
 ) -> gym.vector.SyncVectorEnv:
-    """Environments that reset in the very step an episode ends, so that every step is a real transition."""
+    """Environments that reset in the very step an episode ends, so that every step is a real transition.
+
+    ``env`` is the name of a registered environment or a function that makes one.
+    """
 
     def make() -> gym.Env[Any, Any]:
-        env = gym.make(env_id)
-        return wrapper(env) if wrapper else env
+        made = gym.make(env) if isinstance(env, str) else env()
+        return wrapper(made) if wrapper else made
 
     return gym.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
@@ -71,6 +78,21 @@ def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
         ended = infos["_final_obs"]
         successors[ended] = np.stack(infos["final_obs"][ended])
     return torch.from_numpy(successors)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes with ReLU between them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+@torch.no_grad()
+def follow(target: nn.Module, source: nn.Module, rate: float) -> None:
+    """Move the parameters of ``target`` by the fraction ``rate`` of the way to those of ``source``."""
+    for slow, fast in zip(target.parameters(), source.parameters(), strict=True):
+        slow.lerp_(fast, rate)
 
 
 class Stopwatch:
@@ -189,7 +211,7 @@ class Run:
         seconds = time.perf_counter() - self._started
         return (
             f"{self.name}: {self.env_steps:,}/{self.max_steps:,} steps, {len(self.curve):,} episodes, "
-            f"mean return [bold]{self.mean_return:.1f}[/bold], {self.env_steps / seconds:,.0f} steps/s"
+            f"mean return [bold]{self.mean_return:.4g}[/bold], {self.env_steps / seconds:,.0f} steps/s"
         )
 
 
@@ -208,7 +230,7 @@ def arguments(description: str | None, steps: int, threshold: float | None = Non
 def report(result: Result, out: Path | None) -> None:
     """Print the closing table and, given a folder, write the learning curve and the result there."""
     table = Table(title=result.name, show_header=False)
-    table.add_row(f"mean return, last {WINDOW} training episodes", f"{result.mean_return:.1f}")
+    table.add_row(f"mean return, last {WINDOW} training episodes", f"{result.mean_return:.4g}")
     for name, value in result.extra.items():
         table.add_row(name.replace("_", " "), f"{value:,.1f}")
     table.add_row("episodes", f"{result.episodes:,}")
@@ -243,7 +265,8 @@ def plot_curve(result: Result, path: Path) -> None:
         axes.plot(steps, (sums[ends] - sums[starts]) / (ends - starts), color="C1", label=f"mean of the last {WINDOW}")
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.set(title=result.name, xlabel="environment steps", ylabel="return")
-    axes.set_ylim(bottom=0)
+    if all(episode_return >= 0 for _, episode_return in result.curve):
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,9 +1,10 @@
-"""On CUDA, in plain torch, the rollouts give what they give on the CPU."""
+"""On CUDA, in plain torch, the storages give what they give on the CPU."""
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from replay_play import STORAGES, flat, make, play
 from tensordict import TensorDict
 
 from rlstore import DecoupledRolloutStorage, DoesNotFitError, RolloutStorage, Storage
@@ -128,3 +129,35 @@ def test_blocks_on_the_device_are_zero_and_what_does_not_fit_is_refused():
         backing.require(1 << 50, "a petabyte")
     with pytest.raises(DoesNotFitError, match="which the system does not give"):
         backing.zeros("obs", (1 << 50,), torch.uint8)
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_replay_batches_agree(name):
+    """The same rows, drawn under the same seed, and the same values of them."""
+    storage = make(name, "cuda")
+    mine, truth = play(name, storage), play(name, make(name, "cpu"))
+    assert len(mine) > 30
+    for ours, expected in zip(mine, truth, strict=True):
+        for tensor, other in zip(ours, expected, strict=True):
+            assert tensor.dtype == other.dtype
+            assert_close(tensor, other)
+    assert all(tensor.is_cuda for tensor in storage.sample() if isinstance(tensor, torch.Tensor))
+    kept_on = "cpu" if name == "in RAM, prepared ahead" else "cuda"
+    assert {block.device.type for block in storage._ring_of().blocks.values()} == {kept_on}
+
+
+def test_replay_takes_what_is_on_the_device_and_what_is_not():
+    def held(device: str, given_on: str) -> list[torch.Tensor]:
+        storage, random = make("uniform", device), torch.Generator().manual_seed(0)
+        observations = torch.randn(3, 2, generator=random).to(given_on)
+        for step in range(30):
+            following = torch.randn(3, 2, generator=random).to(given_on)
+            actions, ends = torch.randint(5, (3,), generator=random).to(given_on), torch.tensor([step % 7 == 6] * 3)
+            storage.add(observations, actions, following.sum(1), ends.to(given_on), ends & False, {}, following)
+            observations = following
+        return flat(storage.get_all_buffer_data())
+
+    truth = held("cpu", "cpu")
+    for given_on in ("cuda", "cpu"):
+        for ours, expected in zip(held("cuda", given_on), truth, strict=True):
+            assert_close(ours, expected)

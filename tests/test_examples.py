@@ -199,6 +199,8 @@ def test_stopwatch_counts_the_arrival_of_items_and_not_their_use(monkeypatch):
     [
         ("ppo.py", "ppo", []),
         ("recurrent_ppo.py", "recurrent_ppo_none", ["--feedforward"]),
+        ("dqn.py", "dqn", ["--threshold", "500"]),
+        ("her.py", "her_plain", ["--plain", "--threshold", "1.1"]),
     ],
 )
 def test_command_line_writes_curve_and_result(script, name, options, tmp_path):

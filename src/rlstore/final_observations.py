@@ -41,6 +41,7 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
         fields: The field of each leaf.
         lanes: The number of lanes.
     """
+    structure = Structure(structure.paths, name)  # as errors call it
     given = torch.zeros(lanes, dtype=torch.bool)
     leaves = [torch.zeros(lanes, *field.shape, dtype=field.dtype) for field in fields]
     if _is_listed(value) and not (structure.paths[0] and isinstance(value, tuple)):

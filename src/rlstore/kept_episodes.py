@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ class KeptEpisodes:
         self._files = EpisodeFiles(owner, path, described)
         self._ring, self._fields = ring, fields
         self._kept = ring.written.clone()  # by lane, the rows that are on the disk already
+        # By lane, the episodes on the disk: one past the last row of each, and its number.
+        self._stops: list[deque[tuple[int, int]]] = [deque() for _ in range(ring.lanes)]
         observed = [Request(Part.OBSERVATION, i, f.shape, f.dtype) for i, f in enumerate(fields.observations)]
         following = [Request(Part.NEXT_OBSERVATION, i, f.shape, f.dtype) for i, f in enumerate(fields.observations)]
         columns = [Request(Part.COLUMN, i, c.shape, c.dtype) for i, c in enumerate(fields.columns)]
@@ -37,16 +41,31 @@ class KeptEpisodes:
         self._whole = TransitionGather(ring, [*observed, *columns, *flags], 1, 1.0)
         self._last = TransitionGather(ring, following, 1, 1.0)
 
-    def read(self) -> list[tuple[dict[str, Tensor], int]]:
-        """The newest episodes that the ring can hold, as steps ``[steps, ...]`` and the lane they belong in."""
+    def restore(self, put: Callable[[dict[str, Tensor], int], None]) -> None:
+        """Hand the episodes on the disk that the ring can hold to ``put``, as steps ``[steps, ...]`` and a lane.
+
+        Those that it cannot hold are removed.
+        """
         ring, names = self._ring, [field.name for field in self._fields.observations]
-        found = []
-        for episode, lane in self._files.newest(ring.steps * ring.lanes):
+        room = [ring.steps] * ring.lanes
+        entries = self._files.entries()
+        wanted = []
+        for entry in reversed(entries):
+            lane = entry.lane % ring.lanes
+            if room[lane] > 0:
+                wanted.append(entry.number)
+            room[lane] -= entry.steps
+        for number, _, lane in entries:
+            if number not in wanted:
+                self._files.remove(number)
+                continue
+            episode = self._files.read(number)
             for name in names:
                 episode[f"next {name}"] = episode[name][1:]
                 episode[name] = episode[name][:-1]
-            found.append((episode, lane % ring.lanes))
-        return found
+            put(episode, lane % ring.lanes)
+            self._stops[lane % ring.lanes].append((int(ring.written[lane % ring.lanes]), number))
+        self.mark()
 
     def mark(self) -> None:
         """What was written so far is on the disk already, or goes on."""
@@ -63,6 +82,10 @@ class KeptEpisodes:
         until = torch.where(stop == ring.written, stop, start)
         for lane in ((until > self._kept) & (ring.written > ring.begun)).nonzero().flatten().tolist():
             self._write_until(lane, int(until[lane]))
+            # What is overwritten in memory to its last row is let go on the disk.
+            stops, oldest = self._stops[lane], int(ring.written[lane]) - ring.steps
+            while stops and stops[0][0] <= oldest:
+                self._files.remove(stops.popleft()[1])
 
     def _write_until(self, lane: int, until: int) -> None:
         ring = self._ring
@@ -83,7 +106,8 @@ class KeptEpisodes:
         names = [field.name for field in [*self._fields.observations, *self._fields.columns]]
         episode = dict(zip([*names, "terminated", "truncated"], tensors, strict=True))
         episode.update({name: torch.cat([episode[name], end]) for name, end in zip(names[:count], last, strict=True)})
-        self._files.write({name: tensor.contiguous() for name, tensor in episode.items()}, stop - first, lane)
+        whole = {name: tensor.contiguous() for name, tensor in episode.items()}
+        self._stops[lane].append((stop, self._files.write(whole, stop - first, lane)))
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -57,7 +58,8 @@ class NStepReplayStorage(TransitionStorage):
         n_step: Steps over which rewards are summed before the bootstrap.
         discount: The discount factor.
         fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew; 1: always fresh.
-        save_snapshot: Whether finished episodes are kept on disk, where a restarted run finds them.
+        save_snapshot: Whether finished episodes are kept on disk, as long as they are in the storage; a restarted run
+            finds them there.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
         snapshot_dir: The folder of the episodes; of one live storage at a time.
         **options: See :class:`~rlstore.replay_base.StorageOptions`.
@@ -113,9 +115,7 @@ class NStepReplayStorage(TransitionStorage):
         if not self.save_snapshot:
             return
         self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
-        for episode, lane in self._kept.read():
-            self._put_episode(ring, episode, lane)
-        self._kept.mark()
+        self._kept.restore(partial(self._put_episode, ring))
 
     def _put_episode(self, ring: EpisodeRing, episode: dict[str, Tensor], lane: int) -> None:
         """Write an episode that was read from the disk into a lane."""
@@ -126,6 +126,7 @@ class NStepReplayStorage(TransitionStorage):
         for step in range(len(episode["terminated"])):
             row = [episode[name][step].unsqueeze(0).expand(ring.lanes, *episode[name].shape[1:]) for name in order]
             values = [value.to(ring.device).contiguous() for value in row]
+            ring.after_end.fill_(-1)  # none of these is a reset step
             ring.write((*values, mask, *values[len(names) : 2 * len(names)], None))
 
     def _follow(self) -> None:

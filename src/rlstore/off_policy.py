@@ -108,10 +108,14 @@ class OffPolicyStorage(SavedReplay):
     def _hidden_of(self, hidden_states: Any) -> tuple[Any, ...]:
         """Recurrent states, ``[layers, envs, hidden]`` each, as a row holds them."""
         shapes = self._fields.hidden_shapes
-        states = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,) * bool(shapes)
+        states = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        if hidden_states is None and not shapes:
+            states = ()
         if len(states) != len(shapes):
             raise InvalidInputError(
-                f"hidden_states holds {len(states)} states; give {len(shapes)}. Nothing was written."
+                f"hidden_states holds {len(states)} states; this storage holds {len(shapes)}, fixed by its "
+                f"hidden_shape. "
+                "Nothing was written."
             )
         fitted = []
         for index, (state, shape) in enumerate(zip(states, shapes, strict=True)):
@@ -239,10 +243,9 @@ class OffPolicyStorage(SavedReplay):
         values = self._fit_steps(new_data, (first.shape[0],))
         if self._ahead is not None:
             self._ahead.settle()
-        ring.after_end.fill_(-1)
         for step in range(first.shape[0]):
             row = tuple(None if value is None else value[step] for value in values)
-            # Given as final observations, so that no step is taken for a reset step.
+            ring.after_end.fill_(-1)  # none of these is a reset step
             ring.write((*row, *row[count : 2 * count], None))
             self._added += 1
             self._follow()
@@ -269,8 +272,8 @@ class OffPolicyStorage(SavedReplay):
 
         leaves = [
             fit(field, leaf)
-            for name in ("observations", "next_observations")
-            for field, leaf in zip(fields.observations, fields.structure.leaves(data[name]), strict=True)
+            for name, structure in (("observations", fields.structure), ("next_observations", fields.next_structure))
+            for field, leaf in zip(fields.observations, structure.leaves(data[name]), strict=True)
         ]
         columns = [
             fit(column, data[name]) for column, name in zip(fields.columns, ("actions", "rewards"), strict=False)

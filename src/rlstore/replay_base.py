@@ -127,7 +127,7 @@ class ReplayBase(Storage):
             owner,
             options.get("frame_stack", 1),
             options.get("stack_axis"),
-            tuple(options.get("reward_shape", ())),
+            options.get("reward_shape", ()),
             tuple(hidden_shapes),
         )
         self._added, self._warned = 0, False
@@ -356,8 +356,7 @@ class ReplayBase(Storage):
         if found is not None:
             key, value = found
             final = fit_final(f"infos[{key!r}]", value, fields.structure, fields.observations, ring.lanes)
-        leaves = fields.structure.leaves
-        observed = (*leaves(observations), *leaves(next_observations))
+        observed = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
         self._put((*observed, actions, rewards, *hidden, terminateds, truncateds, mask, *final))
 
     def _put(self, values: tuple[Any, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class ReplayFields:
     """
 
     structure: Structure
+    next_structure: Structure
     observations: list[Field]
     action: ActionSpec
 
@@ -48,10 +49,12 @@ class ReplayFields:
         owner: str,
         frame_stack: int,
         stack_axis: int | None,
-        reward_shape: tuple[int, ...],
+        reward_shape: Sequence[int],
         hidden_shapes: tuple[tuple[int, int], ...],
     ) -> None:
         check_positive(owner, frame_stack=frame_stack)
+        if stack_axis is not None and (isinstance(stack_axis, bool) or not isinstance(stack_axis, int)):
+            raise InvalidInputError(f"stack_axis is {stack_axis!r}; {owner} needs a whole number, or None")
         self._owner, self._stack, self._axis = owner, int(frame_stack), stack_axis
         self.reward_shape = check_shape(owner, "reward_shape", reward_shape)
         self.hidden_shapes = hidden_shapes
@@ -111,6 +114,7 @@ class ReplayFields:
     def _set(self, structure: Structure, fields: list[Field], action: ActionSpec, origin: str) -> None:
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
+        self.next_structure = Structure(structure.paths, "next_observations")  # the same, as errors call it
         self.no_final = (None,) * (len(fields) + 1)
         self.is_plain = structure.is_leaf and not self.hidden_shapes
         own = f"{self._owner}()"

@@ -216,27 +216,26 @@ class SequenceReplayStorage(PriorityStorage):
 
     def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> SequenceBatch:
         assert drawn.others is not None
-        count, length, structure = len(drawn.others), self._length, self._fields.structure
-        leaves = len(structure.paths)
-        shaped = [tensor.unflatten(0, (count, length)) for tensor in tensors[: 2 * leaves + 6]]
-        observations = structure.build(shaped[:leaves], (count, length))
-        following = structure.build(shaped[leaves : 2 * leaves], (count, length))
-        actions, rewards, terminated, truncated, is_first, held = shaped[2 * leaves :]
-        held[:, : self.burn_in] = False
-        rows = drawn.others.to(self._torch_device)
-        weights = torch.ones(count, 1) if drawn.weights is None else drawn.weights
+        leaves, structure, begins = len(self._fields.structure.paths), self._fields.structure, drawn.others
+        size = drawn.rows.shape
+        actions, rewards, terminated, truncated, is_first, held = tensors[2 * leaves : 2 * leaves + 6]
+        if self.burn_in:
+            held[:, : self.burn_in] = False
+        weights = torch.ones(size[0], 1) if drawn.weights is None else drawn.weights
+        if self._torch_device.type != "cpu":
+            begins, weights = begins.to(self._torch_device), weights.to(self._torch_device)
         return SequenceBatch(
-            observations,
+            structure.build(tensors[:leaves], size),
             actions,
             rewards,
             terminated,
             truncated,
-            following,
+            structure.build(tensors[leaves : 2 * leaves], size),
             is_first,
             held,
             self._states(tensors[2 * leaves + 6 :]),
-            weights.to(self._torch_device),
-            rows,
+            weights,
+            begins,
         )
 
     @staticmethod
@@ -253,7 +252,7 @@ def _hidden_shapes(owner: str, shape: Sequence[Any] | None) -> list[tuple[int, i
     """One ``(layers, hidden)`` for each recurrent state."""
     if shape is None:
         return []
-    parts = list(shape)
+    parts = list(shape) if isinstance(shape, (tuple, list)) else []
     pairs = [parts] if all(isinstance(part, int) for part in parts) else parts
     checked = [check_shape(owner, "hidden_shape", pair) for pair in pairs]
     if not checked or any(len(pair) != 2 for pair in checked):

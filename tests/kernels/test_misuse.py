@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import misuse
+import misuse_program
 import pytest
 
 from rlstore.kernels import OPERATIONS
@@ -15,7 +16,9 @@ from rlstore.kernels import OPERATIONS
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """Every call, made in other processes, so that a crash costs one test and not the run."""
-    done = subprocess.run([sys.executable, misuse.__file__], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, misuse_program.__file__], capture_output=True, text=True, check=True, timeout=120
+    )
     return json.loads(done.stdout)
 
 

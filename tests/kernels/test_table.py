@@ -1,4 +1,4 @@
-"""The table of operations: what it lists, what the reference has, and what is compared."""
+"""The table of operations: what it lists, what the references have, and what is compared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import test_against_reference  # noqa: F401  (for its marks)
+import test_replay_draws  # noqa: F401  (for its marks)
+import test_replay_gather  # noqa: F401  (for its marks)
+import test_replay_ring  # noqa: F401  (for its marks)
 import test_row_writer  # noqa: F401  (for its marks)
 from kernel_inputs import COVERED
 
 from rlstore import kernels
-from rlstore.kernels import OPERATIONS, kernel, reference
+from rlstore.kernels import OPERATIONS, REFERENCES, kernel, reference_of
 
 
 def test_every_operation_has_a_comparison_and_every_comparison_an_operation():
@@ -22,18 +25,23 @@ def test_every_operation_has_a_comparison_and_every_comparison_an_operation():
 def test_an_operation_is_native_on_the_cpu_and_the_reference_elsewhere():
     for operation in OPERATIONS:
         assert kernel(operation, "cpu") is getattr(kernels._native, operation)
-        assert kernel(operation, "no such device") is getattr(reference, operation)
+        assert kernel(operation, "no such device") is reference_of(operation)
     with pytest.raises(KeyError):
         kernel("no such operation", "cpu")
 
 
-def test_the_reference_has_nothing_that_the_table_lacks():
-    public = {
+def test_the_references_have_nothing_that_the_table_lacks():
+    public = [
         name
-        for name, part in vars(reference).items()
-        if not name.startswith("_") and getattr(part, "__module__", None) == reference.__name__
-    }
-    assert public == set(OPERATIONS)
+        for module in REFERENCES
+        for name, part in vars(module).items()
+        if not name.startswith("_") and getattr(part, "__module__", None) == module.__name__
+    ]
+    assert sorted(public) == sorted(OPERATIONS)
+
+
+def parameters(node: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in node.args.args]
 
 
 def test_the_native_stub_has_the_signatures_of_the_reference():
@@ -42,5 +50,16 @@ def test_the_native_stub_has_the_signatures_of_the_reference():
     assert set(declared) == set(OPERATIONS)
     for name, node in declared.items():
         if isinstance(node, ast.FunctionDef):
-            names = [argument.arg for argument in node.args.args]
-            assert names == list(inspect.signature(getattr(reference, name)).parameters), name
+            assert parameters(node) == list(inspect.signature(reference_of(name)).parameters), name
+            continue
+        for method in node.body:
+            expected = list(inspect.signature(getattr(reference_of(name), method.name)).parameters)
+            assert parameters(method) == expected, f"{name}.{method.name}"
+
+
+def test_the_native_classes_have_the_methods_of_the_stub():
+    stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef):
+            methods = {name for name in vars(getattr(kernels._native, node.name)) if not name.startswith("_")}
+            assert methods == {method.name for method in node.body} - {"__init__"}

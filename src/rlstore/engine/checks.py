@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ def check_fraction(owner: str, **fractions: object) -> None:
 def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of whole numbers that are not negative."""
     try:
-        sizes = tuple(int(size) for size in shape)
+        sizes = tuple(index(size) for size in shape)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"{name} is {shape!r}; {owner} needs a sequence of whole numbers") from error
     if any(size < 0 for size in sizes):

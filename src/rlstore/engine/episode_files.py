@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -25,6 +25,14 @@ from rlstore.errors import InvalidInputError, SnapshotError
 FORMAT, VERSION = "rlstore episodes", 1
 MANIFEST = "manifest.json"
 _EPISODE = re.compile(r"episode-(\d+)\.safetensors")
+
+
+class Entry(NamedTuple):
+    """An episode on the disk: its number, its steps, and the environment that it came from."""
+
+    number: int
+    steps: int
+    lane: int
 
 
 class EpisodeFiles:
@@ -75,8 +83,8 @@ class EpisodeFiles:
         names = ((_EPISODE.fullmatch(entry.name), entry) for entry in self._folder.iterdir())
         return sorted((int(match[1]), entry) for match, entry in names if match)
 
-    def write(self, tensors: Mapping[str, Tensor], steps: int, lane: int) -> None:
-        """Keep an episode. When this returns it is on the disk, whole.
+    def write(self, tensors: Mapping[str, Tensor], steps: int, lane: int) -> int:
+        """Keep an episode, and give its number. When this returns it is on the disk, whole.
 
         Args:
             tensors: By name, contiguous and on the CPU.
@@ -84,28 +92,30 @@ class EpisodeFiles:
             lane: The environment that it came from.
         """
         content = save(dict(tensors), metadata={"steps": str(steps), "lane": str(lane)})
-        path = self._folder / f"episode-{self._last + 1:012}.safetensors"
-        with telling_full_disk(path, "Free some space, or make the storage without save_snapshot."):
-            write_whole(path, content)
+        with telling_full_disk(self._folder, "Free some space, or make the storage without save_snapshot."):
+            write_whole(self._path(self._last + 1), content)
         self._last += 1
+        return self._last
 
-    def newest(self, steps: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-        """The newest episodes that together have at least ``steps`` steps (or all), the oldest of them first.
+    def _path(self, number: int) -> Path:
+        return self._folder / f"episode-{number:012}.safetensors"
 
-        Yields:
-            The tensors of each, and its environment.
-        """
-        taken = 0
-        chosen: list[Path] = []
-        for _, path in reversed(self._found()):
-            if taken >= steps:
-                break
-            chosen.append(path)
-            taken += int(self._metadata(path)["steps"])
-        for path in reversed(chosen):
-            lane = int(self._metadata(path)["lane"])
-            with safe_open(path, framework="pt") as file:
-                yield {name: file.get_tensor(name) for name in file.keys()}, lane  # noqa: SIM118
+    def entries(self) -> list[Entry]:
+        """The episodes that there are, the oldest first."""
+        found = []
+        for number, path in self._found():
+            metadata = self._metadata(path)
+            found.append(Entry(number, int(metadata["steps"]), int(metadata["lane"])))
+        return found
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """The tensors of an episode."""
+        with safe_open(self._path(number), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def remove(self, number: int) -> None:
+        """Forget an episode."""
+        self._path(number).unlink(missing_ok=True)
 
     def _metadata(self, path: Path) -> dict[str, str]:
         try:

@@ -218,7 +218,9 @@ class EpisodeRing:
         return self._kernel
 
     def _bind_tables(self) -> None:
-        self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
+        # In the kernel that there is, because windows and priorities hold it too.
+        if self._kernel is not None:
+            self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
     def write(self, values: tuple[Any, ...]) -> bool:
         """Write one step of all lanes; every value fits, or nothing is written.
@@ -244,7 +246,7 @@ class EpisodeRing:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
                 if outcome == fitted:
                     raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
-                fitting = self._fit(outcome, values[outcome])
+                fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             elif outcome == _NEED_SLOTS:
                 self._grow()
@@ -264,12 +266,18 @@ class EpisodeRing:
         given = Field("which final observations are given", (), torch.uint8, origin, is_flag=True)
         return [*leaves, *following, *self.columns, *flags, *finals, given][index]
 
-    def _fit(self, index: int, value: Any) -> Tensor:
-        field = self._field(index)
+    def _fit(self, index: int, values: tuple[Any, ...]) -> Tensor:
+        field, value = self._field(index), values[index]
         if self.lanes == 1 and value is not None:
             value = as_tensor(value, field.name)
             if tuple(value.shape) == field.shape:
                 value = value.unsqueeze(0)
+        mask = values[2 * len(self.leaves) + len(self.columns) + 2]
+        if field.is_flag and field.name != "mask" and mask is not None:
+            # Nothing is read of a lane that sat out, not even that its flags are no flags.
+            given, taken = as_tensor(value, field.name), self._fit(2 * len(self.leaves) + len(self.columns) + 2, values)
+            if given.numel() == self.lanes:
+                value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
         return field.fit(value, self.lanes, self.device)
 
     def _grow(self) -> None:
@@ -340,7 +348,7 @@ class EpisodeRing:
         read_into("counters", self.counters)
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
-        self._kernel = None
+        self._bind_tables()
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies

@@ -174,10 +174,10 @@ class TransitionGather:
         self._bound_to: Any = None
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """One tensor ``[rows, ...]`` for each request.
+        """One tensor ``[*rows.shape, ...]`` for each request.
 
         Args:
-            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 ``[n]`` on the CPU; -1 gives zeros.
+            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 on the CPU; -1 gives zeros.
         """
         ring = self._ring
         if self._bound_to is None or self._bound_to is not ring._kernel:
@@ -186,16 +186,15 @@ class TransitionGather:
                 ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
             )
             self._bound_to = ring.kernel
-        count = rows.shape[0]
         if ring.device.type != "cpu":
             return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
         if self._pin_memory:
             outs: tuple[Tensor, ...] | None = tuple(
-                torch.empty((count, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests
+                torch.empty((*rows.shape, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests
             )
-        elif self._row_bytes * count >= LARGE_BYTES:
+        elif self._row_bytes * rows.numel() >= LARGE_BYTES:
             cpu = ring.device
-            outs = tuple(self._outputs.empty((count, *r.shape), r.dtype, cpu) for r in self._requests)
+            outs = tuple(self._outputs.empty((*rows.shape, *r.shape), r.dtype, cpu) for r in self._requests)
         else:
             outs = None
         if outs is None and torch.is_inference_mode_enabled():

@@ -27,7 +27,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fil
 def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As :func:`allocate`, with whatever was in the memory before: for outputs that are written at once."""
     if not torch.is_inference_mode_enabled():
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(False):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 

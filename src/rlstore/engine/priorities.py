@@ -32,7 +32,7 @@ class Priorities:
         self.alpha, self.stale = alpha, 0
         self._ring, self._windows = ring, windows
         leaves = -(-ring.steps * ring.lanes // 16) * 16
-        above = sum(kernel("Priorities", "cpu").level_sizes(leaves))  # type: ignore[attr-defined]
+        above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))  # type: ignore[attr-defined]
         make = ring.backing.on_host().zeros
         self.leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
@@ -46,7 +46,7 @@ class Priorities:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             memory = (self.leaves, self._sums, self._maxima, self._seen)
-            self._kernel = kernel("Priorities", "cpu")(self._ring.kernel, memory)
+            self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
         return self._kernel
 
     @property
@@ -100,8 +100,11 @@ class Priorities:
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise InvalidInputError(f"rows are {ids.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
         given = as_tensor(priorities, "priorities")
-        if given.numel() != ids.numel():
-            raise InvalidInputError(f"there are {ids.numel()} rows and {given.numel()} priorities. {_UNCHANGED}")
+        if tuple(given.shape) not in ((len(ids),), (len(ids), 1)) or given.dtype.is_complex:
+            raise InvalidInputError(
+                f"priorities are {tuple(given.shape)} {given.dtype} for {len(ids)} rows; give a real number for each. "
+                f"{_UNCHANGED}"
+            )
         ids = ids.to(_CPU, torch.int64).contiguous()
         values = given.flatten().to(_CPU, torch.float32).contiguous()
         windows = None if self._windows is None else self._windows.kernel

@@ -70,7 +70,7 @@ class Windows:
         """The index itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             memory = (self._queue, *self._counters)
-            make = kernel("WindowIndex", "cpu")
+            make = kernel("WindowIndex", self._ring.device.type)
             self._kernel = make(self._ring.kernel, self.length, self._stride, self._across, memory)
         return self._kernel
 
@@ -93,8 +93,8 @@ class Windows:
         return rows
 
     def rows(self, starts: Tensor) -> Tensor:
-        """All rows of the windows that begin at ``starts``, int64 ``[len(starts) * length]``; -1 after their end."""
-        rows = allocate_empty((len(starts) * self.length,), torch.int64, _CPU)
+        """All rows of the windows that begin at ``starts``, int64 ``[windows, length]``; -1 after their end."""
+        rows = allocate_empty((starts.shape[0], self.length), torch.int64, _CPU)
         self._ring.kernel.windows(starts, self.length, self._across, rows)
         return rows
 

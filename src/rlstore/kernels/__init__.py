@@ -1,6 +1,6 @@
 """Which implementation an operation has on which device: the whole dispatch is this table.
 
-Every operation exists in :mod:`rlstore.kernels.reference`, in plain torch, for any device. Where a faster version is
+Every operation exists in one of the modules named reference, in plain torch, for any device. Where a faster version is
 listed here it has the same signature and agrees with the reference on every input (``tests/kernels``). All of them
 write into tensors that the caller gives.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels import _native, reference
+from rlstore.kernels import _native, draws_reference, gather_reference, reference, replay_reference
 
 _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "RowWriter": {"cpu": _native.RowWriter},
@@ -33,9 +33,15 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 OPERATIONS = tuple(_TABLE)
+REFERENCES = (reference, replay_reference, gather_reference, draws_reference)
 
 
 def kernel(operation: str, device_type: str) -> Callable[..., Any]:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
-    found: Callable[..., Any] = _TABLE[operation].get(device_type) or getattr(reference, operation)
+    return _TABLE[operation].get(device_type) or reference_of(operation)
+
+
+def reference_of(operation: str) -> Callable[..., Any]:
+    """The implementation of ``operation`` in plain torch."""
+    found: Callable[..., Any] = next(vars(module)[operation] for module in REFERENCES if operation in vars(module))
     return found

@@ -1,0 +1,411 @@
+"""The buffers that replay is measured with: how each library is filled, added to and sampled, with data as used there.
+
+Libraries are imported when a buffer is made, so that a missing one is reported and the others still run.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from itertools import count, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from benchmarks.harness import Role
+from benchmarks.replay_data import GAMMA, Array, Source, Steps
+
+Loop = Callable[[], object]
+
+
+def one_step_discounts(terminated: Array | torch.Tensor) -> torch.Tensor:
+    """Discounts, for buffers that serve flags in their place."""
+    return GAMMA * (1.0 - torch.as_tensor(terminated).float())
+
+
+class Buffer(ABC):
+    """A buffer of one library, for the transitions of a source.
+
+    Attributes:
+        sample: draws a batch; called with the arguments that ``arguments`` gives.
+    """
+
+    role: Role = "peer"
+    sample: Callable[..., Any]
+
+    def __init__(self, source: Source, capacity: int) -> None:
+        self.source = source
+        self.capacity = capacity
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Fill it to its capacity."""
+
+    @abstractmethod
+    def adding(self, steps: Steps) -> Loop:
+        """A loop that adds steps one by one."""
+
+    @abstractmethod
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        """A drawn batch under the names that all share."""
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        """What ``sample`` is called with to draw that many batches."""
+        return repeat((batch_size,), calls)
+
+    def sampling(self, batch_size: int, calls: int) -> Loop:
+        """A loop that draws batches and keeps each until the next one is there."""
+
+        def draw() -> object:
+            sample, drawn = self.sample, None
+            for arguments in self.arguments(batch_size, calls):
+                drawn = sample(*arguments)
+            return drawn
+
+        return draw
+
+    def drawn(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """One batch under the names that all share."""
+        return self.batch(self.sampling(batch_size, 1)())
+
+    def rest(self) -> None:  # noqa: B027
+        """Wait until nothing works in the background."""
+
+    def close(self) -> None:  # noqa: B027
+        """Called once, at the end."""
+
+
+def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]]) -> Loop:
+    """A loop of calls with prepared positional arguments."""
+
+    def loop() -> None:
+        for given in arguments:
+            add(*given)
+
+    return loop
+
+
+class Rlstore(Buffer):
+    """One of our storages, given tensors ``[envs, ...]``.
+
+    With ``from_gymnasium`` it is given what gymnasium's environments give: arrays, and of a single one plain numbers.
+    """
+
+    role = "ours"
+
+    def __init__(
+        self,
+        source: Source,
+        capacity: int,
+        storage: str = "ReplayStorage",
+        *,
+        from_gymnasium: bool = False,
+        **options: Any,
+    ) -> None:
+        import rlstore
+
+        super().__init__(source, capacity)
+        self._from_gymnasium = from_gymnasium
+        self.storage: Any = getattr(rlstore, storage)(
+            source.observation_space,
+            source.action_space,
+            "cpu",
+            capacity,
+            source.envs,
+            seed=0,
+            **options,
+        )
+        self.sample = self.storage.sample
+
+    def fill(self) -> None:
+        for steps in self.source.fill(self.capacity):
+            self.storage.insert_data_slice({name: torch.from_numpy(values) for name, values in vars(steps).items()})
+
+    def adding(self, steps: Steps) -> Loop:
+        return calling(self.storage.add, [self._given(step) for step in steps.each()])
+
+    def _given(self, step: Steps) -> tuple[Any, ...]:
+        values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
+        infos: dict[str, object] = {}
+        if not self._from_gymnasium:
+            return *map(torch.from_numpy, values), infos, torch.from_numpy(step.next_observations)
+        if self.source.envs > 1:
+            return *values, infos, step.next_observations
+        observation, action, reward, terminated, truncated = (value[0] for value in values)
+        return observation, action, float(reward), bool(terminated), bool(truncated), infos, step.next_observations[0]
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        batch = {name: getattr(drawn, name) for name in ("observations", "actions", "next_observations")}
+        return batch | {"rewards": drawn.rewards.squeeze(-1), "discounts": drawn.discounts.squeeze(-1)}
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+class Sb3(Buffer):
+    """Stable-Baselines3's ReplayBuffer: numpy in, tensors out."""
+
+    def __init__(self, source: Source, capacity: int) -> None:
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        super().__init__(source, capacity)
+        self.buffer: Any = ReplayBuffer(
+            capacity, source.observation_space, source.action_space, "cpu", n_envs=source.envs
+        )
+        self.sample = self.buffer.sample
+
+    def fill(self) -> None:
+        buffer, at = self.buffer, 0
+        for steps in self.source.fill(self.capacity):
+            rows = slice(at, at + len(steps.rewards))
+            buffer.observations[rows] = steps.observations
+            buffer.actions[rows] = steps.actions.reshape(buffer.actions[rows].shape)
+            buffer.rewards[rows] = steps.rewards
+            buffer.dones[rows] = steps.terminated | steps.truncated
+            buffer.timeouts[rows] = steps.truncated
+            buffer.next_observations[rows] = steps.next_observations
+            at = rows.stop
+        buffer.pos, buffer.full = 0, True
+
+    def adding(self, steps: Steps) -> Loop:
+        arguments = [
+            (
+                step.observations,
+                step.next_observations,
+                step.actions,
+                step.rewards,
+                step.terminated | step.truncated,
+                [{"TimeLimit.truncated": True} if truncated else {} for truncated in step.truncated],
+            )
+            for step in steps.each()
+        ]
+        return calling(self.buffer.add, arguments)
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        actions = drawn.actions if self.source.action_shape else drawn.actions.squeeze(-1)
+        return {
+            "observations": drawn.observations,
+            "actions": actions,
+            "rewards": drawn.rewards.squeeze(-1),
+            "discounts": one_step_discounts(drawn.dones.squeeze(-1)),
+            "next_observations": drawn.next_observations,
+        }
+
+
+class Cpprb(Buffer):
+    """cpprb's ReplayBuffer: numpy in and out.
+
+    ``compress`` keeps single frames, for which its stacks have to lie in the last axis.
+    """
+
+    def __init__(
+        self, source: Source, capacity: int, *, kind: str = "ReplayBuffer", compress: bool = False, **options: Any
+    ) -> None:
+        import cpprb
+
+        super().__init__(source, capacity)
+        self._compress = compress
+        shape = source.obs_shape
+        observations = {"shape": (*shape[1:], shape[0]) if compress else shape, "dtype": source.observation_space.dtype}
+        fields: dict[str, dict[str, Any]] = {
+            "obs": observations,
+            "act": {"shape": source.action_shape or 1, "dtype": source.action_space.dtype},
+            "rew": {},
+            "done": {"dtype": np.float32 if "Nstep" in options else bool},
+        }
+        if compress:
+            options |= {"next_of": "obs", "stack_compress": "obs"}
+        else:
+            fields["next_obs"] = observations
+        self.buffer: Any = getattr(cpprb, kind)(capacity, fields, **options)
+        self.sample = self.buffer.sample
+
+    def _fields(self, steps: Steps) -> dict[str, Array]:
+        """Fields of transitions in one axis."""
+        observations, following = steps.observations, steps.next_observations
+        if self._compress:
+            observations, following = np.moveaxis(observations, 1, -1), np.moveaxis(following, 1, -1)
+        return {
+            "obs": observations,
+            "act": steps.actions,
+            "rew": steps.rewards,
+            "next_obs": following,
+            "done": steps.terminated,
+        }
+
+    def fill(self) -> None:
+        for steps in self.source.fill(self.capacity):
+            self.buffer.add(**self._fields(steps.flat()))
+            if (steps.terminated | steps.truncated)[-1].all():
+                self.buffer.on_episode_end()
+
+    def adding(self, steps: Steps) -> Loop:
+        add = self.buffer.add
+        given = [self._fields(step) for step in steps.each()]
+
+        def loop() -> None:
+            for fields in given:
+                add(**fields)
+
+        return loop
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        values = {name: torch.from_numpy(drawn[name]) for name in ("obs", "act", "rew", "next_obs")}
+        if self._compress:
+            values |= {name: values[name].movedim(-1, 1) for name in ("obs", "next_obs")}
+        return {
+            "observations": values["obs"],
+            "actions": values["act"] if self.source.action_shape else values["act"].squeeze(-1),
+            "rewards": values["rew"].squeeze(-1),
+            "discounts": one_step_discounts(drawn["done"].squeeze(-1)),
+            "next_observations": values["next_obs"],
+        }
+
+
+class Rlox(Buffer):
+    """rlox's ReplayBuffer, for float32 vectors: numpy in and out; every draw is given a seed."""
+
+    def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", *options: Any) -> None:
+        import rlox
+
+        super().__init__(source, capacity)
+        self.buffer: Any = getattr(rlox, kind)(capacity, *source.obs_shape, *source.action_shape, *options)
+        self.seeds = count()
+        self.sample = self.buffer.sample
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return zip(repeat(batch_size, calls), self.seeds, strict=False)
+
+    def fill(self) -> None:
+        for steps in self.source.fill(self.capacity):
+            self.buffer.push_batch(*self._flat(steps))
+
+    @staticmethod
+    def _flat(steps: Steps) -> tuple[Array, ...]:
+        flags = steps.terminated.reshape(-1).astype(np.uint8), steps.truncated.reshape(-1).astype(np.uint8)
+        values = steps.observations, steps.next_observations, steps.actions, steps.rewards
+        return *(value.reshape(-1) for value in values), *flags
+
+    @staticmethod
+    def single(step: Steps) -> tuple[Any, ...]:
+        """What ``push`` takes, of a step of one environment."""
+        flags = bool(step.terminated[0]), bool(step.truncated[0])
+        return step.observations[0], step.actions[0], float(step.rewards[0]), *flags, step.next_observations[0]
+
+    def pushing(self, steps: Steps) -> Loop:
+        """A loop that adds the steps of one environment."""
+        return calling(self.buffer.push, [self.single(step) for step in steps.each()])
+
+    def adding(self, steps: Steps) -> Loop:
+        if self.source.envs == 1:
+            return self.pushing(steps)
+        return calling(self.buffer.push_batch, [self._flat(step) for step in steps.each()])
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        names = {"obs": "observations", "actions": "actions", "rewards": "rewards", "next_obs": "next_observations"}
+        values = {ours: torch.from_numpy(drawn[name]) for name, ours in names.items()}
+        return values | {"discounts": one_step_discounts(drawn["terminated"])}
+
+
+class Tianshou(Buffer):
+    """tianshou's buffers: numpy in and out, in a Batch. Several environments have a buffer each."""
+
+    def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", **options: Any) -> None:
+        import tianshou.data
+
+        super().__init__(source, capacity)
+        self._data: Any = tianshou.data
+        if source.envs == 1:
+            self.buffer: Any = getattr(self._data, kind)(capacity, **options)
+        else:
+            self.buffer = self._data.VectorReplayBuffer(capacity, source.envs)
+        self.sample = self.buffer.sample
+
+    def _batch(self, steps: Steps) -> Any:
+        return self._data.Batch(
+            obs=steps.observations,
+            act=steps.actions,
+            rew=steps.rewards,
+            terminated=steps.terminated,
+            truncated=steps.truncated,
+            obs_next=steps.next_observations,
+        )
+
+    def _single(self, steps: Steps) -> Any:
+        return self._batch(Steps(*(values[0] for values in vars(steps).values())))
+
+    def fill(self) -> None:
+        if self.source.envs == 1:
+            whole = self._data.Batch.cat([self._batch(steps.flat()) for steps in self.source.fill(self.capacity)])
+            whole.done = whole.terminated | whole.truncated
+            self.buffer.set_batch(whole)
+            # What its own from_data does.
+            self.buffer._size = self.capacity
+            return
+        envs = np.arange(self.source.envs)
+        for steps in self.source.fill(self.capacity):
+            for step in steps.each():
+                self.buffer.add(self._batch(step), envs)
+
+    def adding(self, steps: Steps) -> Loop:
+        if self.source.envs == 1:
+            return calling(self.buffer.add, [(self._single(step),) for step in steps.each()])
+        envs = np.arange(self.source.envs)
+        return calling(self.buffer.add, [(self._batch(step), envs) for step in steps.each()])
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        values = drawn[0]
+        return {
+            "observations": torch.from_numpy(values.obs),
+            "actions": torch.from_numpy(values.act),
+            "rewards": torch.from_numpy(values.rew).float(),
+            "discounts": one_step_discounts(values.terminated),
+            "next_observations": torch.from_numpy(values.obs_next),
+        }
+
+
+class TorchRl(Buffer):
+    """TorchRL's ReplayBuffer: TensorDicts in and out."""
+
+    def __init__(self, source: Source, capacity: int, batch_size: int | None = None, **options: Any) -> None:
+        from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+        super().__init__(source, capacity)
+        logging.getLogger("torchrl").setLevel(logging.WARNING)
+        self.buffer: Any = ReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=batch_size, **options)
+        self.sample = self.buffer.sample
+
+    @staticmethod
+    def data(steps: Steps) -> TensorDict:
+        """Transitions in one axis, named as TorchRL's environments do."""
+        tensors = {name: torch.from_numpy(values) for name, values in vars(steps).items()}
+        ends = {name: tensors[name].unsqueeze(-1) for name in ("terminated", "truncated")}
+        following = {
+            "observation": tensors["next_observations"],
+            "reward": tensors["rewards"].unsqueeze(-1),
+            "done": ends["terminated"] | ends["truncated"],
+            **ends,
+        }
+        fields = {"observation": tensors["observations"], "action": tensors["actions"], "next": following}
+        return TensorDict(fields, batch_size=[len(steps.rewards)])
+
+    def fill(self) -> None:
+        for steps in self.source.fill(self.capacity):
+            self.buffer.extend(self.data(steps.flat()))
+
+    def adding(self, steps: Steps) -> Loop:
+        if self.source.envs == 1:
+            return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()])
+        return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()])
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        return {
+            "observations": drawn["observation"],
+            "actions": drawn["action"],
+            "rewards": drawn["next", "reward"].squeeze(-1),
+            "discounts": one_step_discounts(drawn["next", "terminated"].squeeze(-1)),
+            "next_observations": drawn["next", "observation"],
+        }

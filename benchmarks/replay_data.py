@@ -1,0 +1,233 @@
+"""Synthetic experience for replay: everything about a transition follows from its id, so that any batch can be checked.
+
+An id counts observations: each episode has one more than it has steps, so what follows a step has the next id of the
+same environment, the final observation too. An observation carries its id.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium.spaces import Box, Discrete
+
+Array = npt.NDArray[Any]
+GAMMA = 0.99
+NOISE_ROWS = 4093
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of all environments, each array ``[steps, envs, ...]``; the arrays of single steps lie apart."""
+
+    observations: Array
+    actions: Array
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    next_observations: Array
+
+    def each(self) -> Iterator[Steps]:
+        """The steps one by one, ``[envs, ...]``, in memory of their own, as an environment gives them."""
+        for t in range(len(self.rewards)):
+            yield Steps(*(values[t].copy() for values in vars(self).values()))
+
+    def flat(self) -> Steps:
+        """The same, with steps and environments in one axis."""
+        return Steps(*(values.reshape(-1, *values.shape[2:]) for values in vars(self).values()))
+
+
+class Source(ABC):
+    """An endless stream of steps from ``envs`` environments, ``chunk`` transitions at a time.
+
+    All episodes are equally long, and those of different environments end at different steps. Every second one is
+    terminated, the others are truncated.
+    """
+
+    def __init__(
+        self, observation_space: Box, action_space: Box | Discrete, envs: int, episode_length: int, chunk: int
+    ) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.obs_shape: tuple[int, ...] = observation_space.shape
+        self.action_shape: tuple[int, ...] = action_space.shape or ()
+        self.envs = envs
+        self._chunk = chunk
+        self.episode_length = episode_length
+        self._ahead = np.arange(envs) * (episode_length // envs)
+
+    @abstractmethod
+    def observations(self, ids: Array) -> Array:
+        """The observations with some ids, in one more axis or more."""
+
+    @abstractmethod
+    def ids(self, observations: torch.Tensor) -> Array:
+        """The ids that observations carry."""
+
+    @abstractmethod
+    def actions(self, ids: Array) -> Array:
+        """What was done in each."""
+
+    def rewards(self, ids: Array) -> Array:
+        """What it brought."""
+        return ((ids * 7) % 101 - 50).astype(np.float32)
+
+    def place(self, ids: Array) -> Array:
+        """The number of steps since the episode began."""
+        place: Array = ids // self.envs % (self.episode_length + 1)
+        return place
+
+    def steps_left(self, ids: Array) -> Array:
+        """The number of steps that the episode still has, that from this observation included."""
+        left: Array = self.episode_length - self.place(ids)
+        return left
+
+    def terminates(self, ids: Array) -> Array:
+        """Whether the episode ends in a termination."""
+        terminates: Array = ids // self.envs // (self.episode_length + 1) % 2 == 0
+        return terminates
+
+    def fill(self, transitions: int) -> Iterator[Steps]:
+        """A number of transitions, in pieces. The last step is an end for every environment."""
+        steps = transitions // self.envs
+        size = max(1, self._chunk // self.envs)
+        for first in range(0, steps, size):
+            clock = np.arange(first, min(first + size, steps))
+            piece = self._steps(clock, episodes=None)
+            if clock[-1] == steps - 1:
+                piece.truncated[-1] = ~piece.terminated[-1]
+            yield piece
+
+    def loop(self, episodes: int = 2) -> Steps:
+        """Steps that may follow those of ``fill`` and then themselves, over and over."""
+        return self._steps(np.arange(episodes * self.episode_length), episodes)
+
+    def _steps(self, clock: Array, episodes: int | None) -> Steps:
+        episode, place = np.divmod(clock[:, None] + self._ahead, self.episode_length)
+        if episodes is not None:
+            episode %= episodes
+        ids = (episode * (self.episode_length + 1) + place) * self.envs + np.arange(self.envs)
+        ended = self.steps_left(ids) == 1
+        return Steps(
+            observations=self.observations(ids),
+            actions=self.actions(ids),
+            rewards=self.rewards(ids),
+            terminated=ended & self.terminates(ids),
+            truncated=ended & ~self.terminates(ids),
+            next_observations=self.observations(ids + self.envs),
+        )
+
+    def expected(self, ids: Array, n_step: int = 1) -> dict[str, torch.Tensor]:
+        """The batch that belongs to some ids."""
+        taken = np.minimum(n_step, self.steps_left(ids))
+        rewards = np.zeros(ids.shape)
+        for i in range(n_step):
+            rewards += np.where(i < taken, GAMMA**i * self.rewards(ids + i * self.envs), 0.0)
+        terminated = self.terminates(ids) & (taken == self.steps_left(ids))
+        batch = {
+            "observations": self.observations(ids),
+            "actions": self.actions(ids),
+            "rewards": rewards.astype(np.float32),
+            "discounts": np.where(terminated, 0.0, GAMMA**taken).astype(np.float32),
+            "next_observations": self.observations(ids + taken * self.envs),
+        }
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def unbounded(size: int) -> Box:
+    """A float32 space."""
+    return Box(-np.inf, np.inf, (size,), np.float32)
+
+
+class VectorSource(Source):
+    """Float32 vectors for observations and actions."""
+
+    def __init__(self, envs: int = 1, obs: int = 17, actions: int = 6, episode_length: int = 200) -> None:
+        super().__init__(unbounded(obs), unbounded(actions), envs, episode_length, chunk=10_000)
+        rng = np.random.default_rng(0)
+        self._obs = rng.normal(size=(NOISE_ROWS, obs)).astype(np.float32)
+        self._actions = rng.normal(size=(NOISE_ROWS, actions)).astype(np.float32)
+
+    def observations(self, ids: Array) -> Array:
+        values: Array = self._obs[ids % NOISE_ROWS]
+        values[..., 0] = ids
+        return values
+
+    def ids(self, observations: torch.Tensor) -> Array:
+        return observations[..., 0].numpy().astype(np.int64)
+
+    def actions(self, ids: Array) -> Array:
+        values: Array = self._actions[ids % NOISE_ROWS]
+        return values
+
+
+class PixelSource(Source):
+    """Stacks of the last frames, ``(stack * channels, 84, 84)`` uint8; an episode begins with its first frame repeated.
+
+    ``actions`` is the length of a vector of float32, or 0 for one of 18 discrete actions.
+    """
+
+    SIDE = 84
+
+    def __init__(self, stack: int, channels: int, actions: int, episode_length: int = 200) -> None:
+        pixels = Box(0, 255, (stack * channels, self.SIDE, self.SIDE), np.uint8)
+        super().__init__(
+            pixels, unbounded(actions) if actions else Discrete(18), 1, episode_length, chunk=episode_length
+        )
+        self.stack = stack
+        self.channels = channels
+        self._frame = channels * self.SIDE**2
+        rng = np.random.default_rng(0)
+        noise = rng.integers(0, 256, NOISE_ROWS + self._frame, dtype=np.uint8)
+        self._noise = np.lib.stride_tricks.sliding_window_view(noise, self._frame)
+        self._actions = rng.normal(size=(NOISE_ROWS, actions)).astype(np.float32) if actions else None
+
+    def observations(self, ids: Array) -> Array:
+        place = self.place(ids)
+        frames = [self._frames(ids - np.minimum(place, back)) for back in range(self.stack - 1, -1, -1)]
+        return np.concatenate(frames, axis=-1).reshape(*ids.shape, *self.obs_shape)
+
+    def _frames(self, ids: Array) -> Array:
+        pixels: Array = self._noise[ids % NOISE_ROWS]
+        pixels[..., :4] = ids.astype(np.int32)[..., None].view(np.uint8)
+        return pixels
+
+    def ids(self, observations: torch.Tensor) -> Array:
+        newest = observations.numpy()[..., -self.channels, 0, :4]
+        ids: Array = np.ascontiguousarray(newest).view(np.int32)[..., 0].astype(np.int64)
+        return ids
+
+    def actions(self, ids: Array) -> Array:
+        values: Array = ids % 18 if self._actions is None else self._actions[ids % NOISE_ROWS]
+        return values
+
+
+def check_batches(
+    source: Source, shape: tuple[int, ...], n_step: int, evidence: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Refuse to compare contenders whose batches differ in shape or type, or hold another value than their ids say.
+
+    Rows for which "compared" is False are left out: a contender answers for the others only.
+    """
+    for name, batch in evidence.items():
+        if not batch:
+            continue
+        ids = source.ids(batch["observations"])
+        if ids.shape != shape:
+            raise RuntimeError(f"{name} served {ids.shape} transitions, not {shape}")
+        if len(np.unique(ids)) < ids.shape[0] // 2:
+            raise RuntimeError(f"{name} served the same transitions over and over")
+        compared = batch.get("compared", torch.ones(shape, dtype=torch.bool))
+        for field, values in source.expected(ids, n_step).items():
+            served = batch[field]
+            if (served.shape, served.dtype) != (values.shape, values.dtype):
+                raise RuntimeError(
+                    f"{name} served {field} {served.shape} {served.dtype}, not {values.shape} {values.dtype}"
+                )
+            if not torch.allclose(served[compared].double(), values[compared].double(), rtol=1e-5, atol=1e-5):
+                raise RuntimeError(f"{name} served other {field} than those of its ids")

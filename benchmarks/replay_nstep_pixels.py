@@ -1,0 +1,257 @@
+"""Three-step replay of pixels, as for DrQ-v2: three stacked RGB frames of 84 x 84, batches of 256, served in uint8.
+
+Some contenders work in processes or threads of their own, so the clock is the wall's, and batches are drawn one after
+the other, without a learner between them: what counts is how many come in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.episode_loader import EpisodeWindows, save_episode
+from benchmarks.harness import Phase, Target, Workload
+from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlstore, TorchRl, calling
+from benchmarks.replay_contenders import Copies, Sampling, keep_freed_memory
+from benchmarks.replay_data import GAMMA, PixelSource, Steps, check_batches
+
+EPISODE = 250
+CAPACITY = 24 * EPISODE
+BATCH = 256
+STEPS = 3
+STACK, CHANNELS, ACTIONS = 3, 3, 6
+WORKERS = 4
+SAMPLES = 20
+# Bytes of a transition as it is served: two stacks, an action, a reward and a discount.
+SERVED = 2 * STACK * CHANNELS * PixelSource.SIDE**2 + 4 * ACTIONS + 4 + 4
+# Longer than it takes to prepare all batches that may wait.
+REST = 0.5
+
+
+def source() -> PixelSource:
+    return PixelSource(STACK, CHANNELS, ACTIONS, EPISODE)
+
+
+def inside(observations: torch.Tensor) -> torch.Tensor:
+    """Which windows end before their episode does."""
+    return torch.from_numpy(source().steps_left(source().ids(observations)) > STEPS)
+
+
+class RlstoreNStep(Rlstore):
+    """Our NStepReplayStorage."""
+
+    def __init__(self, capacity: int, workers: int = 0, dtype: torch.dtype | None = None) -> None:
+        options: dict[str, Any] = {
+            "n_step": STEPS,
+            "dtype": dtype,
+            "num_workers": workers,
+            "pin_memory": False,
+            "frame_stack": STACK,
+        }
+        super().__init__(source(), capacity, "NStepReplayStorage", batch_size=BATCH, **options)
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return repeat((), calls)
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        batch = super().batch(drawn)
+        return batch | {name: batch[name].to(torch.uint8) for name in ("observations", "next_observations")}
+
+    def rest(self) -> None:
+        if self.storage.num_workers:
+            time.sleep(REST)
+
+
+class CpprbNStep(Cpprb):
+    """cpprb folding when it is added to.
+
+    It keeps both stacks whole: together with folding its compression serves no next observations, or wrong ones. It
+    serves no discounts, and it does not answer for windows that reach the end of their episode: the first of them is
+    not marked as terminated, and the next observations of the others are arbitrary.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        folding = {"size": STEPS, "gamma": GAMMA, "rew": "rew", "next": "next_obs"}
+        super().__init__(source(), capacity, Nstep=folding)
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        batch = super().batch(drawn)
+        batch["discounts"] *= GAMMA ** (STEPS - 1)
+        return batch | {"compared": inside(batch["observations"])}
+
+
+class TorchRlNStep(TorchRl):
+    """TorchRL folding, with its MultiStep, before it is added to.
+
+    It too leaves windows that reach a termination unmarked, but for the last.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        from torchrl.data.postprocs import MultiStep
+
+        super().__init__(source(), capacity)
+        self._fold: Any = MultiStep(GAMMA, STEPS)
+
+    def fill(self) -> None:
+        for episode in self.source.fill(self.capacity):
+            data = self.data(episode.flat())
+            self.buffer.extend(self._fold(data.unsqueeze(0)).squeeze(0))
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        batch = super().batch(drawn)
+        batch["discounts"] = drawn["gamma"] * batch["discounts"] / GAMMA
+        return batch | {"compared": inside(batch["observations"])}
+
+
+class Loader(Buffer):
+    """What DrQ-v2 does: episodes in files, and a DataLoader with four worker processes."""
+
+    def __init__(self) -> None:
+        super().__init__(source(), CAPACITY)
+        self._folder = Path(tempfile.mkdtemp())
+        dataset = EpisodeWindows(self._folder, CAPACITY // WORKERS, STEPS, GAMMA)
+        self._loader: DataLoader[Any] = DataLoader(dataset, BATCH, num_workers=WORKERS)
+
+    def fill(self) -> None:
+        for number, episode in enumerate(self.source.fill(self.capacity)):
+            save_episode(self._folder, number, episode)
+        self._batches = iter(self._loader)
+        self.sample = self._batches.__next__
+
+    def adding(self, steps: Steps) -> Loop:
+        return calling(save_episode, [(self._folder, 0, steps)])
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return repeat((), calls)
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        observations, actions, rewards, discounts, following = drawn
+        return {
+            "observations": observations,
+            "actions": actions,
+            "rewards": rewards.squeeze(-1),
+            "discounts": discounts.squeeze(-1),
+            "next_observations": following,
+        }
+
+    def rest(self) -> None:
+        time.sleep(REST)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class Rllte(Buffer):
+    """rllte's NStepReplayStorage, the same pattern; it serves float32, and takes every window for one that goes on."""
+
+    def __init__(self) -> None:
+        from rllte.xploit.storage import NStepReplayStorage
+
+        super().__init__(source(), CAPACITY)
+        self._folder = Path(tempfile.mkdtemp())
+        # It writes into the working directory.
+        home = Path.cwd()
+        os.chdir(self._folder)
+        try:
+            self._storage: Any = NStepReplayStorage(
+                source().observation_space,
+                source().action_space,
+                storage_size=CAPACITY,
+                batch_size=BATCH,
+                num_workers=WORKERS,
+                pin_memory=False,
+                n_step=STEPS,
+                discount=GAMMA,
+                save_snapshot=True,
+            )
+        finally:
+            os.chdir(home)
+        # Its own function hands random.seed a numpy integer, which Python 3.11 refuses.
+        self._storage.replay_loader.worker_init_fn = None
+        self.sample = self._storage.sample
+
+    def fill(self) -> None:
+        for episode in self.source.fill(self.capacity):
+            self.adding(episode)()
+
+    def adding(self, steps: Steps) -> Loop:
+        arguments = [
+            (
+                torch.from_numpy(step.observations),
+                torch.from_numpy(step.actions),
+                torch.from_numpy(step.rewards),
+                torch.from_numpy(step.terminated),
+                torch.from_numpy(step.truncated),
+                {"final_observation": step.next_observations},
+                torch.from_numpy(step.next_observations),
+            )
+            for step in steps.each()
+        ]
+        return calling(self._storage.add, arguments)
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return repeat((), calls)
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        return {
+            "observations": drawn.observations.to(torch.uint8),
+            "actions": drawn.actions,
+            "rewards": drawn.rewards.squeeze(-1),
+            "discounts": drawn.discounts.squeeze(-1),
+            "next_observations": drawn.next_observations.to(torch.uint8),
+            "compared": inside(drawn.observations.to(torch.uint8)),
+        }
+
+    def rest(self) -> None:
+        time.sleep(REST)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+# Those that hold their data in this process.
+BUFFERS: dict[str, Callable[[int], Buffer]] = {
+    "rlstore": RlstoreNStep,
+    "cpprb": CpprbNStep,
+    "TorchRL": TorchRlNStep,
+}
+
+
+def workload() -> Workload:
+    keep_freed_memory()
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    makers: dict[str, Callable[[], Buffer]] = {
+        "drqv2's loader": Loader,
+        "rllte": Rllte,
+        **{name: partial(make, CAPACITY) for name, make in BUFFERS.items()},
+        "rlstore, 4 ahead": partial(RlstoreNStep, CAPACITY, WORKERS),
+        "rlstore, float32": partial(RlstoreNStep, CAPACITY, dtype=torch.float32),
+    }
+    in_uint8 = ("rlstore", "rlstore, 4 ahead")
+    draws = {"sample": (BATCH, SAMPLES)}
+    floor = Copies({"sample": (BATCH * SERVED, SAMPLES)})
+    return Workload(
+        name="replay_nstep_pixels",
+        title="Three-step replay of 6,000 transitions, observations 9 x 84 x 84 in uint8",
+        phases=(Phase("sample", "sample 256", SAMPLES),),
+        contenders={name: partial(Sampling, name, make, draws) for name, make in makers.items()}
+        | {"memcpy": lambda: floor},
+        check=partial(check_batches, source(), (BATCH,), STEPS),
+        rounds=10,
+        targets=(
+            Target("sample", ("drqv2's loader",), 0.20, in_uint8),
+            Target("sample", ("cpprb",), 1.0, in_uint8),
+        ),
+        clock="wall",
+    )

@@ -1,0 +1,251 @@
+"""Prioritized replay of vectors: 1M transitions with spread priorities; 256 are drawn, and their priorities set."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib import import_module
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Contender, Phase, Target, Workload
+from benchmarks.replay_buffers import Buffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl
+from benchmarks.replay_contenders import Copies
+from benchmarks.replay_data import Array, check_batches
+from benchmarks.replay_vector import ADDS, BATCH, CAPACITY, GIVEN, SERVED, source
+
+ALPHA, BETA = 0.6, 0.4
+CALLS = 50
+# A priority and a row are given for each; a row and a weight are served with each transition.
+UPDATED = DRAWN = 8 + 4
+
+
+def spread(size: int, seed: int) -> Array:
+    """Priorities as errors are: few are large."""
+    return np.random.default_rng(seed).exponential(size=size).astype(np.float32) + np.float32(1e-3)
+
+
+class PrioritizedBuffer(Buffer):
+    """A buffer whose rows have priorities.
+
+    Attributes:
+        update: sets the priorities of rows.
+    """
+
+    update: Callable[[Any, Any], object]
+
+    @abstractmethod
+    def spread(self, priorities: Array) -> None:
+        """Set the priorities of all rows."""
+
+    @abstractmethod
+    def rows(self, drawn: Any) -> Any:
+        """The rows of a batch, as ``update`` takes them."""
+
+    @abstractmethod
+    def weights(self, drawn: Any) -> torch.Tensor:
+        """The importance weights of a batch, ``[B]``."""
+
+    def given(self, priorities: Array) -> Any:
+        """Priorities in the form in which ``update`` takes them."""
+        return priorities
+
+
+class RlstorePrioritized(Rlstore, PrioritizedBuffer):
+    """Our PrioritizedReplayStorage."""
+
+    def __init__(self, *, from_gymnasium: bool = False) -> None:
+        super().__init__(
+            source(), CAPACITY, "PrioritizedReplayStorage", from_gymnasium=from_gymnasium, alpha=ALPHA, beta=BETA
+        )
+        self.update = self.storage.update
+
+    def spread(self, priorities: Array) -> None:
+        self.update(torch.arange(CAPACITY), torch.from_numpy(priorities))
+
+    def rows(self, drawn: Any) -> Any:
+        return drawn.rows
+
+    def weights(self, drawn: Any) -> torch.Tensor:
+        weights: torch.Tensor = drawn.weights
+        return weights.squeeze(-1)
+
+    def given(self, priorities: Array) -> Any:
+        return torch.from_numpy(priorities)
+
+
+class CpprbPrioritized(Cpprb, PrioritizedBuffer):
+    """cpprb's PrioritizedReplayBuffer."""
+
+    def __init__(self) -> None:
+        super().__init__(source(), CAPACITY, kind="PrioritizedReplayBuffer", alpha=ALPHA)
+        self.update = self.buffer.update_priorities
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return repeat((batch_size, BETA), calls)
+
+    def spread(self, priorities: Array) -> None:
+        self.update(np.arange(CAPACITY), priorities)
+
+    def rows(self, drawn: Any) -> Any:
+        return drawn["indexes"]
+
+    def weights(self, drawn: Any) -> torch.Tensor:
+        return torch.from_numpy(drawn["weights"])
+
+
+class RloxPrioritized(Rlox, PrioritizedBuffer):
+    """rlox's PrioritizedReplayBuffer; new rows get the priority 1."""
+
+    def __init__(self) -> None:
+        super().__init__(source(), CAPACITY, "PrioritizedReplayBuffer", ALPHA, BETA)
+        self.update = self.buffer.update_priorities
+
+    def fill(self) -> None:
+        for steps in self.source.fill(self.capacity):
+            self.pushing(steps)()
+
+    def spread(self, priorities: Array) -> None:
+        self.update(np.arange(CAPACITY, dtype=np.uint64), self.given(priorities))
+
+    def rows(self, drawn: Any) -> Any:
+        return drawn["indices"]
+
+    def weights(self, drawn: Any) -> torch.Tensor:
+        return torch.from_numpy(drawn["weights"])
+
+    def given(self, priorities: Array) -> Any:
+        return priorities.astype(np.float64)
+
+
+class TianshouPrioritized(Tianshou, PrioritizedBuffer):
+    """tianshou's PrioritizedReplayBuffer, whose tree is compiled by numba."""
+
+    def __init__(self) -> None:
+        super().__init__(source(), CAPACITY, "PrioritizedReplayBuffer", alpha=ALPHA, beta=BETA)
+        self.update = self.buffer.update_weight
+
+    def spread(self, priorities: Array) -> None:
+        self.update(np.arange(CAPACITY), priorities)
+
+    def rows(self, drawn: Any) -> Any:
+        return drawn[1]
+
+    def weights(self, drawn: Any) -> torch.Tensor:
+        return torch.from_numpy(drawn[0].weight).float()
+
+
+class TorchRlPrioritized(TorchRl, PrioritizedBuffer):
+    """TorchRL's ReplayBuffer with a PrioritizedSampler."""
+
+    def __init__(self) -> None:
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+        try:
+            import_module("torchrl._torchrl")
+        except ImportError as error:
+            raise ImportError("the wheel's extension, which has the tree, was built for another torch") from error
+        super().__init__(source(), CAPACITY, sampler=PrioritizedSampler(CAPACITY, alpha=ALPHA, beta=BETA))
+        self.update = self.buffer.update_priority
+
+    def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
+        return repeat((batch_size, True), calls)
+
+    def spread(self, priorities: Array) -> None:
+        self.update(torch.arange(CAPACITY), torch.from_numpy(priorities))
+
+    def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
+        return super().batch(drawn[0])
+
+    def rows(self, drawn: Any) -> Any:
+        return drawn[1]["index"]
+
+    def weights(self, drawn: Any) -> torch.Tensor:
+        weights: torch.Tensor = drawn[1]["priority_weight"]
+        return weights
+
+    def given(self, priorities: Array) -> Any:
+        return torch.from_numpy(priorities)
+
+
+class Prioritized(Contender):
+    """Adds, draws batches, and sets the priorities of the rows that were drawn."""
+
+    def __init__(self, name: str, make: Callable[[], PrioritizedBuffer]) -> None:
+        super().__init__(name)
+        self._buffer = make()
+        self.role = self._buffer.role
+        self._buffer.fill()
+        self._buffer.spread(spread(CAPACITY, seed=0))
+        self._add = self._buffer.adding(source().loop())
+        self._rows: list[Any] = []
+        self._priorities = [self._buffer.given(spread(BATCH, seed=1 + i)) for i in range(CALLS)]
+
+    def phases(self) -> Mapping[str, Loop]:
+        return {"add": self._add, "sample": self._sample, "update": self._update}
+
+    def _sample(self) -> None:
+        sample, rows_of, drawn_rows = self._buffer.sample, self._buffer.rows, []
+        for arguments in self._buffer.arguments(BATCH, CALLS):
+            drawn = sample(*arguments)
+            drawn_rows.append(rows_of(drawn))
+        self._rows = drawn_rows
+
+    def _update(self) -> None:
+        update = self._buffer.update
+        for rows, priorities in zip(self._rows, self._priorities, strict=True):
+            update(rows, priorities)
+
+    def evidence(self) -> Mapping[str, torch.Tensor]:
+        (arguments,) = self._buffer.arguments(BATCH, 1)
+        drawn = self._buffer.sample(*arguments)
+        return self._buffer.batch(drawn) | {"weights": self._buffer.weights(drawn)}
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def check(evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Check the batches, and that they have weights as they should."""
+    check_batches(source(), (BATCH,), 1, evidence)
+    for name, batch in evidence.items():
+        weights = batch.get("weights", torch.ones(BATCH))
+        if weights.shape != (BATCH,) or not bool(((weights > 0) & (weights < 1.00001)).all()):
+            raise RuntimeError(f"{name} served weights {weights}")
+
+
+def workload() -> Workload:
+    makers: dict[str, Callable[[], PrioritizedBuffer]] = {
+        "rlstore": RlstorePrioritized,
+        "rlstore, from gymnasium": partial(RlstorePrioritized, from_gymnasium=True),
+        "rlox": RloxPrioritized,
+        "cpprb": CpprbPrioritized,
+        "tianshou": TianshouPrioritized,
+        "TorchRL": TorchRlPrioritized,
+    }
+    floor = Copies(
+        {"add": (GIVEN, ADDS), "sample": (BATCH * (SERVED + DRAWN), CALLS), "update": (BATCH * UPDATED, CALLS)}
+    )
+    fastest = ("cpprb", "tianshou", "rlox")
+    return Workload(
+        name="replay_prioritized",
+        title="Prioritized replay of 1M transitions, observations 17, actions 6",
+        phases=(
+            Phase("add", "add of one environment", ADDS),
+            Phase("sample", "sample 256", CALLS),
+            Phase("update", "update 256 priorities", CALLS),
+        ),
+        contenders={name: partial(Prioritized, name, make) for name, make in makers.items()}
+        | {"memcpy": lambda: floor},
+        check=check,
+        rounds=25,
+        targets=(
+            Target("add", ("cpprb",), 0.1),
+            Target("sample", fastest, 0.30),
+            Target("update", fastest, 0.45),
+        ),
+    )

@@ -1,0 +1,320 @@
+"""Windows and priorities of a ring, in plain torch on the CPU: the truth that the C++ versions are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlstore.kernels.random import take_below, take_units
+from rlstore.kernels.replay_reference import EpisodeRing
+
+_WIDTH = 16  # children of a node in the tree of sums
+# What update() refuses.
+_NOT_A_PRIORITY, _NEVER_WRITTEN, _NO_WINDOW = 1, 2, 3
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def draw_units(generator: Tensor, units: Tensor) -> None:
+    """Fill ``units``, float64, with numbers uniform in [0, 1)."""
+    units.copy_(take_units(generator, units.numel()).view(units.shape))
+
+
+class WindowIndex:
+    """Windows of ``length`` rows that begin every ``stride`` rows of an episode, or (``across``) of a lane.
+
+    An episode that is over gives one more, that ends with it, if none does; one that is shorter than a window gives a
+    single, shorter one.
+
+    Args:
+        ring: The rows.
+        length: Rows of a window.
+        stride: Rows from the beginning of one to that of the next.
+        across: Whether windows are of lanes.
+        memory: For each lane a queue of the times at which windows begin, int64 ``[lanes, steps]``, its head and its
+            tail, which only move forward, the rows that were seen, and one more than the start of the episode that the
+            newest of them belongs to, 0 if that is over; int64 ``[lanes]`` each.
+    """
+
+    def __init__(self, ring: EpisodeRing, length: int, stride: int, across: bool, memory: tuple[Tensor, ...]) -> None:
+        if length < 1 or stride < 1:
+            raise ValueError("windows: lengths of at least 1")
+        self._ring, self._length, self._stride, self._across = ring, length, stride, across
+        starts, self._heads, self._tails, self._seen, self._open = memory
+        self._starts = starts.view(ring.lanes, ring.steps)
+        # Rows of windows that the last follow() added and dropped.
+        self.added = self.dropped = torch.empty(0, dtype=torch.int64)
+
+    def follow(self) -> None:
+        """Take in what was written since, one row of every lane at a time."""
+        added: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        dropped: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        while True:
+            lanes = (self._seen < self._ring.written).nonzero().flatten()
+            if len(lanes) == 0:
+                break
+            oldest = torch.maximum(self._ring.begun, self._seen + 1 - self._ring.steps)
+            self._drop(lanes, oldest, dropped)
+            self._take_in(lanes, oldest, added)
+            self._seen[lanes] += 1
+        self.added, self.dropped = torch.cat(added), torch.cat(dropped)
+
+    def _drop(self, lanes: Tensor, oldest: Tensor, dropped: list[Tensor]) -> None:
+        ring = self._ring
+        while True:
+            heads = self._heads[lanes]
+            starts = self._starts[lanes, heads % ring.steps]
+            gone = (heads < self._tails[lanes]) & (starts < oldest[lanes])
+            if not bool(gone.any()):
+                return
+            lanes = lanes[gone]
+            dropped.append(starts[gone] * ring.lanes + lanes)
+            self._heads[lanes] += 1
+
+    def _take_in(self, lanes: Tensor, oldest: Tensor, added: list[Tensor]) -> None:
+        """One row of each of these lanes."""
+        ring, time = self._ring, self._seen[lanes]
+        stop = time + 1
+        if self._across:
+            taken = stop - ring.begun[lanes]
+            self._push(lanes, stop - self._length, self._completes(taken), oldest, added)
+            return
+        start, end = ring.episodes[ring.slots_of(lanes, time), :2].unbind(1)
+        opened = self._open[lanes]
+        broken_off = (opened > 0) & (opened - 1 != start)
+        self._finish(lanes, opened - 1, time, broken_off, oldest, added)
+        self._push(lanes, stop - self._length, self._completes(stop - start), oldest, added)
+        over = end == stop
+        self._finish(lanes, start, stop, over, oldest, added)
+        self._open[lanes] = torch.where(over, 0, start + 1)
+
+    def _completes(self, taken: Tensor) -> Tensor:
+        """True if a window ends with the last of so many rows."""
+        return (taken >= self._length) & ((taken - self._length) % self._stride == 0)
+
+    def _finish(
+        self, lanes: Tensor, start: Tensor, stop: Tensor, which: Tensor, oldest: Tensor, added: list[Tensor]
+    ) -> None:
+        """Episodes from ``start`` to ``stop`` are over, where ``which`` says so."""
+        first = torch.maximum(start, stop - self._length)
+        self._push(lanes, first, which & ~self._completes(stop - start), oldest, added)
+
+    def _push(self, lanes: Tensor, starts: Tensor, which: Tensor, oldest: Tensor, added: list[Tensor]) -> None:
+        which = which & (starts >= oldest[lanes])
+        lanes, starts = lanes[which], starts[which]
+        self._starts[lanes, self._tails[lanes] % self._ring.steps] = starts
+        self._tails[lanes] += 1
+        added.append(starts * self._ring.lanes + lanes)
+
+    def rebuild(self) -> None:
+        """Forget everything and take in all rows that are held, all at once."""
+        ring, oldest = self._ring, self._ring.oldest()
+        held = ring.written - oldest
+        lane = torch.repeat_interleave(torch.arange(ring.lanes), held)
+        time = torch.arange(len(lane)) - (held.cumsum(0) - held - oldest)[lane]
+        stop = time + 1
+        if self._across:
+            starts, begins = stop - self._length, self._completes(stop - ring.begun[lane])
+        else:
+            start, end = ring.episodes[ring.slots_of(lane, time), :2].unbind(1)
+            completes, over = self._completes(stop - start), end == stop
+            starts = torch.maximum(start, stop - self._length)
+            begins = completes | over
+            newest = (held.cumsum(0) - 1)[held > 0]
+            self._open.zero_()
+            self._open[held > 0] = torch.where(over, 0, start + 1)[newest]
+        begins = begins & (starts >= oldest[lane])
+        lane, starts = lane[begins], starts[begins]
+        count = torch.bincount(lane, minlength=ring.lanes)
+        self._heads.zero_()
+        self._tails.copy_(count)
+        self._starts[lane, torch.arange(len(lane)) - (count.cumsum(0) - count)[lane]] = starts
+        self._seen.copy_(ring.written)
+
+    def count(self) -> int:
+        """Windows that there are."""
+        return int((self._tails - self._heads).sum())
+
+    def draw(self, generator: Tensor, rows: Tensor) -> None:
+        """Fill ``rows`` with the first rows of windows, each as likely as any other."""
+        counts = self._tails - self._heads
+        ends = counts.cumsum(0)
+        if int(ends[-1]) == 0:
+            raise ValueError("draw: there are no windows")
+        drawn = take_below(generator, rows.numel(), int(ends[-1]))
+        lane = torch.searchsorted(ends, drawn, right=True)
+        place = (self._heads[lane] + drawn - (ends - counts)[lane]) % self._ring.steps
+        rows.copy_((self._starts[lane, place] * self._ring.lanes + lane).view(rows.shape))
+
+    def contains(self, row: int) -> bool:
+        """True if a window begins at this row."""
+        return bool(self.contain(torch.tensor([row]))[0])
+
+    def contain(self, rows: Tensor) -> Tensor:
+        """True for each row at which a window begins."""
+        ring = self._ring
+        lane, time = rows % ring.lanes, rows // ring.lanes
+        low, high = self._heads[lane], self._tails[lane]
+        while bool((low < high).any()):
+            middle = low + (high - low) // 2
+            before = (self._starts[lane, middle % ring.steps] < time) & (low < high)
+            low, high = torch.where(before, middle + 1, low), torch.where(before, high, torch.minimum(middle, high))
+        return (low < self._tails[lane]) & (self._starts[lane, low % ring.steps] == time) & (rows >= 0)
+
+
+class Priorities:
+    """Priorities of the rows of a ring: leaf ``lane * steps + time % steps`` holds ``priority ** alpha``.
+
+    Args:
+        ring: The rows.
+        memory: Leaves float32, a multiple of 16; the sums (float64) and maxima (float32) of the levels above them one
+            after another, each of groups of 16; and the rows that were seen, int64 ``[lanes]``.
+    """
+
+    def __init__(self, ring: EpisodeRing, memory: tuple[Tensor, ...]) -> None:
+        self._ring = ring
+        self._leaves, sums, maxima, self._seen = memory
+        if len(self._leaves) != -(-ring.lanes * ring.steps // _WIDTH) * _WIDTH:
+            raise ValueError("priorities: a leaf for each row")
+        sizes = self.level_sizes(len(self._leaves))
+        self._sums, self._maxima = sums.split(sizes), maxima.split(sizes)
+        self.rebuild()
+
+    @staticmethod
+    def level_sizes(leaves: int) -> list[int]:
+        """Entries of each level above so many leaves; the last has 16, whose sum is the total."""
+        entries = leaves
+        sizes: list[int] = []
+        while not sizes or entries > _WIDTH:
+            entries = -(-entries // _WIDTH)
+            sizes.append(-(-entries // _WIDTH) * _WIDTH)
+        return sizes
+
+    def total(self) -> float:
+        """The sum of all leaves."""
+        return float(_sum_groups(self._sums[-1].view(1, _WIDTH)))
+
+    def rebuild(self) -> None:
+        """Every sum from the leaves."""
+        self._refresh(torch.arange(len(self._leaves)))
+
+    def _set(self, leaves: Tensor, values: Tensor) -> None:
+        """Set leaves, of which none comes twice, and what is above them."""
+        self._leaves[leaves] = values
+        self._refresh(leaves)
+
+    def _refresh(self, changed: Tensor) -> None:
+        below: tuple[Tensor, Tensor] = (self._leaves, self._leaves)
+        for sums, maxima in zip(self._sums, self._maxima, strict=True):
+            changed = torch.unique(changed // _WIDTH)
+            sums[changed] = _sum_groups(below[0].view(-1, _WIDTH)[changed].double())
+            maxima[changed] = below[1].view(-1, _WIDTH)[changed].amax(1)
+            below = sums, maxima
+
+    def _first_value(self) -> Tensor:
+        """What a new row gets: the largest that is held, or 1 if none is above 0."""
+        largest = self._maxima[-1].max()
+        return torch.where(largest > 0, largest, torch.ones_like(largest))
+
+    def _leaf_of(self, lane: Tensor, time: Tensor) -> Tensor:
+        return lane * self._ring.steps + time % self._ring.steps
+
+    def follow(self) -> None:
+        """Give the rows written since their first priority."""
+        ring = self._ring
+        new = (ring.written - self._seen).clamp(min=0)
+        lane = torch.repeat_interleave(torch.arange(ring.lanes), new)
+        time = torch.arange(len(lane)) - (new.cumsum(0) - new - self._seen)[lane]
+        self._set(torch.unique(self._leaf_of(lane, time)), self._first_value())
+        self._seen.copy_(torch.maximum(self._seen, ring.written))
+
+    def follow_windows(self, windows: WindowIndex) -> None:
+        """Only rows at which a window begins have a priority."""
+        first, lanes = self._first_value(), self._ring.lanes
+        for rows, value in ((windows.dropped, torch.zeros_like(first)), (windows.added, first)):
+            self._set(torch.unique(self._leaf_of(rows % lanes, rows // lanes)), value)
+
+    def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
+        """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
+        count, total, ring = rows.numel(), self.total(), self._ring
+        if not total > 0:
+            raise ValueError("draw: all priorities are 0")
+        if weights.numel() != count:
+            raise ValueError("draw: a weight for each row")
+        target = (torch.arange(count) + take_units(generator, count)) / count * total
+        leaf = torch.zeros(count, dtype=torch.int64)
+        for level in (*reversed(self._sums), self._leaves):
+            leaf, target = _descend(level, leaf, target)
+        chosen = self._leaves[leaf]
+        ratio = chosen / chosen.min() if count else chosen
+        weights.copy_((ratio.double() ** -_float(beta)).view(weights.shape))
+        lane, place = leaf // ring.steps, leaf % ring.steps
+        newest = ring.written[lane] - 1
+        time = newest - (newest - place) % ring.steps
+        rows.copy_((time * ring.lanes + lane).view(rows.shape))
+
+    def update(
+        self, rows: Tensor, priorities: Tensor, alpha: float, windows: WindowIndex | None
+    ) -> tuple[int, int, int]:
+        """Set priorities, or none if any is refused.
+
+        Returns:
+            What is wrong (0 for nothing), at which index, and how many rows were dropped because they are overwritten.
+        """
+        ring, given = self._ring, priorities.flatten()
+        if rows.numel() != given.numel():
+            raise ValueError("update: a priority for each row")
+        lane, time = rows % ring.lanes, rows // ring.lanes
+        held = time >= ring.oldest()[lane]
+        wrong = torch.zeros_like(rows)
+        if windows is not None:
+            wrong[held & ~windows.contain(rows)] = _NO_WINDOW
+        wrong[(rows < 0) | (time >= ring.written[lane])] = _NEVER_WRITTEN
+        wrong[~((given >= 0) & (given < torch.inf))] = _NOT_A_PRIORITY
+        refused = wrong.nonzero().flatten()
+        if len(refused):
+            return int(wrong[refused[0]]), int(refused[0]), 0
+        raised = (given.double() ** _float(alpha)).to(torch.float32).clamp(min=_SMALLEST)
+        raised = torch.where(given > 0, raised, 1.0 if _float(alpha) == 0 else 0.0)
+        leaves, values = self._leaf_of(lane, time)[held], raised[held]
+        # Where a row comes twice, the later priority counts.
+        leaves, which = torch.unique(leaves, return_inverse=True)
+        last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which)), "amax")
+        self._set(leaves, values[last])
+        return 0, 0, int((~held).sum())
+
+
+def _float(number: float) -> float:
+    """The number as a float32 holds it."""
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+def _sum_groups(groups: Tensor) -> Tensor:
+    """The sum of each row of 16, in four running sums: the order in which the C++ version adds, to the last bit."""
+    first, second, third, fourth = groups.view(-1, 4, 4).unbind(1)
+    a, b, c, d = (first + second + third + fourth).unbind(1)
+    return (a + b) + (c + d)
+
+
+def _descend(level: Tensor, index: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The child in which each target falls, and the target counted from its beginning."""
+    groups = level.view(-1, _WIDTH)[index].double()
+    fours = groups.view(-1, 4, 4)
+    a, b, c, d = fours.unbind(2)
+    quarter, target = _pick((a + b) + (c + d), target)
+    picked, target = _pick(fours[torch.arange(len(fours)), quarter], target)
+    child = quarter * 4 + picked
+    # Rounding may put the target past the end: then it is the last child before it that holds anything, or the first
+    # after it.
+    place, holds = torch.arange(_WIDTH), groups > 0
+    before = torch.where(holds & (place <= child[:, None]), place, -1).amax(1)
+    after = torch.where(holds, place, _WIDTH - 1).amin(1)
+    empty = before < child
+    child, target = torch.where(before < 0, after, before), torch.where(empty, 0.0, target)
+    return index * _WIDTH + child, target
+
+
+def _pick(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of four whose running sum passes the target, from which is taken what came before."""
+    running = torch.cat((torch.zeros_like(sums[:, :1]), sums[:, :3].cumsum(1)), 1)
+    passed = (running[:, 1:] <= target[:, None]).sum(1)
+    return passed, target - running.gather(1, passed[:, None])[:, 0]

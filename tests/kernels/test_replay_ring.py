@@ -1,0 +1,164 @@
+"""The ring of episodes: the native version against the reference, in every byte of its memory, and what both refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_inputs import covers
+from replay_rings import Layout, Leaf, Twins, layouts
+
+PLAIN = Layout(2, 3, (Leaf(torch.float32, 1, 1, 2),), torch.int64, (), 0, 0, seed=0)
+
+
+@covers("EpisodeRing")
+@given(layouts, st.integers(1, 40))
+def test_writes_agree_in_every_byte(layout, writes):
+    twins = Twins(layout)
+    for write in range(writes):
+        twins.write()
+        twins.assert_same()
+        if write == 25:
+            twins.clear()
+
+
+def test_the_steps_lead_to_every_outcome():
+    """So that a comparison on them means something: writes, breaks, new slots and new tables of starts."""
+    twins = Twins(Layout(2, 5, (Leaf(torch.uint8, 3, 1, 2),), torch.int64, (), 0, 0, seed=1))
+    assert {outcome for _ in range(60) for outcome in twins.write()} == {-1, -2, -3, -4}
+
+
+@given(layouts, st.integers(1, 40), st.integers(1, 50), st.integers(-(2**63), 2**63 - 1))
+def test_draws_agree(layout, writes, count, seed):
+    twins = Twins(layout)
+    for _ in range(writes):
+        twins.write()
+    states, drawn = [torch.tensor([seed, 5]) for _ in twins.both], [torch.empty(count).long() for _ in twins.both]
+    if len(twins.native.held()) == 0:
+        for memory, state, rows in zip(twins.both, states, drawn, strict=True):
+            with pytest.raises(ValueError, match="no rows"):
+                memory.ring.draw(state, rows)
+        return
+    for memory, state, rows in zip(twins.both, states, drawn, strict=True):
+        memory.ring.draw(state, rows)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(states[0], states[1])
+    assert states[0].tolist() == [seed, 5 + count]
+    assert set(drawn[0].tolist()) <= set(twins.native.held().tolist())
+
+
+@given(layouts, st.integers(1, 40), st.integers(1, 6), st.booleans())
+def test_bounds_and_windows_agree(layout, writes, length, across):
+    twins = Twins(layout)
+    for _ in range(writes):
+        twins.write()
+    rows = twins.native.held()
+    found = []
+    for memory in twins.both:
+        first, stop, windows = torch.empty_like(rows), torch.empty_like(rows), torch.empty(len(rows) * length).long()
+        memory.ring.bounds(rows, first, stop)
+        memory.ring.windows(rows, length, across, windows)
+        found.append((first, stop, windows))
+    for mine, truth in zip(*found, strict=True):
+        assert torch.equal(mine, truth)
+    first, stop, windows = found[0]
+    time = rows // layout.lanes
+    assert bool(((first <= time) & (time < stop)).all())
+    assert torch.equal(windows[::length], rows)
+
+
+@pytest.mark.parametrize("row", [-1, 6, 7, 2**52, 2**62 + 1, 2**63 - 1, -(2**63)])
+def test_rows_that_are_not_held_are_refused(row):
+    twins = Twins(PLAIN)
+    while len(twins.native.held()) < 6:
+        twins.write()
+    held = twins.native.held()
+    oldest = int(held.min()) - PLAIN.lanes
+    for wrong in {row + int(held.max()) - 5 if row in (6, 7) else row, oldest}:
+        rows = torch.tensor([int(held[0]), wrong])
+        for memory in twins.both:
+            with pytest.raises(IndexError, match="not held"):
+                memory.ring.bounds(rows, torch.empty(2).long(), torch.empty(2).long())
+            with pytest.raises(IndexError, match="not held"):
+                memory.ring.windows(rows, 2, False, torch.empty(4).long())
+
+
+def values_of(layout: Layout, place: int, value: object) -> tuple:
+    """A step whose values are all ready but one."""
+    values = list(Twins(layout).steps.next())
+    values[4:8] = [torch.zeros(layout.lanes, dtype=torch.bool)] * 2 + [None, torch.zeros(layout.lanes, 2)]
+    values[8] = torch.zeros(layout.lanes, dtype=torch.bool)
+    values[place] = value
+    return tuple(values)
+
+
+NOT_READY = {
+    "a double": torch.zeros(2, 2, dtype=torch.float64),
+    "of other lanes": torch.zeros(3, 2),
+    "of another shape": torch.zeros(2, 3),
+    "without lanes": torch.zeros(2),
+    "transposed": torch.zeros(2, 2).t(),
+    "negated lazily": torch.complex(torch.zeros(2, 2), torch.zeros(2, 2)).conj().imag,
+    "sparse": torch.zeros(2, 2).to_sparse(),
+    "a list": [[0.0, 0.0], [0.0, 0.0]],
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_READY)
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_values_that_are_not_ready_are_told_by_their_place(name, place):
+    if name == "missing" and place == 7:
+        pytest.skip("final observations may be missing")
+    twins = Twins(PLAIN)
+    for memory in twins.both:
+        assert memory.ring.write(values_of(PLAIN, place, NOT_READY[name])) == place
+    twins.assert_same()
+    assert int(twins.native.counters[0].sum()) == 0
+
+
+@pytest.mark.parametrize("place", [4, 5, 6, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        torch.tensor([0.0, torch.nan]),
+        torch.zeros(2, dtype=torch.float16),
+        torch.zeros(3, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.bool)[::2],
+        [True, False],
+    ],
+    ids=["nan", "float16", "of other lanes", "strided", "list"],
+)
+def test_flags_that_are_not_ready_are_told_by_their_place(place, flags):
+    twins = Twins(PLAIN)
+    for memory in twins.both:
+        assert memory.ring.write(values_of(PLAIN, place, flags)) == place
+
+
+def test_one_lane_may_come_without_its_axis():
+    layout = Layout(1, 3, (Leaf(torch.float32, 1, 1, 1),), torch.int64, (), 0, 0, seed=0)
+    no, one = torch.zeros((), dtype=torch.bool), torch.ones(())
+    values = (one, one + 1, torch.zeros(2, dtype=torch.int64), one, no, no, None, None, None)
+    twins = Twins(layout)
+    for memory in twins.both:
+        assert memory.write(values)[-1] == -1
+    twins.assert_same()
+    assert twins.native.blocks[0][0, :2, 0].tolist() == [1.0, 2.0]
+
+
+def test_plain_numbers_are_taken_by_columns_and_by_nothing_else():
+    """Each its own number: two columns given as numbers once shared one place, and a leaf read half a double."""
+    from replay_rings import Memory
+
+    from rlstore.kernels import kernel
+
+    layout = Layout(1, 3, (Leaf(torch.float32, 1, 1, 1),), torch.float32, (), 0, 0, seed=0)
+    memory = Memory(layout, kernel("EpisodeRing", "cpu"))
+    action, one = torch.tensor([3.0, 4.0]), torch.ones(1, 1)
+    assert memory.write((one, one, action, 0.5, False, True, None, None, None))[-1] == -1
+    assert memory.columns[1][0, 0].item() == 0.5
+    assert memory.columns[0][0, 0].tolist() == [3.0, 4.0]
+    assert memory.ring.write((0.25, one, action, 0.5, False, False, None, None, None)) == 0
+    assert memory.ring.write((one, 0.25, action, 0.5, False, False, None, None, None)) == 1
+    assert memory.ring.write((one, one, action, 0.5, False, False, None, 0.25, None)) == 7

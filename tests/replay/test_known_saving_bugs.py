@@ -1,0 +1,123 @@
+"""What has gone wrong in saving replay elsewhere, and must not here. Each test is named for what broke."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from nstep_steps import assert_tables, fill, make_step, make_storage, served
+from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_prioritized, state
+
+from rlstore import PrioritizedReplayStorage, SnapshotError, Storage
+
+# ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("rows", [0, 3, 14], ids=["empty", "midway", "wrapped"])
+def test_neither_data_nor_counters_nor_randomness_are_missing_after_a_resume(kind, rows, tmp_path):
+    storage = kind.make()
+    kind.fill(storage, rows)
+    if rows:
+        batch = storage.sample()
+        if kind.name.startswith("prioritized"):
+            storage.update(batch.rows, torch.linspace(0.5, 3.0, len(batch.rows)))
+            storage.update(batch.rows[:1] % 2, [5.0])  # stale, if the storage has wrapped
+    storage.save(tmp_path / "saved")
+    resumed = Storage.load(tmp_path / "saved")
+    assert type(resumed) is type(storage)
+    if kind.name == "hindsight":  # a function is not saved
+        resumed.compute_reward = distance
+    assert_same(state(resumed), state(storage))
+    if rows:
+        assert_same_draws(resumed, storage)
+    for either in (resumed, storage):
+        kind.fill(either, 3, first=rows)
+    assert_same(state(resumed), state(storage))
+    assert_same_draws(resumed, storage)
+    for either in (resumed, storage):
+        either.close()
+
+
+def test_beta_goes_on_where_it_was(tmp_path):
+    storage = make_prioritized(beta=0.0, beta_steps=10, batch_size=4)
+    fill(storage, 2)
+    storage.update([0, 1], [1.0, 4.0])
+    for _ in range(5):
+        storage.sample()
+    storage.save(tmp_path / "saved")
+    resumed = PrioritizedReplayStorage.load(tmp_path / "saved")
+    for _ in range(8):
+        assert_same_draws(resumed, storage, batches=1)
+
+
+def test_an_episode_goes_on_through_a_resume(tmp_path):
+    storage = make_storage(1, 8, n_step=3, discount=0.5)
+    fill(storage, 2)
+    storage.save(tmp_path / "saved")
+    resumed = type(storage).load(tmp_path / "saved")
+    for either in (storage, resumed):
+        fill(either, 2, first=2)
+    assert_tables(served(resumed), served(storage))
+    assert served(resumed)[1] == (1, 1.25 + 2.25 / 2 + 3.25 / 4, 0.125, 4)
+
+
+def test_checkpoints_may_be_made_again_and_again_in_the_same_place(tmp_path):
+    storage = make_storage(2, 6, seed=0)
+    for round_ in range(4):
+        fill(storage, 3, first=3 * round_)
+        storage.save(tmp_path / "saved")
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+        resumed = type(storage).load(tmp_path / "saved")
+        assert_same(state(resumed), state(storage))
+        resumed.close()
+
+
+def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
+    storage = make_storage(2, 6)
+    fill(storage, 3)
+    storage.save(tmp_path / "saved")
+    files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files if path.stat().st_size} == {".json", ".safetensors"}
+    (manifest,) = [path for path in files if path.suffix == ".json"]
+    assert any("version" in key for key in json.loads(manifest.read_text()))
+
+
+def test_saving_loses_no_batch_that_was_prepared(tmp_path):
+    storage = make_storage(2, 6, batch_size=16, num_workers=3, seed=0)
+    fill(storage, 5)
+    storage.sample()
+    storage.save(tmp_path / "saved")
+    resumed = type(storage).load(tmp_path / "saved")
+    assert_same_draws(resumed, storage, batches=8)
+    storage.close()
+    resumed.close()
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused_and_the_one_before_it_is_there(tmp_path):
+    storage = make_storage(2, 6)
+    fill(storage, 3)
+    storage.save(tmp_path / "saved")
+    (data,) = (tmp_path / "saved").rglob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-8])
+    with pytest.raises(SnapshotError, match="saved"):
+        type(storage).load(tmp_path / "saved")
+
+
+def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_path):
+    space = spaces.Box(0, 255, (16, 16, 3), np.uint8)
+    storage = make_storage(1, 500, observation_space=space)
+    for step in range(600):
+        same = {name: torch.zeros(1, 16, 16, 3, dtype=torch.uint8) for name in ("observations", "next_observations")}
+        storage.add(**make_step(step, 1, **same))
+    storage.save(tmp_path / "saved")
+    size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
+    assert size < 1.1 * storage.nbytes + 20_000
+    resumed = Storage.load(tmp_path / "saved", device="cpu")
+    assert resumed.device == torch.device("cpu")
+    assert resumed.nbytes <= 1.1 * storage.nbytes
+    with pytest.raises(ValueError, match="device"):
+        Storage.load(tmp_path / "saved", device="toaster")

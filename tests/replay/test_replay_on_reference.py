@@ -1,0 +1,53 @@
+"""The replay storages on the kernels in plain torch, which other devices run on, serve what they serve natively."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replay_play import STORAGES, flat, make, play
+
+from rlstore import kernels
+
+
+@pytest.fixture
+def on_reference(monkeypatch):
+    """A function after which every kernel for the CPU is the reference."""
+
+    def switch() -> None:
+        monkeypatch.setattr(kernels, "_TABLE", {operation: {} for operation in kernels.OPERATIONS})
+
+    return switch
+
+
+def assert_same(mine: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
+    for ours, expected in zip(mine, truth, strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_batches_are_the_same(name, on_reference):
+    truth = play(name, make(name, "cpu"))
+    on_reference()
+    storage = make(name, "cpu")
+    mine = play(name, storage)
+    assert type(storage._ring_of().kernel) is kernels.reference_of("EpisodeRing")
+    assert len(mine) > 30
+    for ours, expected in zip(mine, truth, strict=True):
+        assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in STORAGES if name != "in RAM, prepared ahead"])
+def test_everything_held_is_the_same_and_goes_from_one_to_the_other(name, on_reference, tmp_path):
+    native = make(name, "cpu")
+    play(name, native)
+    native.save(tmp_path / "native")
+    whole, batch = flat(native.get_all_buffer_data()), flat(native.sample())
+    on_reference()
+    storage = make(name, "cpu")
+    play(name, storage)
+    assert_same(flat(storage.get_all_buffer_data()), whole)
+    loaded = type(storage).load(tmp_path / "native")
+    if name.startswith("hindsight"):
+        loaded.compute_reward = storage.compute_reward
+    assert_same(flat(loaded.sample()), batch)
