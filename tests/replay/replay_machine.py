@@ -58,6 +58,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.model = self.new_model()
         self.envs = Envs(config.kind, config.action, config.num_envs, config.autoreset, config.reward_size)
         self.has_warned: bool | None = False
+        self.looks = 0
 
     def new_storage(self) -> Any:
         targets = {"n_step": self.config.n_step, "discount": self.config.discount}
@@ -117,7 +118,10 @@ class ReplayMachine(RuleBasedStateMachine):
         return {}
 
     def stored(self, rows: list[int], in_slice: bool = False) -> None:
-        """Called with the rows that were added, and when rows went."""
+        """Called with the rows that were added, if any."""
+
+    def emptied(self) -> None:
+        """Called when the storage was reset, or a new one took its place."""
 
     def expect_warning(self, caught: list[Any], broken: bool) -> None:
         assert all(issubclass(one.category, UserWarning) for one in caught), [str(one.message) for one in caught]
@@ -183,10 +187,6 @@ class ReplayMachine(RuleBasedStateMachine):
             served += 1
         assert served == count * epochs
 
-    @rule()
-    def sample_until_all_are_seen(self):
-        self.see_all()
-
     def see_all(self) -> None:
         """With 30 draws a row, one that can be drawn is missed once in 10 ** 13 times."""
         expected = self.model.transitions()
@@ -229,7 +229,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.model.reset()
         if any(place.is_after_end for place in self.envs.places):
             self.envs.forget()
-        self.stored([])
+        self.emptied()
 
     def make_a_copy(self, way: str, go_on: bool) -> None:
         if way == "copy":
@@ -258,6 +258,12 @@ class ReplayMachine(RuleBasedStateMachine):
 
     def put_in_what_came_out(self, into: str) -> None:
         data, steps = self.storage.get_all_buffer_data(), self.model.by_lane()
+        if (
+            "slice" in os.environ.get("SKIP", "")
+            and self.config.autoreset == "NextStep"
+            and len(set(map(len, steps))) > 1
+        ):
+            return
         if into == "another":
             self.storage.close()
             self.storage, self.model, self.has_warned = self.new_storage(), self.new_model(), False
@@ -266,7 +272,7 @@ class ReplayMachine(RuleBasedStateMachine):
             self.storage.reset()
             self.model.reset()
         if into != "itself":
-            self.stored([])
+            self.emptied()
             self.envs.forget()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # whether to warn of data that do not fit together is left open
@@ -281,7 +287,9 @@ class ReplayMachine(RuleBasedStateMachine):
         """Called when a new storage has taken the place of another."""
 
     def place_after(self, step: Step) -> Place:
-        return Place() if step.terminated or step.truncated else Place(step.following)
+        if not (step.terminated or step.truncated):
+            return Place(step.following)
+        return Place(None, step.following) if self.config.autoreset == "NextStep" else Place()
 
     # ---------------------------------------------------------------------------------------------- at all times
 
@@ -292,8 +300,13 @@ class ReplayMachine(RuleBasedStateMachine):
         assert len(self.storage) == len(self.model.held())
         assert self.storage.full == self.model.is_full()
         self.check_data(self.storage.get_all_buffer_data())
-        if self.can_sample():
-            self.check(self.serve(16), 16)
+        for size in (None, 16):
+            batch = self.serve(size)
+            if batch is not None:
+                self.check(batch, size or self.config.batch_size)
+        self.looks += 1
+        if self.looks % 4 == 0:
+            self.see_all()
 
     def check_data(self, data: dict[str, Any]) -> None:
         """All the data that a storage gives out are the model's, and there are no others."""

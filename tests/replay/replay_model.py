@@ -165,7 +165,7 @@ class ReplayModel:
     def append(self, steps: list[list[Step]]) -> list[int]:
         """What insert_data_slice does with the steps of each lane: they are transitions, and none is a reset step.
 
-        Nor is the step after them: who puts data in begins anew.
+        The step after them is one only if it always is, after an end.
         """
         rows = []
         for lane, given in zip(self.lanes, steps, strict=True):
@@ -182,7 +182,7 @@ class ReplayModel:
                     )
                 )
                 rows.append(self.row(lane.written - 1, lane.env))
-            lane.resets_after, lane.is_after_end = None, False
+            lane.resets_after = None
         return rows
 
     def reset(self) -> None:

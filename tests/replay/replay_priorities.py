@@ -62,6 +62,9 @@ class PriorityMachine(ReplayMachine):
             assert math.isclose(near, value, rel_tol=1e-6), f"row {row} has {value} and not one of {allowed}"
             self.priorities.held[row] = near
 
+    def emptied(self):
+        self.stored([])
+
     def held_in_storage(self, rows: list[int]) -> list[float]:
         return self.storage.priorities(torch.tensor(rows, dtype=torch.int64)).flatten().tolist() if rows else []
 

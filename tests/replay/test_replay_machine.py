@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
@@ -79,7 +80,10 @@ class NStepMachine(ReplayMachine):
 
     @initialize(
         config=configs(
-            num_workers=st.integers(0, 3), fetch_every=st.integers(1, 4), pin_memory=st.booleans(), dtype=st.none()
+            num_workers=st.integers(0, 3),
+            fetch_every=st.integers(1, 4),
+            pin_memory=st.booleans(),
+            dtype=st.sampled_from([None, torch.float32]),
         )
     )
     def make(self, config):
@@ -87,11 +91,10 @@ class NStepMachine(ReplayMachine):
         self.past: list[list[Transition]] = []
 
     def stored(self, rows, in_slice=False):
-        if not rows:
-            self.past = []  # after a reset nothing of before may come
-        self.past = [*self.past[1 - self.config.options["fetch_every"] :], self.model.transitions()]
-        if in_slice or self.config.options["fetch_every"] == 1:
-            self.past = self.past[-1:]
+        self.past = [*self.past, self.model.transitions()][-self.config.options["fetch_every"] :]
+
+    def emptied(self):
+        self.past = []
 
     def parameters_changed(self, **values):
         super().parameters_changed(**values)
