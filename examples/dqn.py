@@ -1,7 +1,7 @@
 """Double DQN with n-step targets and prioritized replay, with PrioritizedReplayStorage.
 
-``python examples/dqn.py --out out`` learns CartPole in a minute or two. ``--env MinAtar/Breakout-v1`` plays a small
-Breakout from its pixels, if the package is there: ``pip install 'rlstore[minatar]'``.
+``python examples/dqn.py --out out`` learns CartPole in half a minute or so. ``--env MinAtar/Breakout-v1`` plays a
+small Breakout from its pixels, in some minutes, if the package is there: ``pip install 'rlstore[minatar]'``.
 
 The storage draws transitions in proportion to the errors that the network made on them, and folds the rewards of
 n steps into one when it serves them. ``discounts`` is what the value of the last state is worth: gamma to the power

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class HindsightReplayStorage(TransitionStorage):
     that goes on, the steps so far. ``sample()`` gives a :class:`~rlstore.transition_batch.ReplayBatch` with TensorDict
     observations.
 
+    A transition that was relabelled keeps its ``discounts``: where reaching a goal ends the episode, make them 0 for
+    those whose reward says that the new goal was reached.
+
     Args:
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
@@ -53,6 +56,11 @@ class HindsightReplayStorage(TransitionStorage):
         discount: The discount factor.
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
+
+    if TYPE_CHECKING:
+
+        def sample(self, batch_size: int | None = None) -> ReplayBatch:
+            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
 

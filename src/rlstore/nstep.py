@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ class ReplayIterator:
         return self
 
     def __next__(self) -> ReplayBatch:
-        batch: ReplayBatch = self._storage.sample()
-        return batch
+        return self._storage.sample()
 
     def __call__(self) -> ReplayIterator:
         """Itself."""
@@ -64,6 +63,11 @@ class NStepReplayStorage(TransitionStorage):
         snapshot_dir: The folder of the episodes; of one live storage at a time.
         **options: See :class:`~rlstore.replay_base.StorageOptions`.
     """
+
+    if TYPE_CHECKING:
+
+        def sample(self, batch_size: int | None = None) -> ReplayBatch:
+            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
     _kept: KeptEpisodes | None = None

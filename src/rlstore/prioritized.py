@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
     """The newest ``storage_size`` transitions, drawn in proportion to ``priority ** alpha`` (Schaul et al. 2016).
 
     ``sample()`` gives a :class:`PrioritizedBatch`; ``update(batch.rows, priorities)`` sets priorities. New transitions
-    take the largest there is. A batch has one row from each of ``batch_size`` equal parts of the total.
+    take the largest there is. A batch has one row from each of ``batch_size`` equal parts of the total. A transition
+    whose priority is exactly 0 is not drawn again: add a small number to errors that may become 0.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
@@ -53,6 +54,11 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
+
+    if TYPE_CHECKING:
+
+        def sample(self, batch_size: int | None = None) -> PrioritizedBatch:
+            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "alpha", "beta", "beta_steps")
     _fractions: ClassVar[tuple[str, ...]] = ("discount", "beta")

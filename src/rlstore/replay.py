@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from typing_extensions import Unpack
 
 from rlstore.engine.spaces import SpaceLike
 from rlstore.replay_base import ReplayOptions
-from rlstore.transition_batch import TransitionStorage
+from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 
 class ReplayStorage(TransitionStorage):
@@ -27,6 +29,11 @@ class ReplayStorage(TransitionStorage):
         discount: The discount factor.
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
+
+    if TYPE_CHECKING:
+
+        def sample(self, batch_size: int | None = None) -> ReplayBatch:
+            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,11 @@ class SequenceReplayStorage(PriorityStorage):
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
         **options: See :class:`~rlstore.replay_base.ReplayOptions`.
     """
+
+    if TYPE_CHECKING:
+
+        def sample(self, batch_size: int | None = None) -> SequenceBatch:
+            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = (
         *("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape", "alpha", "beta", "beta_steps"),

@@ -152,7 +152,7 @@ wide_layouts = st.builds(
     gap=st.just(0),
     seed=st.integers(0, 2**32),
 )
-given_priorities = st.sampled_from(["fine", "fine", "fine", "zeros", "nan", "negative", "infinite"])
+given_priorities = st.sampled_from(["fine", "fine", "fine", "tiny", "zeros", "nan", "negative", "infinite"])
 given_rows = st.sampled_from(["held", "held", "held", "any written", "to come", "negative", "huge"])
 
 
@@ -162,6 +162,8 @@ def priorities_of(kind: str, count: int, twins: Twins) -> torch.Tensor:
     wrong = {"nan": torch.nan, "negative": -0.5, "infinite": torch.inf}.get(kind)
     if kind == "zeros":
         values.zero_()
+    elif kind == "tiny":  # below what a float32 holds in full
+        values[values > 0] = 1e-42
     elif wrong is not None and count:
         values[int(twins.rng.integers(count))] = wrong
     return values

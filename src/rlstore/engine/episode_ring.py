@@ -270,8 +270,8 @@ class EpisodeRing:
         field, value = self._field(index), values[index]
         if self.lanes == 1 and value is not None:
             value = as_tensor(value, field.name)
-            if tuple(value.shape) == field.shape:
-                value = value.unsqueeze(0)
+            if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
+                value = value.reshape(1, *field.shape)
         mask = values[2 * len(self.leaves) + len(self.columns) + 2]
         if field.is_flag and field.name != "mask" and mask is not None:
             # Nothing is read of a lane that sat out, not even that its flags are no flags.

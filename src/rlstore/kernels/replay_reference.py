@@ -18,7 +18,7 @@ from rlstore.kernels.replay_blocks import END, KEPT, REPEATED, STOP, TERMINATED,
 # What write() returns, besides the index of a value that does not fit.
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 # What the step after an end is: a reset step if it looks like one, always, never.
-_ALWAYS, _NEVER = 1, 2
+_TELL, _ALWAYS = 0, 1
 _FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -305,8 +305,9 @@ class EpisodeRing:
         episodes[slots, END] = seen.terminated[lanes] * TERMINATED + seen.truncated[lanes] * TRUNCATED
         episodes[slots, STOP] = self.written[lanes] + 1
         self._current[lanes] = -1
-        never = seen.given[lanes] | (self._resets == _NEVER)
-        self._after_end[lanes] = torch.where(never, -1, slots)
+        # Where a final observation came apart, the new episode has begun, unless it is known that it has not.
+        may_reset = (self._resets == _ALWAYS) | ((self._resets == _TELL) & ~seen.given[lanes])
+        self._after_end[lanes] = torch.where(may_reset, slots, -1)
 
     def _send(self, *indices: Tensor) -> tuple[Tensor, ...]:
         """Indices of the CPU on the device, in one transfer."""
