@@ -35,8 +35,7 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
     Args:
         name: What they are called in errors.
         value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for
-            those
-            that go on, or a nest of these in the observations' structure, or a list of such nests.
+            those that go on, or a nest of these in the observations' structure, or a list of such nests.
         structure: The structure of the observations.
         fields: The field of each leaf.
         lanes: The number of lanes.

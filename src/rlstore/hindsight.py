@@ -63,6 +63,7 @@ class HindsightReplayStorage(TransitionStorage):
             """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
+    _sizes: ClassVar[tuple[str, ...]] = ("batch_size",)
 
     def __init__(
         self,
@@ -143,8 +144,7 @@ class HindsightReplayStorage(TransitionStorage):
         if rewards.numel() != batch or rewards.dtype.is_complex:
             raise InvalidInputError(
                 f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, "
-                f"one for each "
-                "transition of the batch"
+                "one for each transition of the batch"
             )
         computed = rewards.reshape(batch, 1).to(self._torch_device, torch.float32)
         transition[count + 1] = torch.where(replaced.unsqueeze(1), computed, transition[count + 1])

@@ -84,6 +84,9 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
             observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, options
         )
 
+    def _beside(self) -> dict[str, Any]:
+        return {"priorities": "rows"}
+
     def _prepared(self, ring: EpisodeRing) -> None:
         self._priorities = Priorities(ring, self.alpha)
 
