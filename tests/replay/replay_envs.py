@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from replay_world import FORMS, Given, Token, Vector, final_info, mapped, reward_of, stacked
 
 # What an environment does in a step: go on, end in one of three ways, sit out, or not go on from where it was.
@@ -17,11 +16,6 @@ MOVES = ("go", "go", "go", "go", "terminate", "truncate", "both", "sit", "break"
 # How it begins again after an end: a reset step, a new episode at once, or a step that looks like a reset step.
 STARTS = ("reset", "fresh", "look alike", "near look alike", "ended look alike")
 ENDS = {"terminate": (True, False), "truncate": (False, True), "both": (True, True)}
-
-
-import os
-
-SKIP = os.environ.get("SKIP", "")
 
 
 @dataclass
@@ -74,12 +68,6 @@ class Envs:
 
     def _one(self, env: int, move: str, start: str, give_final: bool, padding: str) -> Given:
         place, number = self.places[env], next(self.ids)
-        if "next-step final" in SKIP and self.autoreset == "NextStep":
-            give_final = False
-        if "resemble" in SKIP and self.kind.frames > 1 and start == "near look alike":
-            start = "fresh"
-        if "resemble" in SKIP and self.kind.frames > 1 and move == "resemble":
-            move = "break"
         reward = reward_of(number, max(1, self.reward_size))
         # An episode that does not begin where the reset step said breaks nothing; whether to warn of it is left open.
         self.warning_is_open |= place.is_after_reset_step and move in ("break", "resemble")
@@ -138,10 +126,6 @@ class Envs:
         self, step: list[Given | None], form: str = "tensors", final_form: str = "objects", key: str = "final_obs"
     ) -> tuple[list[Any], torch.Tensor | None]:
         """The seven arguments of add and its mask; what is given for environments that sit out is rubbish."""
-        if "bare tuple" in SKIP and form == "bare" and isinstance(self.kind.space, (spaces.Tuple, spaces.Dict)):
-            form = "tensors"
-        if "strided" in SKIP and form == "strided" and self.num_envs == 1:
-            form = "tensors"
         filled = [given or self._rubbish() for given in step]
         to_form = FORMS["lists" if form == "bare" else form]
         if form == "bare":  # one environment, without an axis for it

@@ -7,7 +7,6 @@ arrays back into the token, looking at every entry on the way, so that half a fr
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -129,7 +128,7 @@ class Nest(Vector):
         return {
             "camera": {
                 "image": digits(number, (1, 2, 2)),
-                "exposure": (np.float64 if "0d" in os.environ.get("SKIP", "") else np.array)(number / 4),
+                "exposure": np.array(number / 4),
             },
             "policy": vector(number),
         }
