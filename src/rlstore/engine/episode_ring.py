@@ -279,7 +279,9 @@ class EpisodeRing:
             given, taken = as_tensor(value, field.name), self._fit(2 * len(self.leaves) + len(self.columns) + 2, values)
             if given.numel() == self.lanes:
                 value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
-        return field.fit(value, self.lanes, self.device)
+        fitted = field.fit(value, self.lanes, self.device)
+        # A single element counts as contiguous whatever its strides; the kernel wants them plain.
+        return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
     def _grow(self) -> None:
         """Make room for half as many episodes again, and at most for as many as there are rows."""
