@@ -16,7 +16,8 @@ from rlstore.engine.schema import as_tensor
 from rlstore.engine.select import random_units, uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 _STRATEGIES = ("future", "final", "episode")
@@ -54,7 +55,7 @@ class HindsightReplayStorage(TransitionStorage):
         strategy: "future", "final" or "episode".
         relabel_fraction: The part of a batch that is relabelled.
         discount: The discount factor.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.kept_episodes import KeptEpisodes
-from rlstore.replay_base import ReplayOptions, StorageOptions
+from rlstore.replay_options import ReplayOptions, StorageOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 
@@ -61,7 +61,7 @@ class NStepReplayStorage(TransitionStorage):
             finds them there.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
         snapshot_dir: The folder of the episodes; of one live storage at a time.
-        **options: See :class:`~rlstore.replay_base.StorageOptions`.
+        **options: See :class:`~rlstore.replay_options.StorageOptions`.
     """
 
     if TYPE_CHECKING:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,49 +20,9 @@ from rlstore.engine.select import new_random
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.final_observations import find_final, fit_final
+from rlstore.replay_options import MEMORIES, OPTIONS, ReplayOptions
 from rlstore.replay_spaces import ReplayFields, check_autoreset
 from rlstore.storage import Storage
-
-
-class StorageOptions(TypedDict, total=False):
-    """What every replay storage can be told besides its own arguments.
-
-    Attributes:
-        dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
-        reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can have too. "mapped": files in the folder ``path``, which may be larger than RAM, and are found
-            again by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-    """
-
-    dtype: torch.dtype | None
-    frame_stack: int
-    stack_axis: int | None
-    reward_shape: Sequence[int]
-    autoreset: Any
-    memory: str
-    path: str | os.PathLike[str] | None
-    seed: int | None
-
-
-class ReplayOptions(StorageOptions, total=False):
-    """:class:`StorageOptions`, and how batches are prepared in the background.
-
-    Attributes:
-        num_workers: Batches prepared ahead in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
-    """
-
-    num_workers: int
-    pin_memory: bool
-    fetch_every: int
 
 
 class Drawn(NamedTuple):
@@ -101,7 +60,7 @@ class ReplayBase(Storage):
         hidden_shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         owner = type(self).__name__
-        unknown = [name for name in options if name not in _OPTIONS]
+        unknown = [name for name in options if name not in OPTIONS]
         if unknown:
             raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
         check_positive(owner, storage_size=storage_size, batch_size=batch_size)
@@ -122,8 +81,8 @@ class ReplayBase(Storage):
         check_positive(owner, fetch_every=self.fetch_every)
         self._autoreset = check_autoreset(owner, options.get("autoreset"))
         self._memory, self._path = options.get("memory", self._default_memory), options.get("path")
-        if self._memory not in _MEMORIES:
-            raise InvalidInputError(f"memory is {self._memory!r}; {owner} knows {list(_MEMORIES)}")
+        if self._memory not in MEMORIES:
+            raise InvalidInputError(f"memory is {self._memory!r}; {owner} knows {list(MEMORIES)}")
         self._fields = ReplayFields(
             owner,
             options.get("frame_stack", 1),
@@ -429,8 +388,6 @@ class ReplayBase(Storage):
         """The ring was emptied."""
 
 
-_MEMORIES = ("device", "ram", "shared", "mapped")
-_OPTIONS = {*StorageOptions.__annotations__, *ReplayOptions.__annotations__}
 _BROKEN = (
     "the observations of an environment are not the next_observations given for it before, and no end was "
     "flagged there. "

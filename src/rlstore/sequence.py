@@ -18,7 +18,8 @@ from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.storage import BatchDict
 
 
@@ -76,7 +77,7 @@ class SequenceReplayStorage(PriorityStorage):
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:

@@ -174,7 +174,7 @@ class TransitionGather:
         self._bound_to: Any = None
 
     def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of ``count`` rows drawn uniformly, in one call; see :func:`rlstore.engine.select.uniform_rows`."""
+        """The tensors of ``count`` rows in one call, drawn as :func:`rlstore.engine.select.uniform_rows` draws them."""
         self._bind()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
