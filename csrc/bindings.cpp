@@ -279,7 +279,8 @@ NB_MODULE(_native, m) {
       .def("windows", &EpisodeRing::windows);
   nb::class_<ReplayGather>(m, "ReplayGather")
       .def(nb::init<nb::object, nb::tuple, int64_t, double>())
-      .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none());
+      .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none())
+      .def("sample", &ReplayGather::sample);
   nb::class_<WindowIndex>(m, "WindowIndex")
       .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
       .def("follow", &WindowIndex::follow)

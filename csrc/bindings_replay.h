@@ -151,13 +151,17 @@ class EpisodeRing {
 
   void draw(nb::handle generator, nb::handle rows) const {
     const size_t count = element_count(describe(rows));
+    draw_into(generator, typed<int64_t>(rows, count), count);
+  }
+
+  void draw_into(nb::handle generator, int64_t* rows, size_t count) const {
     bool any = false;
     for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
       check_counts(lane);
       any = any || lanes_.written[lane] > lanes_.begun[lane];
     }
     if (!any) throw nb::value_error("draw: there are no rows");
-    draw_rows(lanes_, typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
+    draw_rows(lanes_, typed<int64_t>(generator, 2), rows, count);
   }
 
   void bounds(nb::handle rows, nb::handle first, nb::handle stop) const {
@@ -300,13 +304,26 @@ class ReplayGather {
     }
   }
 
-  // One tensor [*rows.shape, ...] for each request, in those given or (None) in new ones. A row of -1 gives zeros. Rows
+  // One tensor [*rows.shape, ...] for each request, in those given or (None, for one or for all) in new ones. A row of -1 gives zeros. Rows
   // [windows, length] are windows of rows that follow one another.
   nb::tuple gather(nb::handle rows, nb::object given) const {
     const DLTensor row_view = describe(rows);
     const std::vector<int64_t> lead(row_view.shape, row_view.shape + row_view.ndim);
     const size_t count = element_count(row_view);
     const int64_t* ids = typed<int64_t>(rows, count);
+    return gather_into(ids, count, lead, given);
+  }
+
+  // gather() of `count` rows drawn as EpisodeRing::draw draws them, which nobody needs to see.
+  nb::tuple sample(nb::handle generator, int64_t count) const {
+    if (count < 0 || count >= kCountLimit) throw nb::value_error("sample: a count of rows");
+    std::vector<int64_t> rows(static_cast<size_t>(count));
+    ring_->draw_into(generator, rows.data(), rows.size());
+    return gather_into(rows.data(), rows.size(), {count}, nb::none());
+  }
+
+ private:
+  nb::tuple gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
     ring_->require_tables();
     if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
     nb::list made;
@@ -317,7 +334,7 @@ class ReplayGather {
       shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
       size_t elements = 1;
       for (int64_t size : shape) elements *= static_cast<size_t>(size);
-      if (given.is_none()) {
+      if (given.is_none() || given[k].is_none()) {
         made.append(make_tensor(dtype, shape, &outputs[k].memory));
       } else {
         DLTensor target = describe(given[k]);
@@ -339,7 +356,6 @@ class ReplayGather {
     return nb::tuple(made);
   }
 
- private:
   static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; what a cache would not keep anyway
 
   // Bytes of one row of an output.

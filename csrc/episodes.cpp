@@ -22,13 +22,6 @@ void put_frame(char* stack, const char* frame, const Observation& leaf, size_t i
 
 namespace {
 
-// True if the newest frame of the stack is this frame.
-bool newest_equals(const char* frame, const char* stack, const Observation& leaf) {
-  for (size_t o = 0; o < leaf.outer; o++)
-    if (memcmp(frame + o * leaf.inner, stack + (o * leaf.stack + leaf.stack - 1) * leaf.inner, leaf.inner)) return false;
-  return true;
-}
-
 void take_newest(char* frame, const char* stack, const Observation& leaf) {
   if (leaf.stack == 1)
     copy_row(frame, stack, leaf.frame_bytes());
@@ -36,10 +29,48 @@ void take_newest(char* frame, const char* stack, const Observation& leaf) {
     take_frame(frame, stack, leaf, leaf.stack - 1);
 }
 
+bool frame_equals(const char* frame, const char* stack, const Observation& leaf, size_t index) {
+  for (size_t o = 0; o < leaf.outer; o++)
+    if (memcmp(frame + o * leaf.inner, stack + (o * leaf.stack + index) * leaf.inner, leaf.inner)) return false;
+  return true;
+}
+
+bool is_zero(const char* stack, const Observation& leaf, size_t index) {
+  for (size_t o = 0; o < leaf.outer; o++)
+    for (size_t i = 0; i < leaf.inner; i++)
+      if (stack[(o * leaf.stack + index) * leaf.inner + i]) return false;
+  return true;
+}
+
+// True if a stack is the one that follows the lane's newest row, whose episode is `slot`: every frame of it. The newest
+// is given, the others are looked up.
+bool stack_continues(const Lanes& lanes, const Observation& leaf, const char* stack, int64_t lane, int64_t slot, const char* newest) {
+  if (!frame_equals(newest, stack, leaf, leaf.stack - 1)) return false;
+  const int64_t count = lanes.written[lane];
+  const Episode& episode = lanes.episodes[slot];
+  for (size_t j = leaf.stack - 1; j-- > 0;) {
+    const int64_t time = count - static_cast<int64_t>(leaf.stack - 1 - j);
+    if (time >= episode.start) {
+      if (!frame_equals(leaf.block.at(lane, lanes.by_rows.remainder(time)), stack, leaf, j)) return false;
+    } else if (episode.padding == kZeros) {
+      if (!is_zero(stack, leaf, j)) return false;
+    } else if (episode.padding == kRepeated) {
+      if (!frame_equals(leaf.block.at(lane, lanes.by_rows.remainder(episode.start)), stack, leaf, j)) return false;
+    } else {
+      const int64_t kept = static_cast<int64_t>(leaf.stack) - 1 - (episode.start - time);
+      const char* frame = leaf.starts + (slot * static_cast<int64_t>(leaf.stack - 1) + kept) * static_cast<int64_t>(leaf.frame_bytes());
+      if (!frame_equals(frame, stack, leaf, j)) return false;
+    }
+  }
+  return true;
+}
+
 bool continues(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
   const int64_t place = lanes.by_rows.remainder(lanes.written[lane]);
-  for (size_t k = 0; k < leaves.size(); k++)
-    if (!newest_equals(leaves[k].block.at(lane, place), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k])) return false;
+  for (size_t k = 0; k < leaves.size(); k++) {
+    const char* given = step.observations[k] + lane * leaves[k].stack_bytes();
+    if (!stack_continues(lanes, leaves[k], given, lane, lanes.current[lane], leaves[k].block.at(lane, place))) return false;
+  }
   return true;
 }
 
@@ -49,9 +80,10 @@ bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, c
   for (size_t i = 0; i < step.reward_width; i++)
     if (step.rewards[lane * step.reward_width + i] != 0.0f) return false;
   const int64_t slot = lanes.after_end[lane];
-  for (size_t k = 0; k < leaves.size(); k++)
-    if (!newest_equals(leaves[k].finals + slot * leaves[k].frame_bytes(), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]))
-      return false;
+  for (size_t k = 0; k < leaves.size(); k++) {
+    const char *given = step.observations[k] + lane * leaves[k].stack_bytes(), *final = leaves[k].finals + slot * leaves[k].frame_bytes();
+    if (!stack_continues(lanes, leaves[k], given, lane, slot, final)) return false;
+  }
   return true;
 }
 
@@ -138,6 +170,8 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     const char* next = (given ? step.finals[k] : step.next_observations[k]) + lane * leaf.stack_bytes();
     take_newest(ended ? leaf.finals + slot * leaf.frame_bytes() : leaf.block.at(lane, after), next, leaf);
   }
+  // The row after next: by the time it is written it is in the cache.
+  for (const Observation& leaf : leaves) __builtin_prefetch(leaf.block.at(lane, after) + leaf.block.row_stride, 1);
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     lanes.episodes[slot].stop = count + 1;

@@ -154,6 +154,7 @@ class Gather {
       const char* row = leaf.block.at(lane, f.place);
       const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
       for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
+      __builtin_prefetch(row + reach - 1);  // it may reach into one line more
     }
   }
 

@@ -35,8 +35,7 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
     Args:
         name: What they are called in errors.
         value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for
-            those
-            that go on, or a nest of these in the observations' structure, or a list of such nests.
+            those that go on, or a nest of these in the observations' structure, or a list of such nests.
         structure: The structure of the observations.
         fields: The field of each leaf.
         lanes: The number of lanes.
@@ -56,6 +55,8 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
     if lanes == 1 and structure.is_leaf and tuple(np.shape(value)) == fields[0].shape:
         value = [value]
     for leaf, field, part in zip(leaves, fields, structure.leaves(_without_masks(value, structure)), strict=True):
+        if lanes == 1 and not _is_listed(part) and tuple(np.shape(part)) == field.shape:
+            part = [part]  # noqa: PLW2901 - the axis of a single environment may be left out
         for lane, entry in enumerate(_entries(name, part, lanes)):
             if entry is not None:
                 given[lane] = True
@@ -91,6 +92,8 @@ def _without_masks(value: Any, structure: Structure) -> Any:
 
 def _fit_entry(name: str, field: Field, entry: Any) -> Tensor:
     held = as_tensor(entry, name)
+    if {tuple(held.shape), field.shape} == {(), (1,)}:
+        held = held.reshape(field.shape)
     if tuple(held.shape) != field.shape or not can_hold(held, field.dtype):
         raise InvalidInputError(
             f"{name} has an entry of {tuple(held.shape)} {held.dtype} for {field.name}; this storage holds "

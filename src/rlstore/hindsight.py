@@ -16,7 +16,8 @@ from rlstore.engine.schema import as_tensor
 from rlstore.engine.select import random_units, uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 _STRATEGIES = ("future", "final", "episode")
@@ -54,7 +55,7 @@ class HindsightReplayStorage(TransitionStorage):
         strategy: "future", "final" or "episode".
         relabel_fraction: The part of a batch that is relabelled.
         discount: The discount factor.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class HindsightReplayStorage(TransitionStorage):
             """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
+    _sizes: ClassVar[tuple[str, ...]] = ("batch_size",)
 
     def __init__(
         self,
@@ -143,8 +145,7 @@ class HindsightReplayStorage(TransitionStorage):
         if rewards.numel() != batch or rewards.dtype.is_complex:
             raise InvalidInputError(
                 f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, "
-                f"one for each "
-                "transition of the batch"
+                "one for each transition of the batch"
             )
         computed = rewards.reshape(batch, 1).to(self._torch_device, torch.float32)
         transition[count + 1] = torch.where(replaced.unsqueeze(1), computed, transition[count + 1])

@@ -71,6 +71,16 @@ class KeptEpisodes:
         """What was written so far is on the disk already, or goes on."""
         self._kept.copy_(self._ring.written)
 
+    def count_anew(self) -> None:
+        """The ring was filled from elsewhere: the files are taken to end with its newest rows, one after another."""
+        self.mark()
+        ends = self._ring.written.tolist()
+        self._stops = [deque() for _ in ends]
+        for number, steps, env in reversed(self._files.entries()):
+            lane = env % self._ring.lanes
+            self._stops[lane].appendleft((ends[lane], number))
+            ends[lane] -= steps
+
     def follow(self) -> None:
         """Write the episodes that ended since."""
         ring = self._ring

@@ -15,7 +15,7 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.kept_episodes import KeptEpisodes
-from rlstore.replay_base import ReplayOptions, StorageOptions
+from rlstore.replay_options import ReplayOptions, StorageOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 
@@ -61,7 +61,7 @@ class NStepReplayStorage(TransitionStorage):
             finds them there.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
         snapshot_dir: The folder of the episodes; of one live storage at a time.
-        **options: See :class:`~rlstore.replay_base.StorageOptions`.
+        **options: See :class:`~rlstore.replay_options.StorageOptions`.
     """
 
     if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class NStepReplayStorage(TransitionStorage):
         for step in range(len(episode["terminated"])):
             row = [episode[name][step].unsqueeze(0).expand(ring.lanes, *episode[name].shape[1:]) for name in order]
             values = [value.to(ring.device).contiguous() for value in row]
-            ring.after_end.fill_(-1)  # none of these is a reset step
             ring.write((*values, mask, *values[len(names) : 2 * len(names)], None))
+            ring.after_end.fill_(-1)  # no reset step follows from what is on the disk
 
     def _follow(self) -> None:
         if self._kept is not None:
@@ -139,7 +139,7 @@ class NStepReplayStorage(TransitionStorage):
 
     def _restored(self, reader: SnapshotReader) -> None:
         if self._kept is not None:
-            self._kept.mark()
+            self._kept.count_anew()
 
     def _cleared(self) -> None:
         if self._kept is not None:

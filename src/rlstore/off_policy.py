@@ -68,14 +68,16 @@ class OffPolicyStorage(SavedReplay):
         self._check_names(sample, _STEP)
         blank = dict(self.__dict__)
         try:
-            if self._replay is None:
-                num_envs = self._fields.read_sample(sample)
-                if self.num_envs not in (None, num_envs):
-                    raise InvalidInputError(
-                        f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}"
-                    )
-                self._allocate(num_envs)
-            self._fit_steps(sample, ())
+            if self._replay is not None:
+                self._fit_steps(sample, (), self._replay.lanes)
+                return
+            num_envs = self._fields.read_sample(sample)
+            if self.num_envs not in (None, num_envs):
+                raise InvalidInputError(
+                    f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}"
+                )
+            self._fit_steps(sample, (), num_envs)  # before anything is allocated for it
+            self._allocate(num_envs)
         except Exception:
             self.__dict__ = blank  # a sample that is refused leaves no shapes behind
             raise
@@ -240,7 +242,7 @@ class OffPolicyStorage(SavedReplay):
         if self._replay is None:
             self.init_tensors({name: _at(value, 0) for name, value in new_data.items()})
         ring, count = self._ring_of(), len(self._fields.observations)
-        values = self._fit_steps(new_data, (first.shape[0],))
+        values = self._fit_steps(new_data, (first.shape[0],), ring.lanes)
         if self._ahead is not None:
             self._ahead.settle()
         for step in range(first.shape[0]):
@@ -250,10 +252,10 @@ class OffPolicyStorage(SavedReplay):
             self._added += 1
             self._follow()
 
-    def _fit_steps(self, data: Sample, lead: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    def _fit_steps(self, data: Sample, lead: tuple[int, ...], lanes: int) -> tuple[Tensor | None, ...]:
         """The values of steps ``[*lead, envs, ...]`` as a ring takes them, or an error; nothing is written."""
-        ring, fields = self._ring_of(), self._fields
-        lanes = ring.lanes
+        fields = self._fields
+        place = torch.device("cpu") if self._replay is None else self._replay.device
 
         def fit(field: Field, value: Any) -> Tensor:
             given = as_tensor(value, field.name)
@@ -264,7 +266,7 @@ class OffPolicyStorage(SavedReplay):
                 )
             flat = given.flatten(0, len(lead)) if lead and given.dim() > 1 else given
             count = lanes * (lead[0] if lead else 1)
-            fitted: Tensor = field.fit(flat, count, ring.device).unflatten(0, (*lead, lanes))
+            fitted: Tensor = field.fit(flat, count, place).unflatten(0, (*lead, lanes))
             return fitted
 
         def flag(name: str) -> Field:
@@ -311,6 +313,10 @@ class OffPolicyStorage(SavedReplay):
                 raise NotReadyError(
                     f"storage_size can change only while the storage is empty; it holds {len(self)} transitions. "
                     "Call reset() first. Nothing was changed."
+                )
+            if self._memory == "mapped":
+                raise InvalidInputError(
+                    "the size of a mapped storage is fixed by its folder; make another one. Nothing was changed."
                 )
             self._change(parameter_name, int(new_parameter_value))
         else:

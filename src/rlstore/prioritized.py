@@ -12,7 +12,8 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.priorities import Priorities
 from rlstore.engine.spaces import SpaceLike
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.transition_batch import TransitionStorage
 
 
@@ -52,7 +53,7 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:
@@ -83,6 +84,9 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         super().__init__(
             observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, options
         )
+
+    def _beside(self) -> dict[str, Any]:
+        return {"priorities": "rows"}
 
     def _prepared(self, ring: EpisodeRing) -> None:
         self._priorities = Priorities(ring, self.alpha)

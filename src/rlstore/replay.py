@@ -8,7 +8,7 @@ import torch
 from typing_extensions import Unpack
 
 from rlstore.engine.spaces import SpaceLike
-from rlstore.replay_base import ReplayOptions
+from rlstore.replay_options import ReplayOptions
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 
@@ -27,7 +27,7 @@ class ReplayStorage(TransitionStorage):
         batch_size: Transitions in a batch.
         n_step: Steps over which rewards are summed before the bootstrap.
         discount: The discount factor.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,50 +20,9 @@ from rlstore.engine.select import new_random
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.final_observations import find_final, fit_final
+from rlstore.replay_options import MEMORIES, OPTIONS, ReplayOptions
 from rlstore.replay_spaces import ReplayFields, check_autoreset
 from rlstore.storage import Storage
-
-
-class StorageOptions(TypedDict, total=False):
-    """What every replay storage can be told besides its own arguments.
-
-    Attributes:
-        dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
-        reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: a step that shows the final observation once more, with a reward of 0 and no flag, is a reset
-            step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can have too. "mapped": files in the folder ``path``, which may be larger than RAM, and are found
-            again by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-    """
-
-    dtype: torch.dtype | None
-    frame_stack: int
-    stack_axis: int | None
-    reward_shape: Sequence[int]
-    autoreset: Any
-    memory: str
-    path: str | os.PathLike[str] | None
-    seed: int | None
-
-
-class ReplayOptions(StorageOptions, total=False):
-    """:class:`StorageOptions`, and how batches are prepared in the background.
-
-    Attributes:
-        num_workers: Batches prepared ahead in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
-    """
-
-    num_workers: int
-    pin_memory: bool
-    fetch_every: int
 
 
 class Drawn(NamedTuple):
@@ -102,7 +60,7 @@ class ReplayBase(Storage):
         hidden_shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         owner = type(self).__name__
-        unknown = [name for name in options if name not in _OPTIONS]
+        unknown = [name for name in options if name not in OPTIONS]
         if unknown:
             raise TypeError(f"{owner}() got unexpected keyword arguments {unknown}")
         check_positive(owner, storage_size=storage_size, batch_size=batch_size)
@@ -123,6 +81,8 @@ class ReplayBase(Storage):
         check_positive(owner, fetch_every=self.fetch_every)
         self._autoreset = check_autoreset(owner, options.get("autoreset"))
         self._memory, self._path = options.get("memory", self._default_memory), options.get("path")
+        if self._memory not in MEMORIES:
+            raise InvalidInputError(f"memory is {self._memory!r}; {owner} knows {list(MEMORIES)}")
         self._fields = ReplayFields(
             owner,
             options.get("frame_stack", 1),
@@ -169,6 +129,10 @@ class ReplayBase(Storage):
         """What has to fit into the rows of one environment: its name and its length."""
         return "n_step", self._gather_with()[0]
 
+    def _beside(self) -> dict[str, Any]:
+        """What is kept in a mapped folder beside the rows, as JSON."""
+        return {"priorities": None}
+
     def _follow(self) -> None:
         """Take in what was written: priorities, windows."""
 
@@ -186,7 +150,8 @@ class ReplayBase(Storage):
         on_device = self._memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
         backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
-        ring = EpisodeRing(self._fields.leaves, self._fields.columns, steps, num_envs, backing, self._autoreset)
+        fields = self._fields
+        ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, self._autoreset, self._beside())
         self._replay, self.num_envs = ring, num_envs
         self._prepared(ring)
         self._bind()
@@ -204,12 +169,18 @@ class ReplayBase(Storage):
         ring, (n_step, gamma) = self._ring_of(), self._gather_with()
         pin = self.pin_memory and self._torch_device.type == "cuda" and ring.device.type == "cpu"
         requests, others = self._requests(), self._other_requests()
-        gather = TransitionGather(ring, requests, n_step, gamma, pin_memory=pin)
-        gather_others = TransitionGather(ring, others, 1, gamma, pin_memory=pin) if others else None
-        self._prepare = partial(_prepare, gather, gather_others, self._casts([*requests, *others]), self._torch_device)
+        casts = self._casts([*requests, *others])
+
+        def preparer() -> Callable[[Drawn], tuple[Tensor, ...]]:
+            gather = TransitionGather(ring, requests, n_step, gamma, pin_memory=pin)
+            gather_others = TransitionGather(ring, others, 1, gamma, pin_memory=pin) if others else None
+            return partial(_prepare, gather, gather_others, casts, self._torch_device)
+
+        self._prepare = preparer()
         if self._ahead is not None:
             self._ahead.close()
-        self._ahead = Ahead(self.num_workers, self.fetch_every, self._prepare) if self.num_workers else None
+        # The thread has a gatherer of its own: two threads must not share outputs.
+        self._ahead = Ahead(self.num_workers, self.fetch_every, preparer()) if self.num_workers else None
 
     def _casts(self, requests: Sequence[Request]) -> tuple[torch.dtype | None, ...]:
         """The dtype that each tensor is converted to after it was gathered, which knows float32 only."""
@@ -323,18 +294,28 @@ class ReplayBase(Storage):
             terminateds: The episode really ended with this step, ``[envs]``.
             truncateds: The episode was cut off after this step, ``[envs]``.
             infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended: the observation in
-                which
-                it did. Without it that is ``next_observations``.
+                which it did. Without it that is ``next_observations``.
             next_observations: What the environment showed after the step.
-            mask: False for environments that sat this step out, bool ``[envs]``; nothing of theirs is read.
+            mask: False for environments that sat this step out, bool ``[envs]``; nothing of theirs is stored.
         """
-        fields = self._fields
-        if infos or infos is None or not fields.is_plain or self._ahead is not None:
+        ring = self._replay
+        if (
+            infos
+            or infos is None
+            or ring is None
+            or not self._fields.is_plain
+            or self._ahead is not None
+            or self._closed
+        ):
             self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
-        else:
-            # The short way for the usual step: nothing to look for, nothing to wait for.
-            none = None
-            self._put((observations, next_observations, actions, rewards, terminateds, truncateds, mask, none, none))
+            return
+        # The short way for the usual step: nothing to look for, nothing to wait for.
+        values = (observations, next_observations, actions, rewards, terminateds, truncateds, mask, None, None)
+        broken = ring.write(values)
+        self._added += 1
+        self._follow()
+        if broken:
+            self._warn(_BROKEN)
 
     def _write(
         self,
@@ -361,15 +342,16 @@ class ReplayBase(Storage):
 
     def _put(self, values: tuple[Any, ...]) -> None:
         """Write a step whose values are in the order of the ring."""
-        ring = self._replay
-        if ring is None or self._closed:
-            ring = self._ring_of()
-        broken = ring.write(values)
+        broken = self._ring_of().write(values)
         self._added += 1
         self._follow()
-        if broken and not self._warned:
+        if broken:
+            self._warn(_BROKEN)
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
             self._warned = True
-            warnings.warn(_BROKEN, stacklevel=3)
+            warnings.warn(message, stacklevel=3)
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -406,14 +388,12 @@ class ReplayBase(Storage):
         """The ring was emptied."""
 
 
-_OPTIONS = {*StorageOptions.__annotations__, *ReplayOptions.__annotations__}
 _BROKEN = (
     "the observations of an environment are not the next_observations given for it before, and no end was "
     "flagged there. "
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
     "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
-    "gave them. "
-    "(This is said once.)"
+    "gave them. (This is said once.)"
 )
 
 

@@ -27,6 +27,8 @@ class SavedReplay(ReplayBase):
         if options.get("path") is not None:
             options["path"] = os.fspath(options["path"])
         options["autoreset"] = self._autoreset
+        if self._replay is not None and self._replay.backing.kind == "ram" and self._memory in ("shared", "mapped"):
+            options.update(memory="ram", path=None)  # a copy of such a storage lies in RAM
         learnt = None
         if self._replay is not None and self.observation_space is None:  # from the first sample
             learnt = self._fields.described()

@@ -18,7 +18,8 @@ from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.storage import BatchDict
 
 
@@ -31,9 +32,8 @@ class SequenceBatch(NamedTuple):
     - ``terminated``, ``truncated`` bool ``[batch, length, 1]``;
     - ``is_first`` bool ``[batch, length]``: the step is the first of its episode, before which a memory is to be reset;
     - ``masks`` bool ``[batch, length]``: True where to learn: there is a step, and the burn-in is over;
-    - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a tuple of them,
-        or
-      None;
+    - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a pair of them
+      for an LSTM, or None;
     - ``weights`` ``[batch, 1]``: importance weights; 1 where windows are drawn uniformly;
     - ``rows`` ``[batch]``: the row id of each first step, with which priorities come back.
     """
@@ -67,16 +67,17 @@ class SequenceReplayStorage(PriorityStorage):
         num_envs: Environments side by side.
         batch_size: Windows in a batch.
         sequence_length: Steps of a window to learn from.
-        burn_in: Steps before them, to warm the memory up.
+        burn_in: Steps before them, to warm the memory up. The first ``burn_in`` steps of an episode are never learnt
+            from.
         overlap: Steps that a window shares with the next, at most ``sequence_length - 1``.
-        across_episodes: Windows of an environment's whole stream instead, whatever ends inside them; ``is_first``
-        tells. hidden_shape: ``(layers, hidden)`` of the recurrent state that ``add`` takes, or a pair of those for an
-        LSTM;
+        across_episodes: Windows of an environment's whole stream instead, whatever ends inside them: ``is_first``
+            tells where.
+        hidden_shape: ``(layers, hidden)`` of the recurrent state that ``add`` takes, or a pair of those for an LSTM;
             None if there is none.
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
-        **options: See :class:`~rlstore.replay_base.ReplayOptions`.
+        **options: See :class:`~rlstore.replay_options.ReplayOptions`.
     """
 
     if TYPE_CHECKING:
@@ -134,6 +135,10 @@ class SequenceReplayStorage(PriorityStorage):
 
     def _longest(self) -> tuple[str, int]:
         return "burn_in + sequence_length", self._length
+
+    def _beside(self) -> dict[str, Any]:
+        windows = [self._length, self.sequence_length - self.overlap, self.across_episodes]
+        return {"priorities": ["windows", *windows] if self.alpha > 0 else None}
 
     def _prepared(self, ring: EpisodeRing) -> None:
         stride = self.sequence_length - self.overlap

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.gather import Part, Request
+from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.select import uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.off_policy import OffPolicyStorage
-from rlstore.replay_base import Drawn, ReplayOptions
+from rlstore.replay_base import Drawn
+from rlstore.replay_options import ReplayOptions
 from rlstore.storage import BatchDict
 
 
@@ -46,6 +47,7 @@ class TransitionStorage(OffPolicyStorage):
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
     _sizes: ClassVar[tuple[str, ...]] = ("batch_size", "n_step")
     _fractions: ClassVar[tuple[str, ...]] = ("discount",)
+    _gather: TransitionGather | None = None
 
     def __init__(
         self,
@@ -84,6 +86,26 @@ class TransitionStorage(OffPolicyStorage):
 
     def _served_actions(self, stored: torch.dtype) -> torch.dtype:
         return stored
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """A batch drawn at random, of ``batch_size`` or (None) the storage's own."""
+        if self._gather is None or self._closed or self._ahead is not None:
+            return super().sample(batch_size)
+        if batch_size is not None:
+            check_positive("sample()", batch_size=batch_size)
+        size = self.batch_size if batch_size is None else int(batch_size)
+        if self._gather.is_small(size) and len(self):
+            # The short way, without a stop between drawing and gathering; what it gives is the same.
+            return ReplayBatch(*self._parts(self._gather.sample(size, self._random)))
+        return super().sample(batch_size)
+
+    def _bind(self) -> None:
+        super()._bind()
+        on_host = self._torch_device.type == "cpu" and self.dtype in (None, torch.float32)
+        is_plain = type(self)._draw is TransitionStorage._draw and type(self)._batch is TransitionStorage._batch
+        n_step, gamma = self._gather_with()
+        ring = self._ring_of()
+        self._gather = TransitionGather(ring, self._requests(), n_step, gamma) if on_host and is_plain else None
 
     def _draw(self, count: int) -> Drawn:
         return Drawn(uniform_rows(self._ring_of(), count, self._random))

@@ -1,9 +1,15 @@
-"""Every test that asks for ``case`` runs once for each storage class."""
+"""Every test that asks for ``case`` runs once for each rollout class, and for ``replay`` once for each replay class."""
 
 import pytest
+from replay_cases import REPLAY_CASES
 from storages import CASES
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request):
+    return request.param
+
+
+@pytest.fixture(params=REPLAY_CASES, ids=lambda case: case.name)
+def replay(request):
     return request.param

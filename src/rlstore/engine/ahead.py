@@ -51,10 +51,10 @@ class Ahead(Generic[Drawn]):
 
     def settle(self) -> None:
         """Wait until nothing is being gathered, because the rows are about to change."""
-        if self._process == os.getpid():
-            for job in self._jobs:
-                if not job.prepared.done():
-                    _finish(job)
+        self._follow_fork()
+        for job in self._jobs:
+            if not job.prepared.done():
+                _finish(job)
 
     def clear(self) -> None:
         """Throw away what is prepared."""

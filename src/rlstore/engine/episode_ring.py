@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class EpisodeRing:
         backing: Where the memory comes from.
         autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
             "Disabled" (a step like any other), or None: a reset step if it looks like one.
+        beside: What else is kept with the rows, as JSON: a mapped folder is taken up only if it was the same.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class EpisodeRing:
         lanes: int,
         backing: Backing,
         autoreset: str | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
         self.leaves, self.columns = tuple(leaves), tuple(columns)
         self.steps, self.lanes, self.backing, self.autoreset = steps, lanes, backing, autoreset
@@ -85,7 +87,7 @@ class EpisodeRing:
         self.rows = steps + max(leaf.stack for leaf in leaves)
         self._layout = _Layout(self.leaves, self.columns)
         backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
-        self.reopened = backing.open(self._schema())
+        self.reopened = backing.open({**self._schema(), **(beside or {})})
         self._allocate()
 
     def _expected_bytes(self) -> int:
@@ -227,8 +229,7 @@ class EpisodeRing:
 
         Args:
             values: The observation leaves, those of the next observations, the columns; whether the episode terminated
-                and
-                whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
+                and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
 
         Returns:
@@ -278,7 +279,9 @@ class EpisodeRing:
             given, taken = as_tensor(value, field.name), self._fit(2 * len(self.leaves) + len(self.columns) + 2, values)
             if given.numel() == self.lanes:
                 value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
-        return field.fit(value, self.lanes, self.device)
+        fitted = field.fit(value, self.lanes, self.device)
+        # A single element counts as contiguous whatever its strides; the kernel wants them plain.
+        return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
     def _grow(self) -> None:
         """Make room for half as many episodes again, and at most for as many as there are rows."""
@@ -287,12 +290,16 @@ class EpisodeRing:
         if deeper == deep:
             raise RuntimeError("every slot is taken, which cannot be: each holds a row")
         self._extend_tables(deeper * self.lanes)
-        # The new slots go on top of each stack, the lowest uppermost.
+        self._free_from(deep)
+        self._bind_tables()
+
+    def _free_from(self, deep: int) -> None:
+        """Put the slots from ``deep`` a lane on on top of each stack, the lowest uppermost: they are free."""
+        deeper = self.slots // self.lanes
         for lane in range(self.lanes):
             count, new = int(self.free_count[lane]), torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
             self.free_slots[count : count + deeper - deep, lane] = new
         self.free_count += deeper - deep
-        self._bind_tables()
 
     def _extend_tables(self, slots: int) -> None:
         """Make room for ``slots`` episodes, which are not yet free."""
@@ -311,7 +318,9 @@ class EpisodeRing:
         """Make the tables of starts, which only unusual frame stacks need."""
         make = self.backing.zeros
         self.starts = [
-            make(f"start {leaf.field.name}", (self.slots, leaf.stack - 1, *leaf.frame_shape), leaf.field.dtype)
+            make(f"start {leaf.field.name}", (self.slots, leaf.stack - 1, *leaf.frame_shape), leaf.field.dtype)[
+                : self.slots
+            ]
             if leaf.stack > 1
             else None
             for leaf in self.leaves
@@ -343,11 +352,12 @@ class EpisodeRing:
             read_into(name, block[:, : shape(name)[1]])
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for leaf, table in zip(self.leaves, tables, strict=True):
-                if table is not None:
+                if table is not None and f"{kind} {leaf.field.name}" in names:
                     read_into(f"{kind} {leaf.field.name}", table[:slots])
         read_into("counters", self.counters)
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
+        self._free_from(slots // self.lanes)  # a folder that was taken up may have more
         self._bind_tables()
 
     def __getstate__(self) -> dict[str, Any]:

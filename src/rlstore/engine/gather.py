@@ -169,9 +169,21 @@ class TransitionGather:
         self._ring, self._requests, self._fold = ring, tuple(requests), (n_step, gamma)
         self._pin_memory = pin_memory
         self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
-        self._outputs = Recycler()
+        self._outputs, self._served = Recycler(), 0
         self._kernel: Any = None
         self._bound_to: Any = None
+
+    def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of ``count`` rows in one call, drawn as :func:`rlstore.engine.select.uniform_rows` draws them."""
+        self._bind()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._kernel.sample(random, count)  # type: ignore[no-any-return]
+        return self._kernel.sample(random, count)  # type: ignore[no-any-return]
+
+    def is_small(self, count: int) -> bool:
+        """True if the results of ``count`` rows are so small that their memory need not serve again."""
+        return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request.
@@ -179,28 +191,39 @@ class TransitionGather:
         Args:
             rows: Row ids ``time * lanes + lane`` of rows that are held, int64 on the CPU; -1 gives zeros.
         """
-        ring = self._ring
-        if self._bound_to is None or self._bound_to is not ring._kernel:
-            stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
-            self._kernel = kernel("ReplayGather", ring.device.type)(
-                ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
-            )
-            self._bound_to = ring.kernel
-        if ring.device.type != "cpu":
+        self._bind()
+        if self._ring.device.type != "cpu":
             return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
+        outs: tuple[Tensor | None, ...] | None = None
+        count = rows.numel()
         if self._pin_memory:
-            outs: tuple[Tensor, ...] | None = tuple(
-                torch.empty((*rows.shape, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests
-            )
-        elif self._row_bytes * rows.numel() >= LARGE_BYTES:
-            cpu = ring.device
-            outs = tuple(self._outputs.empty((*rows.shape, *r.shape), r.dtype, cpu) for r in self._requests)
-        else:
-            outs = None
-        if outs is None and torch.is_inference_mode_enabled():
+            outs = tuple(torch.empty((*rows.shape, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests)
+        elif self._row_bytes * count >= LARGE_BYTES:
+            self._served += 1
+            if self._served % 256 == 0:
+                self._outputs.begin()  # what has not served for so long is let go
+            outs = tuple(self._large_output(request, rows.shape, count) for request in self._requests)
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
+                return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
         return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
+
+    def _large_output(self, request: Request, lead: torch.Size, count: int) -> Tensor | None:
+        """Memory that may have served before, for a large output; None lets the kernel make a small one."""
+        if math.prod(request.shape) * request.dtype.itemsize * count < LARGE_BYTES:
+            return None
+        return self._outputs.empty((*lead, *request.shape), request.dtype, self._ring.device)
+
+    def _bind(self) -> None:
+        """Make the kernel, or make it anew for a ring that was copied."""
+        ring = self._ring
+        if self._bound_to is not None and self._bound_to is ring._kernel:
+            return
+        stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
+        self._kernel = kernel("ReplayGather", ring.device.type)(
+            ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
+        )
+        self._bound_to = ring.kernel
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernel": None, "_bound_to": None}

@@ -107,6 +107,8 @@ class Priorities:
             )
         ids = ids.to(_CPU, torch.int64).contiguous()
         values = given.flatten().to(_CPU, torch.float32).contiguous()
+        if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
+            values = torch.where(given.flatten().cpu() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
         windows = None if self._windows is None else self._windows.kernel
         refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
         if refused:
@@ -118,7 +120,7 @@ class Priorities:
         if reason == 1:
             raise InvalidInputError(
                 f"priority {index} of {count} (row {row}) is {priorities[index].item()}; priorities must be finite "
-                f"and >= 0. {_UNCHANGED}"
+                f"(as float32) and >= 0. {_UNCHANGED}"
             )
         if reason == 2:
             raise InvalidInputError(

@@ -53,7 +53,13 @@ class ReplayGather:
         powers = torch.tensor([gamma**k for k in range(self._n_step + 1)], dtype=torch.float64)
         self._powers = powers.to(torch.float32).to(ring.device)
 
-    def gather(self, rows: Tensor, given: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
+        """:meth:`gather` of ``count`` rows drawn as the ring draws them."""
+        rows = torch.empty(count, dtype=torch.int64)
+        self._ring.draw(generator, rows)
+        return self.gather(rows, None)
+
+    def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones on the blocks' device.
 
         A row of -1 gives zeros. Rows ``[windows, length]`` are windows of rows that follow one another.
@@ -72,10 +78,12 @@ class ReplayGather:
         if given is None:
             return made
         for target, result in zip(given, made, strict=True):
+            if target is None:
+                continue
             if target.dtype != result.dtype or target.numel() != result.numel():
                 raise ValueError("gather: an output does not fit")
             target.copy_(result.view(target.shape))
-        return given
+        return tuple(result if target is None else target for target, result in zip(given, made, strict=True))
 
     def _find(self, rows: Tensor) -> _Found:
         ring = self._ring

@@ -221,12 +221,30 @@ class EpisodeRing:
         for leaf, frames in zip(self.leaves, step.observations, strict=True):
             goes_on = goes_on & (leaf.rows[self._every, place] == frames[:, -1]).all(1)
             repeats = repeats & (require(leaf.finals)[ended] == frames[:, -1]).all(1)
+            if leaf.stack > 1:
+                goes_on = goes_on & (self._older(leaf, self._current) == frames[:, :-1]).flatten(1).all(1)
+                repeats = repeats & (self._older(leaf, self._after_end) == frames[:, :-1]).flatten(1).all(1)
         oldest_slot = self._episode_of[self._every, oldest]
         parts = (goes_on, repeats, self._padding(step), oldest_slot)
         flags = (step.terminated, step.truncated, step.mask, step.given)
         on_cpu = torch.stack([part.long() for part in (*parts, *flags)]).cpu()
         seen = on_cpu.unbind()
         return _Seen(seen[0] != 0, seen[1] != 0, seen[2], seen[3], *(flag != 0 for flag in seen[4:]))
+
+    def _older(self, leaf: Block, slots: Tensor) -> Tensor:
+        """All but the newest frame of the stack that follows each lane's newest row, ``[lanes, stack - 1, frame]``."""
+        slots, back = slots.clamp(min=0), torch.arange(leaf.stack - 1, 0, -1)
+        start, _, _, padding = self.episodes[slots].unbind(1)
+        time = self.written[:, None] - back
+        kept = (leaf.stack - 1 - (start[:, None] - time)).clamp(0, leaf.stack - 2)
+        every = self._every[:, None]
+        needed = (time % self.rows, start % self.rows, time < start[:, None], padding, slots, kept)
+        place, first, before, padding, slot, kept = (part.to(self.device) for part in needed)
+        frames, padding = leaf.rows[every, place], padding[:, None, None]
+        filling = torch.where(padding == REPEATED, leaf.rows[self._every, first][:, None], 0)
+        if leaf.starts is not None:
+            filling = torch.where(padding == KEPT, leaf.starts[slot[:, None], kept], filling)
+        return torch.where(before[..., None], filling, frames)
 
     def _padding(self, step: _Step) -> Tensor:
         """What the older frames of each lane's stacks are: one word for all leaves, so leaves that differ are kept."""

@@ -1,0 +1,321 @@
+"""One trainer over every replay storage, which knows nothing of the class but the ten methods of Storage."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from replay_cases import ENDS, ENVS, SIZE, STEPS, ReplayCase, check_batch, collect, ids_in
+from rollout_model import leaves, same_data
+from storages import Algorithm
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["init_tensors", "first sample"])
+@pytest.mark.parametrize("workers_way", [True, False], ids=["batch, info", "actor, algo, info"])
+def test_one_loop_drives_every_replay_storage(replay, prepared, workers_way):
+    storage = replay.make()
+    if prepared:
+        storage.init_tensors(replay.sample(900))
+        assert len(storage) == 0
+    seen = set()
+    for rollout in range(3):
+        collect(replay, storage, first=rollout * 4, steps=4)
+        storage.before_gradients(None, Algorithm()) if workers_way else storage.before_gradients()
+        newest = 4 * (rollout + 1)
+        held = range(max(0, newest - STEPS), newest)
+        assert len(storage) == len(held) * ENVS
+        batches = list(storage.generate_batches(5, 8, 4))
+        assert len(batches) == 20
+        for batch in batches:
+            seen |= set(check_batch(replay, batch, 8, held))
+        info = {"loss": rollout}
+        done = storage.after_gradients(batch, info) if workers_way else storage.after_gradients(None, None, info)
+        assert done["loss"] == rollout
+        assert done["storage_size"] == len(storage)
+    assert seen == set(range(12 * ENVS))
+
+
+def test_priorities_come_back_through_after_gradients(replay):
+    if not replay.name.endswith("prioritized"):
+        return
+    storage = replay.make()
+    collect(replay, storage)
+    for way in range(2):
+        batch = next(storage.generate_batches(1, 4))
+        rows = batch["rows"].unique()
+        info = {"priorities": torch.arange(1.0, len(rows) + 1)}
+        done = (
+            storage.after_gradients({"rows": rows}, info)
+            if way
+            else storage.after_gradients(None, None, {**info, "rows": rows})
+        )
+        alpha = storage.alpha
+        assert storage.priorities(rows).flatten().tolist() == pytest.approx(
+            [(place + 1) ** alpha for place in range(len(rows))], rel=1e-6
+        )
+        assert done["stale_updates"] == 0
+
+
+def test_environments_that_sat_out_are_masked_in_samples(replay):
+    storage = replay.make()
+    storage.insert_transition(replay.sample(0))
+    storage.insert_transition({**replay.sample(1), "masks": torch.tensor([True, False])})
+    assert len(storage) == 3
+    data = storage.get_all_buffer_data()
+    assert data["masks"].tolist() == [[True, True], [True, False]]
+    assert ids_in(data["observations"]).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+
+
+def test_a_loop_in_inference_mode_leaves_batches_to_learn_from(replay):
+    storage = replay.make()
+    with torch.inference_mode():
+        collect(replay, storage)
+    for batch in storage.generate_batches(2, 4, 2):
+        rows = check_batch(replay, batch, 4, range(STEPS))
+        weight = torch.ones(1, requires_grad=True)
+        (batch["actions"][..., 0] * weight).sum().backward()
+        assert weight.grad.item() == sum(rows) + 4
+        batch["rewards"].add_(1)
+    collect(replay, storage, first=STEPS, steps=2)
+
+
+def test_what_a_learner_does_to_a_batch_stays_with_it(replay):
+    storage = replay.make()
+    collect(replay, storage)
+    kept = []
+    for batch in storage.generate_batches(5, 4, 4):
+        check_batch(replay, batch, 4, range(STEPS))
+        kept.append((batch["actions"], batch["actions"].clone()))
+        batch["rewards"].fill_(-99)
+        batch["rows"].fill_(0)
+    assert all(torch.equal(held, as_served) for held, as_served in kept)
+
+
+def test_what_an_environment_does_to_its_tensors_is_not_stored(replay):
+    storage, twin = replay.make(), replay.make()
+    collect(replay, twin)
+    for step in range(STEPS):
+        sample = replay.sample(step, *ENDS[step % len(ENDS)])
+        storage.insert_transition(sample)
+        for _, leaf in leaves(sample):
+            leaf.fill_(1)
+    same_data(twin.get_all_buffer_data(), storage.get_all_buffer_data())
+
+
+# ------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.parametrize("steps", [1, 3, STEPS, STEPS + 3])
+def test_all_data_come_out_and_go_into_another(replay, steps):
+    storage, other = replay.make(), replay.make()
+    collect(replay, storage, steps=steps)
+    data = storage.get_all_buffer_data()
+    held = range(max(0, steps - STEPS), steps)
+    assert ids_in(data["observations"]).tolist() == [[1.0 + step * ENVS, 2.0 + step * ENVS] for step in held]
+    same_data(data, storage.get_all_buffer_data(data_to_cpu=True))
+    other.insert_data_slice(data)
+    same_data(data, other.get_all_buffer_data())
+    collect(replay, storage, other, first=steps, steps=2)  # and both go on alike
+    same_data(storage.get_all_buffer_data(), other.get_all_buffer_data())
+
+
+def test_a_slice_is_appended(replay):
+    storage, donor = replay.make(), replay.make()
+    collect(replay, storage, steps=2)
+    collect(replay, donor, first=2, steps=5)
+    storage.insert_data_slice(donor.get_all_buffer_data())
+    numbers = ids_in(storage.get_all_buffer_data()["observations"])
+    assert numbers.tolist() == [[1.0 + step * ENVS, 2.0 + step * ENVS] for step in range(1, 7)]
+    for batch in storage.generate_batches(3, 8):
+        check_batch(replay, batch, 8, range(1, 7))
+
+
+def test_an_empty_slice_adds_nothing(replay):
+    storage = replay.make()
+    assert storage.get_all_buffer_data() == {}
+    storage.insert_data_slice({})
+    assert len(storage) == 0
+    collect(replay, storage)
+    before = storage.get_all_buffer_data()
+    storage.insert_data_slice({})
+    same_data(before, storage.get_all_buffer_data())
+
+
+def test_what_is_given_out_and_taken_in_are_copies(replay):
+    storage, other = replay.make(), replay.make()
+    collect(replay, storage)
+    data = storage.get_all_buffer_data()
+    other.insert_data_slice(data)
+    for _, leaf in leaves(data):
+        leaf.zero_()
+    same_data(storage.get_all_buffer_data(), other.get_all_buffer_data())
+    assert ids_in(storage.get_all_buffer_data()["observations"])[0].tolist() == [1.0, 2.0]
+
+
+def test_reset_makes_it_empty(replay):
+    storage, fresh = replay.make(), replay.make()
+    collect(replay, storage, first=50)
+    storage.reset()
+    assert len(storage) == 0
+    assert storage.get_all_buffer_data() == {}
+    with pytest.raises(RuntimeError, match="no data"):
+        next(storage.generate_batches(1, 1))
+    collect(replay, storage, fresh)
+    same_data(fresh.get_all_buffer_data(), storage.get_all_buffer_data())
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])
+@pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
+def test_a_copy_goes_on_in_the_same_way(replay, twin_of, steps):
+    storage = replay.make()
+    collect(replay, storage, steps=steps)
+    twin = twin_of(storage)
+    assert type(twin) is type(storage)
+    collect(replay, storage, twin, first=steps, steps=2)
+    same_data(storage.get_all_buffer_data(), twin.get_all_buffer_data())
+    drawn = [[batch["rows"].tolist() for batch in one.generate_batches(3, 4)] for one in (storage, twin)]
+    assert drawn[0] == drawn[1]
+    storage.reset()
+    assert len(twin) == min(steps + 2, STEPS) * ENVS
+
+
+# ------------------------------------------------------------------------------------------------- parameters
+
+
+def test_parameters_are_changed_for_the_next_batch(replay):
+    storage = replay.make()
+    collect(replay, storage)
+    storage.update_storage_parameter("batch_size", 5)
+    assert storage.batch_size == 5
+    assert len(next(storage.generate_batches(1, None))["rows"]) == 5
+    if "discount" in replay.options:
+        storage.update_storage_parameter("discount", 0.125)
+        batch = next(storage.generate_batches(1, 40))
+        assert set(batch["discounts"].flatten().tolist()) == {0.0, 0.125}
+
+
+BAD_VALUES = {
+    "batch_size": [0, -1, 2.5, None],
+    "storage_size": [0, -1, 2.5, None, SIZE + ENVS],
+    "discount": [-0.1, 1.5, float("nan"), None],
+    "n_step": [0, STEPS + 1, 1.5],
+    "beta": [-0.1, 1.5, float("nan")],
+}
+
+
+def test_a_parameter_out_of_range_is_refused_and_nothing_changes(replay):
+    storage = replay.make()
+    collect(replay, storage)
+    before = storage.get_all_buffer_data()
+    for name, values in BAD_VALUES.items():
+        if not hasattr(storage, name):
+            continue
+        held = getattr(storage, name)
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                storage.update_storage_parameter(name, value)
+            assert getattr(storage, name) == held
+    same_data(before, storage.get_all_buffer_data())
+
+
+@pytest.mark.parametrize("name", ["gama", "_ring", "device", "", "rewards"])
+def test_an_unknown_parameter_is_refused_and_the_known_are_named(replay, name):
+    storage = replay.make()
+    collect(replay, storage, steps=2)
+    with pytest.raises(ValueError, match="batch_size") as caught:
+        storage.update_storage_parameter(name, 1)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("moment", ["new", "allocated", "reset"])
+def test_the_size_of_an_empty_replay_storage_can_be_changed(replay, moment):
+    storage = replay.make()
+    if moment == "allocated":
+        storage.init_tensors(replay.sample(0))
+    if moment == "reset":
+        collect(replay, storage)
+        storage.reset()
+    storage.update_storage_parameter("storage_size", 4 * ENVS)
+    collect(replay, storage)
+    assert len(storage) == 4 * ENVS
+    assert ids_in(storage.get_all_buffer_data()["observations"])[0].tolist() == [1.0 + 2 * ENVS, 2.0 + 2 * ENVS]
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def bad_samples(case: ReplayCase):
+    """Samples that must be refused, by what is wrong with them."""
+    good = case.sample(30)
+    for name in ("observations", "actions", "rewards", "terminated", "truncated", "next_observations"):
+        yield f"no {name}", {other: value for other, value in good.items() if other != name}
+        yield f"{name} None", {**good, name: None}
+        yield f"{name} of 3 envs", {**good, name: torch.zeros(ENVS + 1, 2)}
+        yield f"{name} complex", {**good, name: torch.zeros(ENVS, 2) * 1j}
+    for name in ("terminated", "truncated"):
+        yield f"{name} nan", {**good, name: torch.tensor([0.0, float("nan")])}
+    ended = case.sample(30, (0,))
+    yield "final observations of another shape", {**ended, "final_observations": torch.zeros(ENVS, 9)}
+    yield "an unknown name", {**good, "reward": torch.zeros(ENVS)}
+    yield "masks of 3 envs", {**good, "masks": torch.ones(ENVS + 1, dtype=torch.bool)}
+    yield "empty", {}
+
+
+def refusal(storage, sample, what):
+    """What the storage says to a bad sample."""
+    try:
+        storage.insert_transition(sample)
+    except ValueError as error:
+        return str(error)
+    return pytest.fail(f"a sample was taken that is bad: {what}")
+
+
+@pytest.mark.parametrize("steps", [0, 2, STEPS + 1])
+def test_a_bad_sample_is_refused_by_replay_and_nothing_changes(replay, steps):
+    storage, twin = replay.make(), replay.make()
+    for one in (storage, twin):
+        one.init_tensors(replay.sample(0))
+    collect(replay, storage, twin, steps=steps)
+    for what, sample in bad_samples(replay):
+        assert "Nothing was" in refusal(storage, sample, what)
+        same_data(twin.get_all_buffer_data(), storage.get_all_buffer_data())
+    collect(replay, storage, twin, first=steps, steps=2)
+    same_data(twin.get_all_buffer_data(), storage.get_all_buffer_data())
+    drawn = [[batch["rows"].tolist() for batch in one.generate_batches(3, 4)] for one in (storage, twin)]
+    assert drawn[0] == drawn[1]
+
+
+BAD_SLICES = {
+    "no observations": lambda data: {name: value for name, value in data.items() if name != "observations"},
+    "no rewards": lambda data: {name: value for name, value in data.items() if name != "rewards"},
+    "fewer rewards than steps": lambda data: {**data, "rewards": data["rewards"][:-1]},
+    "rewards of too many environments": lambda data: {**data, "rewards": torch.zeros(STEPS, ENVS + 1, 1)},
+    "actions of another shape": lambda data: {**data, "actions": torch.zeros(STEPS, ENVS, 9)},
+    "an unknown name": lambda data: {**data, "reward": data["rewards"]},
+    "None": lambda data: {**data, "rewards": None},
+    "a flag that is nan": lambda data: {**data, "terminated": torch.full((STEPS, ENVS, 1), float("nan"))},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SLICES)
+def test_a_bad_slice_is_refused_by_replay_and_nothing_changes(replay, bad):
+    storage = replay.make()
+    collect(replay, storage)
+    before = storage.get_all_buffer_data()
+    with pytest.raises((ValueError, TypeError)):
+        storage.insert_data_slice(BAD_SLICES[bad](storage.get_all_buffer_data()))
+    same_data(before, storage.get_all_buffer_data())
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-1, 1), (1, -1), (2.0, 1), (1, 2.5), (None, 1), (1, 1, 0)])
+def test_batches_that_cannot_be_had_are_refused_by_replay(replay, arguments):
+    storage, twin = replay.make(), replay.make()
+    collect(replay, storage, twin)
+    with pytest.raises(ValueError, match=r"batch|epochs"):
+        next(storage.generate_batches(*arguments))
+    drawn = [[batch["rows"].tolist() for batch in one.generate_batches(2, 4)] for one in (storage, twin)]
+    assert drawn[0] == drawn[1]
