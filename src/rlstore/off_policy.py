@@ -247,7 +247,8 @@ class OffPolicyStorage(SavedReplay):
             self._ahead.settle()
         for step in range(first.shape[0]):
             row = tuple(None if value is None else value[step] for value in values)
-            ring.after_end.fill_(-1)  # none of these is a reset step
+            # None of these is a reset step.
+            ring.after_end[... if row[-1] is None else row[-1].cpu() != 0] = -1
             ring.write((*row, *row[count : 2 * count], None))
             self._added += 1
             self._follow()

@@ -137,8 +137,7 @@ class ReplayFields:
         if not -len(shape) <= axis < len(shape) or shape[axis] % self._stack:
             raise InvalidInputError(
                 f"{field.name} is {shape}, and frame_stack={self._stack} does not divide its axis {axis}; the "
-                f"space is that "
-                "of whole stacks. Give stack_axis if the frames are stacked along another axis"
+                "space is that of whole stacks. Give stack_axis if the frames are stacked along another axis"
             )
         return Leaf(replace(field), self._stack, axis % len(shape))
 

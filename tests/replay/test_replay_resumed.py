@@ -87,7 +87,7 @@ def test_a_snapshot_of_few_episodes_is_loaded_into_a_folder_that_has_room_for_mo
 def test_a_snapshot_without_starts_is_loaded_into_a_folder_that_has_some(tmp_path):
     space = spaces.Box(0, 255, (2, 1, 1), np.uint8)
     storage = ReplayStorage(
-        space, MOVES, storage_size=8, frame_stack=2, memory="mapped", path=tmp_path / "rows", seed=0
+        space, MOVES, storage_size=8, frame_stack=2, stack_axis=0, memory="mapped", path=tmp_path / "rows", seed=0
     )
 
     def add(older, newest, ended):
