@@ -39,8 +39,9 @@ class HindsightReplayStorage(TransitionStorage):
     that goes on, the steps so far. ``sample()`` gives a :class:`~rlstore.transition_batch.ReplayBatch` with TensorDict
     observations.
 
-    A transition that was relabelled keeps its ``discounts``: where reaching a goal ends the episode, make them 0 for
-    those whose reward says that the new goal was reached.
+    A transition that was not relabelled keeps the reward that the environment gave. One that was keeps its
+    ``discounts``: where reaching a goal ends the episode, make them 0 for those whose reward says that the new goal was
+    reached.
 
     Args:
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".

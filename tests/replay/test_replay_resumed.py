@@ -175,3 +175,12 @@ def test_a_priority_too_small_for_a_float_is_still_above_zero():
     play(storage, 2, 5)
     storage.update([0, 1], torch.tensor([1e-60, 0.0], dtype=torch.float64))
     assert storage.sample(4).rows.tolist() == [0, 0, 0, 0]
+
+
+def test_windows_across_episodes_count_from_the_last_reset():
+    storage = SequenceReplayStorage(BOX, MOVES, storage_size=20, sequence_length=2, across_episodes=True, seed=0)
+    play(storage, 3, 5)
+    storage.reset()
+    play(storage, 5, 5, begin=10)
+    # Rows 3 to 7 hold the steps 10 to 14: windows of two begin at rows 3 and 5.
+    assert set(storage.sample(64).rows.tolist()) == {3, 5}
