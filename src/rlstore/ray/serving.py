@@ -20,7 +20,7 @@ from rlstore.ray.connection import Connection
 from rlstore.ray.learner import ReplayLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
 from rlstore.ray.reports import ServedReport, ShardReport
-from rlstore.ray.shard import Shard
+from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.writer import ReplayWriter
 from rlstore.storage import Storage
 
@@ -91,9 +91,10 @@ def serve(
     )
     shard_class: Any = ray.remote(concurrency_groups={"draw": 2})(Shard)
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
+    packed = packed_factory(factory)
     handles = tuple(
         shard_class.options(**options, name=shard_name(name, index)).remote(
-            index, factory, name, root, folder, snapshot_every
+            index, packed, name, root, folder, snapshot_every
         )
         for index in range(shards)
     )

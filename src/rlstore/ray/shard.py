@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,16 @@ from rlstore.ray.shard_folder import ShardFolder
 from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.storage import BatchDict, Storage
+
+
+def packed_factory(factory: Callable[..., Storage]) -> bytes:
+    """A factory as a shard takes it.
+
+    Small, so that Ray keeps it with the actor: a large one, as the bounds of images make it, would lie in the object store
+    and could be missing when the shard is started again.
+    """
+    packed: bytes = ray.cloudpickle.dumps(factory)
+    return zlib.compress(packed)
 
 
 class Totals(NamedTuple):
@@ -57,7 +68,7 @@ class Shard:
 
     Args:
         index: Which shard it is.
-        factory: Makes the storage.
+        factory: What makes the storage, as :func:`packed_factory` gives it.
         name: Of the served storage, by which the ledger is found.
         seed: Of everything that the storage draws.
         snapshot_dir: Where snapshots go, or None.
@@ -67,7 +78,7 @@ class Shard:
     def __init__(
         self,
         index: int,
-        factory: Callable[..., Storage],
+        factory: bytes,
         name: str,
         seed: int,
         snapshot_dir: str | None,
@@ -83,7 +94,7 @@ class Shard:
         self._storage: Storage | None = None
         self._failure: Exception | None = None
         try:
-            self._begin(factory, seed)
+            self._begin(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
         except Exception as error:  # told to whoever calls: an actor that fails to start could only say that it did
             self._failure = error
             return
