@@ -95,7 +95,7 @@ class ReplayLearner:
     def _fetch(self) -> BatchDict:
         """One batch, in a thread of its own."""
         served, size = self._served, self._size
-        news = served.ask_ledger("permit_sample", size, served.deadline)
+        news = served.ask_ledger("permit_sample", size, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
@@ -239,7 +239,14 @@ class ReplayLearner:
         finally:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
+            for future in self._ahead:
+                future.add_done_callback(self._return_permit)
             self._ahead.clear()
+
+    def _return_permit(self, future: Future[BatchDict]) -> None:
+        """A batch that was drawn ahead and is not served does not count for the rate limit."""
+        if not future.cancelled() and future.exception() is None:
+            self._served.ledger.return_sample.remote(self._size)
 
     def __enter__(self) -> ReplayLearner:
         return self

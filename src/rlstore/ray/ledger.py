@@ -206,9 +206,15 @@ class Ledger:
         self._serve_lines()
 
     async def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again."""
+        """Change the limit; whoever waits looks again.
+
+        Whether its tolerance is enough is looked at anew with each call that comes: those who made large ones may be
+        gone.
+        """
+        largest = [max((count for count, _ in line.waiting), default=1) for line in (self._inserts, self._samples)]
         if limit is not None:
-            limit.resolved(self._inserts.largest, self._samples.largest)
+            limit.resolved(*largest)
+        self._inserts.largest, self._samples.largest = largest
         self._limit = limit
         self._serve_lines()
         self._share()

@@ -39,6 +39,9 @@ _LEDGER_OPTIONS: Mapping[str, Any] = {
     "max_concurrency": 10_000,
 }
 
+# Processes that begin import torch first: no deadline that is meant for data should cut them off.
+_START_SECONDS = 120.0
+
 
 def serve(
     factory: Callable[..., Storage],
@@ -100,7 +103,7 @@ def serve(
         for index in range(shards)
     )
     facts = [
-        answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", deadline)
+        answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", max(deadline, _START_SECONDS))
         for index, handle in enumerate(handles)
     ]
     return ServedStorage(Connection(name, ledger, handles, tuple(fact.where for fact in facts), deadline))
