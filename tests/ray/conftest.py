@@ -26,6 +26,8 @@ def cluster() -> Iterator[Any]:
     # What the processes of the cluster are started with: they import the helpers of the tests, compute in one thread,
     # and are not put behind everything else that this machine does.
     given = {"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+    # A node that is gone is found within seconds.
+    given |= {"RAY_health_check_period_ms": "500", "RAY_health_check_initial_delay_ms": "1000"}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})

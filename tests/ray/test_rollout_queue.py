@@ -13,7 +13,6 @@ from ray_play import until
 from rlstore import InvalidInputError, PeerLostError, WaitTimeoutError
 from rlstore.ray import RolloutQueue, rollout_queue
 
-
 module = importlib.import_module("rlstore.ray.rollout_queue")  # the function has the same name
 
 T = 4
@@ -123,8 +122,8 @@ def test_rollouts_that_are_gone_are_counted_and_others_taken_instead(queue, monk
     real = module.answers
 
     def answers(refs, names, seconds):
-        given = real(refs, names, seconds)
-        return [PeerLostError(f"{name} is gone") if "version 31" in name else told for name, told in zip(names, given)]
+        given = zip(names, real(refs, names, seconds), strict=True)
+        return [PeerLostError(f"{name} is gone") if "version 31" in name else told for name, told in given]
 
     monkeypatch.setattr(module, "answers", answers)
     before = counts(queue)

@@ -175,7 +175,7 @@ def test_the_rate_limit_holds_and_every_wait_ends_at_the_deadline(cluster):
     with patient.learner(16, prefetch=2) as learner, patient.writer(batch_steps=2) as writer:
         for step in range(60):
             writer.add(step_of(0, step, 2))
-            for _ in range({5: 2, 7: 1}.get(step % 8, 0)):  # now slower than the limit, now faster
+            for _ in range({3: 1, 5: 2, 7: 1}.get(step % 8, 0)):  # now slower than the limit, now faster
                 check_batch(next(learner))
         writer.flush()
     with served.learner(16) as learner, pytest.raises(WaitTimeoutError, match="let no sample of 16 go ahead"):

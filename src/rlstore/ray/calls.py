@@ -28,6 +28,11 @@ LOST = (
     exceptions.NodeDiedError,
 )
 
+
+class GoneForGoodError(PeerLostError):
+    """An actor that Ray will not start again: it was shut down."""
+
+
 # A thread that waits looks this often whether it is still wanted.
 _SLICE_SECONDS = 0.5
 
@@ -77,6 +82,8 @@ def answer(ref: Any, who: str, seconds: float, wanted: Callable[[], bool] | None
         return ray.get(ref, timeout=deadline.left)
     except exceptions.GetTimeoutError as error:
         raise WaitTimeoutError(f"{who} did not answer within {seconds:g} s") from error
+    except exceptions.ActorDiedError as error:
+        raise GoneForGoodError(f"{who} is gone for good: {first_line(error)}") from error
     except LOST as error:
         raise PeerLostError(f"{who} is gone: {first_line(error)}") from error
     except exceptions.RayTaskError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlstore.errors import PeerLostError
-from rlstore.ray.calls import Deadline, answer
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer
 
 # Between two questions to an actor that says at once that it is gone. Ray has no way to be told when it is back.
 _PAUSE_SECONDS = 0.2
@@ -56,8 +56,8 @@ class Connection:
             try:
                 ref = getattr(self.ledger, method).remote(*args)
                 return answer(ref, self.who_keeps_the_ledger, deadline.left, wanted)
-            except PeerLostError:
-                if not deadline.left:
+            except PeerLostError as error:
+                if not deadline.left or isinstance(error, GoneForGoodError):
                     raise
                 self.pause(deadline)
 

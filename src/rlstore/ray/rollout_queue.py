@@ -19,7 +19,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_device, check_positive
 from rlstore.engine.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, PeerLostError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, answer, answers, check_seconds, program_goes_on
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer, answers, check_seconds, program_goes_on
 from rlstore.ray.output import Output
 from rlstore.ray.queue_actor import Entry, QueueActor, Told
 from rlstore.ray.reports import QueueReport
@@ -128,8 +128,8 @@ class RolloutQueue:
         while True:
             try:
                 return answer(call(), self._name, deadline.left)
-            except PeerLostError:
-                if not deadline.left:
+            except PeerLostError as error:
+                if not deadline.left or isinstance(error, GoneForGoodError):
                     raise
                 time.sleep(min(_PAUSE_SECONDS, deadline.left))
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, answer, is_done, program_goes_on
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer, is_done, program_goes_on
 from rlstore.ray.connection import Connection
 from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
@@ -159,7 +159,7 @@ class ReplayWriter:
                 answer(self._shard.ready.remote(), self._who, deadline.left)
                 return
             except (PeerLostError, WaitTimeoutError) as again:
-                if not deadline.left:
+                if not deadline.left or isinstance(again, GoneForGoodError):
                     raise PeerLostError(
                         f"{self._who} was lost and did not come back within {deadline.seconds:g} s ({again})"
                     ) from error
