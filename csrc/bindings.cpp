@@ -12,6 +12,7 @@
 
 #include "bindings_draws.h"
 #include "bindings_replay.h"
+#include "bindings_rollouts.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
 #include "rows.h"
@@ -299,6 +300,7 @@ NB_MODULE(_native, m) {
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
+  m.def("gather_slots", &gather_slots_binding);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
   m.def("discounted_returns", &discounted_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
