@@ -136,12 +136,12 @@ class RolloutGather:
 class SlotTensors(tuple[Tensor, ...]):
     """A key's tensors ``[T + 1, ...]``, one for each slot."""
 
-    _origin: tuple[RolloutStorages, str]
+    _origin: tuple[RolloutMemory, str]
 
-    def __new__(cls, storages: RolloutStorages, key: str) -> SlotTensors:
+    def __new__(cls, memory: RolloutMemory, key: str) -> SlotTensors:
         """The tensors of a key."""
-        made = super().__new__(cls, _slot_views(storages.memory.blocks[key]))
-        made._origin = (storages, key)
+        made = super().__new__(cls, _slot_views(memory.blocks[key]))
+        made._origin = (memory, key)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,12 +152,12 @@ class RolloutStorages(Mapping[str, SlotTensors]):
     """Every key's tensors in shared memory, ``storages[key][slot][t, ...]``.
 
     It can be pickled in any way, while a process that has it lives: what is unpickled is the same memory. However many
-    slots there are, that is one descriptor.
+    slots there are, that is one segment.
     """
 
     def __init__(self, memory: RolloutMemory) -> None:
         self.memory = memory
-        self._keys = {key: SlotTensors(self, key) for key in memory.blocks}
+        self._keys = {key: SlotTensors(memory, key) for key in memory.blocks}
         self._gather, self._gather_on_device = RolloutGather(memory), RolloutGather(memory, pin_memory=True)
         self._lock = threading.Lock()  # gathering is for one thread at a time
 

@@ -8,7 +8,9 @@ from misuse import EDGES, OUT, at_the_edge, f32, misuse, native, rows, strided
 SLOTS = f32(5, 3, 2)  # five slots of three rows; two of them fill OUT[0]
 for name, wrong in {"beyond the end": rows(0, 5), "negative": rows(0, -1), "far away": rows(2**62, 0)}.items():
     misuse(
-        f"gather_slots: a slot {name}", "IndexError", lambda wrong=wrong: native.gather_slots((SLOTS,), wrong, OUT[:1])
+        f"gather_slots: a slot {name}",
+        "IndexError",
+        lambda wrong=wrong: native.gather_slots((SLOTS,), wrong, (OUT[0],)),
     )
     misuse(
         f"gather_slots: a slot {name} of the smaller source",
