@@ -12,6 +12,7 @@
 
 #include "bindings_draws.h"
 #include "bindings_replay.h"
+#include "bindings_slots.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
 #include "rows.h"
@@ -297,6 +298,20 @@ NB_MODULE(_native, m) {
       .def("follow_windows", &Priorities::follow_windows)
       .def("draw", &Priorities::draw)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  nb::class_<SlotTableObject>(m, "SlotTable")
+      .def(nb::init<nb::object>())
+      .def("take", &SlotTableObject::take)
+      .def("give", &SlotTableObject::give)
+      .def("reclaim", &SlotTableObject::reclaim)
+      .def("wake_all", &SlotTableObject::wake_all);
+  nb::class_<LimiterObject>(m, "Limiter")
+      .def(nb::init<nb::object>())
+      .def("acquire_insert", &LimiterObject::acquire_insert)
+      .def("acquire_sample", &LimiterObject::acquire_sample)
+      .def("wake_all", &LimiterObject::wake_all);
+  m.def("process_start", &process_start);
+  m.def("add_to_word", &add_to_word);
+  m.def("exchange_word", &exchange_shared_word);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),

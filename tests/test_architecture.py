@@ -74,7 +74,7 @@ DOORS = {
     "kernels": {"kernels", "errors"},
     "engine": {"engine", "kernels", "errors"},
     "storages": {"storages", "engine", "errors"},
-    "root": {"storages", "errors"},
+    "root": {"storages", "engine", "errors"},
     "top": {"top", "root", "storages", "engine", "errors"},
 }
 

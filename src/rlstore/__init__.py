@@ -1,16 +1,21 @@
 """rlstore stores the experience of reinforcement-learning agents and serves it to learners."""
 
 from rlstore.decoupled import DecoupledRolloutStorage
+from rlstore.engine.limiter import RateLimit
+from rlstore.engine.slots import SlotQueue
 from rlstore.errors import (
     DiskFullError,
     DoesNotFitError,
     InvalidInputError,
     NotReadyError,
+    PeerLostError,
     RolloutFullError,
     SnapshotError,
+    StorageClosedError,
     StorageError,
     UnknownParameterError,
     UnsupportedSpaceError,
+    WaitTimeoutError,
 )
 from rlstore.hindsight import HindsightReplayStorage
 from rlstore.nstep import NStepReplayStorage
@@ -32,17 +37,22 @@ __all__ = [
     "InvalidInputError",
     "NStepReplayStorage",
     "NotReadyError",
+    "PeerLostError",
     "PrioritizedBatch",
     "PrioritizedReplayStorage",
+    "RateLimit",
     "ReplayBatch",
     "ReplayStorage",
     "RolloutFullError",
     "RolloutStorage",
     "SequenceBatch",
     "SequenceReplayStorage",
+    "SlotQueue",
     "SnapshotError",
     "Storage",
+    "StorageClosedError",
     "StorageError",
     "UnknownParameterError",
     "UnsupportedSpaceError",
+    "WaitTimeoutError",
 ]

@@ -37,3 +37,15 @@ class DiskFullError(StorageError, OSError):
 
 class SnapshotError(StorageError, RuntimeError):
     """A snapshot that cannot be loaded: there is none, it is damaged, or it is of another class or a newer version."""
+
+
+class PeerLostError(StorageError, ConnectionError):
+    """Somebody who was waited for is gone: a process, an actor, a machine. The message names it."""
+
+
+class WaitTimeoutError(StorageError, TimeoutError):
+    """What was waited for did not come before the deadline, and nobody is gone. The message says who was to bring it."""
+
+
+class StorageClosedError(StorageError, RuntimeError):
+    """The storage was closed, here or in another process."""

@@ -3,6 +3,9 @@
 Every operation exists in one of the modules named reference, in plain torch, for any device. Where a faster version is
 listed here it has the same signature and agrees with the reference on every input (``tests/kernels``). All of them
 write into tensors that the caller gives.
+
+What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
+operation on tensors: it exists in C++ alone, and is tested against models of what it means.
 """
 
 from __future__ import annotations
@@ -11,6 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 from rlstore.kernels import _native, draws_reference, gather_reference, reference, replay_reference
+from rlstore.kernels._native import Limiter, SlotTable, add_to_word, exchange_word, process_start
+
+__all__ = [
+    "OPERATIONS",
+    "REFERENCES",
+    "Limiter",
+    "SlotTable",
+    "add_to_word",
+    "exchange_word",
+    "kernel",
+    "process_start",
+    "reference_of",
+]
 
 _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "RowWriter": {"cpu": _native.RowWriter},
