@@ -1,4 +1,7 @@
-"""Programs whose shared memory must not outlive them: ``python leak_programs.py NAME``. Each says what it finds in JSON."""
+"""Programs whose shared memory must not outlive them. Each says in JSON what it found.
+
+``python leak_programs.py NAME METHOD``, where METHOD is how processes are started: fork or spawn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedStorage.sample as its document and the contract have it: any mapping, any queue, copies, slots given back."""
+"""DistributedStorage.sample as its document has it: any mapping, any queue, copies, slots given back after copying."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import multiprocessing
 from rlstore import DistributedStorage, SlotQueue
 
 CPU = torch.device("cpu")
-UNTIL = 30.0  # seconds that a thread may take
+UNTIL = 20.0  # seconds that a thread may take
 A_WHILE = 0.3  # seconds in which something that must not happen would have happened
 
 
@@ -64,9 +64,7 @@ def test_it_is_called_on_the_class_and_on_the_instance_by_name_and_by_place():
             assert rollouts_in(LSTM, *found) == [101, 104]
             by_name = {"free_queue": free, "full_queue": ListQueue([0, 2]), "storages": storages}
             others = {"lock": given[0]} if given else {}
-            found = owner.sample(
-                device="cpu", batch_size=2, init_actor_state_storages=states, **by_name, **others
-            )
+            found = owner.sample(device="cpu", batch_size=2, init_actor_state_storages=states, **by_name, **others)
             assert rollouts_in(LSTM, *found) == [100, 102]
             assert sorted(free.items) == [0, 1, 2, 4]
 
@@ -378,9 +376,11 @@ def test_without_a_lock_two_mappings_do_not_wait_for_one_another(ours):
     quick, done = in_thread(
         DistributedStorage.sample, CPU, 2, ListQueue(), ListQueue([1, 0]), forms[1], other.init_actor_state_storages
     )
-    joined(quick)
-    assert rollouts_in(LSTM, *done[0]) == [201, 200]
-    assert thread.is_alive()
-    empty.put(2)
+    try:
+        joined(quick)
+        assert rollouts_in(LSTM, *done[0]) == [201, 200]
+        assert thread.is_alive()
+    finally:
+        empty.put(2)
     joined(thread)
     assert rollouts_in(LSTM, *found[0]) == [103, 102]

@@ -118,13 +118,18 @@ def test_a_with_block_commits_and_abandons_on_an_exception():
     actor = storage.actor()
     with actor.rollout() as rollout:
         fill(DISCRETE, rollout, 1)
-    with pytest.raises(KeyError, match="mine"), actor.rollout() as rollout:
-        fill(DISCRETE, rollout, 2, 3)
-        raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine"):
+        fail_midway(actor)
     assert (slots(storage), counts(storage)) == ((2, 0, 1, 0), (1, 0, 1))
     with actor.rollout() as rollout:
         fill(DISCRETE, rollout, 3)
     assert rollouts_in(DISCRETE, next(learner_of(storage, 2))) == [1, 3]
+
+
+def fail_midway(actor):
+    with actor.rollout() as rollout:
+        fill(DISCRETE, rollout, 2, 3)
+        raise KeyError("mine")
 
 
 @pytest.mark.parametrize("end", ["commit", "abandon"])
@@ -247,7 +252,14 @@ def test_bad_states_are_refused_and_nothing_is_written(bad):
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_size": 0}, {"batch_size": 2.5}, {"batch_size": 4}, {"prefetch": -1}, {"timeout": -1.0}, {"device": "moon"}],
+    [
+        {"batch_size": 0},
+        {"batch_size": 2.5},
+        {"batch_size": 4},
+        {"prefetch": -1},
+        {"timeout": -1.0},
+        {"device": "moon"},
+    ],
     ids=repr,
 )
 def test_a_learner_that_could_never_be_served_is_refused(options):

@@ -17,7 +17,7 @@ from torch import multiprocessing
 
 from rlstore import DistributedStorage, SlotQueue
 
-ROLLOUTS = int(os.environ.get("RLSTORE_TEST_ROLLOUTS", "120"))
+ROLLOUTS = int(os.environ.get("RLSTORE_TEST_ROLLOUTS", "600"))
 BATCH, SLOTS, ACTORS, LEARNERS = 3, 8, 3, 2
 OF_ONE_ACTOR = 100_000  # more rollouts than one actor plays
 

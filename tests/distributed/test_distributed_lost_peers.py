@@ -72,12 +72,12 @@ def test_a_rollout_is_served_only_if_it_was_committed(stuck, rows):
     storage = LSTM.make(4)
     child = stuck(storage, whole=2, begun=2, rows=rows, world=LSTM)
     child.kill()
-    served, batches = [], learner_of(storage, timeout=SHORT)
+    batches = learner_of(storage, timeout=SHORT)
+    for expected in (900, 901):
+        batch = next(batches)
+        assert rollouts_in(LSTM, batch, batch.states) == [expected]
     with pytest.warns(RuntimeWarning, match=str(child.pid)), pytest.raises(PeerLostError):
-        for _ in range(4):
-            batch = next(batches)
-            served += rollouts_in(LSTM, batch, batch.states)
-    assert served == [900, 901]
+        next(batches)
     assert slots(storage) == (4, 0, 0, 0)
     assert storage.report().lost_actors == 1
 
@@ -223,7 +223,7 @@ def test_a_learner_without_actors_says_so_at_the_deadline():
     began = time.monotonic()
     with pytest.raises(WaitTimeoutError, match="actor"):
         next(learner_of(storage))
-    assert SHORT * 0.9 <= time.monotonic() - began
+    assert time.monotonic() - began >= SHORT * 0.9
     assert slots(storage) == (2, 0, 0, 0)
 
 
