@@ -44,11 +44,13 @@ class Child:
     def say(self, message: Any = None) -> None:
         self._pipe.send(message)
 
-    def kill(self, reap: bool = False) -> None:
+    def kill(self, *, reap: bool = False, wait: bool = True) -> None:
         """SIGKILL. What is not reaped stays a zombie, as it does with a parent that has other things to do."""
         os.kill(self.pid, signal.SIGKILL)
         if reap:
             self.end(killed=True)
+        elif wait:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # until it is a zombie
 
     def end(self, killed: bool = False) -> None:
         """Wait for the end; it must be a good one if it was not a violent one."""

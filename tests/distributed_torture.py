@@ -131,7 +131,7 @@ def kill_actors(rounds: int, seed: int) -> None:
                 made.take(rollouts_in(made.world, batch, batch.states))
             assert victim.hear() == "joined"
             made.wait_a_little()
-            victim.kill(reap=made.random.random() < 0.5)
+            victim.kill(reap=made.random.random() < 0.5, wait=False)
             check_slots(made.storage)
             made.start_actor()
             victim.clean_up()
@@ -157,7 +157,7 @@ def kill_learners(rounds: int, seed: int, prefetch: int) -> None:
             for _ in range(1 + made.random.randrange(5)):
                 made.take(learner.hear())
             made.wait_a_little()
-            learner.kill(reap=made.random.random() < 0.5)
+            learner.kill(reap=made.random.random() < 0.5, wait=False)
             with contextlib.suppress(EOFError):
                 while True:
                     made.take(learner.hear())

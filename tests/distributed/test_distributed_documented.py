@@ -320,35 +320,58 @@ def test_storages_that_were_pickled_are_the_same_memory():
 # ------------------------------------------------------------------------------------------------- nests
 
 
-NEST = {"camera": spaces.Box(0, 255, (2, 2), np.uint8), "inner": spaces.Dict({"speed": VECTORS})}
+NEST = spaces.Dict({"camera": spaces.Box(0, 255, (2, 2), np.uint8), "inner": spaces.Dict({"speed": VECTORS})})
+CAMERA, SPEED = 'obs["camera"]', 'obs["inner"]["speed"]'
 
 
-def test_dict_observations_are_held_and_served_by_name():
-    storage = small(spaces.Dict(NEST))
+def nest_of(number):
+    return {
+        "camera": torch.full((2, 2), number, dtype=torch.uint8),
+        "inner": {"speed": torch.full((3,), -1.5 - number)},
+    }
+
+
+def test_every_leaf_of_dict_observations_has_a_key():
+    storage = small(NEST)
+    assert set(storage.storages) == {CAMERA, SPEED, *KEYS[1:]}
     for index in range(SLOTS):
-        slot = storage.storages["obs"][index]
-        assert (slot["camera"].shape, slot["camera"].dtype) == ((T + 1, 2, 2), torch.uint8)
-        slot["camera"][:] = 1 + index
-        slot["inner"]["speed"][:] = -1.5 - index
-    free, full = ListQueue(), ListQueue([2, 0])
+        slot = storage.storages[CAMERA][index]
+        assert (slot.shape, slot.dtype, slot.is_shared()) == ((T + 1, 2, 2), torch.uint8, True)
+        for step in range(T + 1):
+            slot[step, ...] = torch.full((1, 1, 2, 2), 10 * index + step, dtype=torch.uint8)
+        storage.storages[SPEED][index][:] = -1.5 - index
     states = storage.init_actor_state_storages
-    batch, _ = storage.sample("cpu", 2, free, full, storage.storages, states)
-    assert batch["obs"]["camera"].shape == (T + 1, 2, 2, 2)
-    assert batch["obs"]["camera"].dtype == torch.uint8
-    assert batch["obs"]["camera"][1, :, 1, 1].tolist() == [3, 1]
-    assert batch["obs"]["inner"]["speed"].shape == (T + 1, 2, 3)
-    assert batch["obs"]["inner"]["speed"][T, :, 2].tolist() == [-3.5, -1.5]
+    batch, _ = storage.sample("cpu", 2, ListQueue(), ListQueue([2, 0]), storage.storages, states)
+    assert batch[CAMERA].shape == (T + 1, 2, 2, 2)
+    assert batch[CAMERA].dtype == torch.uint8
+    assert batch[CAMERA][:, :, 1, 1].tolist() == [[20 + step, step] for step in range(T + 1)]
+    assert batch[SPEED].shape == (T + 1, 2, 3)
+    assert batch[SPEED][T, :, 2].tolist() == [-3.5, -1.5]
 
 
-def test_tuple_observations_are_held_and_served_as_tuples():
+def test_dict_observations_are_added_whole_and_served_as_a_nest():
+    storage = small(NEST)
+    actor = storage.actor()
+    for number in (7, 8):
+        with actor.rollout() as rollout:
+            for step in range(T + 1):
+                rollout.write(step, obs=nest_of(number + 10 * step))
+    batch = next(storage.learner(prefetch=0))
+    assert batch.observations["camera"][:, :, 0, 0].tolist() == [[7 + 10 * t, 8 + 10 * t] for t in range(T + 1)]
+    assert batch.observations["inner"]["speed"][2, :, 1].tolist() == [-28.5, -29.5]
+    storage.add(1, 3, None, {"obs": nest_of(99)})
+    assert storage.storages[CAMERA][1][3].unique().tolist() == [99]
+    assert storage.storages[SPEED][1][3].unique().tolist() == [-100.5]
+
+
+def test_every_part_of_tuple_observations_has_a_key():
     storage = small(spaces.Tuple([VECTORS, spaces.Box(0, 255, (2,), np.uint8)]))
     for index in range(SLOTS):
-        vector, pixels = storage.storages["obs"][index]
-        vector[:], pixels[:] = index + 0.5, index + 10
-    batch, _ = storage.sample(
-        "cpu", 2, ListQueue(), ListQueue([1, 2]), storage.storages, storage.init_actor_state_storages
-    )
-    vector, pixels = batch["obs"]
-    assert (vector.shape, pixels.shape, pixels.dtype) == ((T + 1, 2, 3), (T + 1, 2, 2), torch.uint8)
-    assert vector[T, :, 0].tolist() == [1.5, 2.5]
-    assert pixels[0, :, 1].tolist() == [11, 12]
+        storage.storages["obs[0]"][index][:] = index + 0.5
+        storage.storages["obs[1]"][index][:] = index + 10
+    states = storage.init_actor_state_storages
+    batch, _ = storage.sample("cpu", 2, ListQueue(), ListQueue([1, 2]), storage.storages, states)
+    assert (batch["obs[0]"].shape, batch["obs[1]"].shape) == ((T + 1, 2, 3), (T + 1, 2, 2))
+    assert batch["obs[0]"][T, :, 0].tolist() == [1.5, 2.5]
+    assert batch["obs[1]"][0, :, 1].tolist() == [11, 12]
+    assert batch["obs[1]"].dtype == torch.uint8

@@ -36,7 +36,7 @@ FORMS = {
     "arrays": lambda value: value.numpy(),
     "lists": lambda value: value.tolist(),
     "without the two axes": lambda value: value[0, 0],
-    "doubles": lambda value: value.double(),
+    "doubles": lambda value: value.double() if value.is_floating_point() else value,
 }
 
 
@@ -57,6 +57,18 @@ def test_add_returns_nothing_and_takes_numpy_indices():
     storage = DISCRETE.make()
     assert storage.add(np.int64(1), np.int32(2), *outputs(DISCRETE, 9, 2)) is None
     assert storage.storages["reward"][1].tolist() == [0, 0, 9 * 5 + 2, 0, 0]
+
+
+def test_what_add_is_not_given_stays_as_it_was():
+    storage = DISCRETE.make()
+    actor_output, env_output = outputs(DISCRETE, 9, 2)
+    storage.add(1, 2, None, env_output)
+    assert storage.storages["reward"][1][2] == 9 * 5 + 2
+    assert not storage.storages["policy_outputs"][1].any()
+    storage.add(1, 2, actor_output, None)
+    storage.add(1, 2, None, {"reward": 0.5})
+    for key, expected in DISCRETE.row(9, 2).items():
+        assert torch.equal(storage.storages[key][1][2], expected[0, 0] if key != "reward" else torch.tensor(0.5)), key
 
 
 def test_what_add_was_given_is_copied():
@@ -95,7 +107,7 @@ BAD_OUTPUTS = {
     "a flag that is nan": (with_(1, terminated=torch.tensor([[float("nan")]])), "terminated"),
     "a reward that is a word": (with_(1, reward="much"), "reward"),
     "no mapping": (lambda actor_output, env_output: (actor_output, torch.zeros(3)), "env_output"),
-    "None": (lambda actor_output, env_output: (None, env_output), "actor_output"),
+    "no mapping of the actor": (lambda actor_output, env_output: (3, env_output), "actor_output"),
 }
 
 
