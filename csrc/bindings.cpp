@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings_draws.h"
-#include "bindings_replay.h"
+#include "bindings_gather.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -273,9 +273,12 @@ NB_MODULE(_native, m) {
   load_exchange();
   nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence, nb::object>()).def("write", &RowWriter::write);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
-      .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int>())
+      .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("watch", &EpisodeRing::watch)
+      .def("catch_up", &EpisodeRing::catch_up)
+      .def("overrun", &EpisodeRing::overrun)
       .def("draw", &EpisodeRing::draw)
       .def("bounds", &EpisodeRing::bounds)
       .def("windows", &EpisodeRing::windows);
@@ -313,6 +316,9 @@ NB_MODULE(_native, m) {
   m.def("process_start", &process_start);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);
+  m.def("event_count", &event_count);
+  m.def("await_event", &await_event);
+  m.def("make_event", &make_event);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gather_slots", &gather_slots_binding);

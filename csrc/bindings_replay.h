@@ -61,8 +61,10 @@ class EpisodeRing {
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, shape that of a whole stack. columns: (block, shape), `reward` the place of the rewards.
-  EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets)
-      : reward_(reward), resets_(static_cast<ResetSteps>(resets)) {
+  // first: of the lanes that the tables serve, the one that is the first here.
+  EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets,
+              int64_t first)
+      : reward_(reward), resets_(static_cast<ResetSteps>(resets)), first_(first) {
     const Block slot_block = bind_block(episode_of, &lanes_.lanes, &lanes_.rows);
     if (!(slot_block.dtype == DLDataType{kInt, 32, 1}) || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
     if (resets < 0 || resets > 2) throw nb::value_error("resets is 0, 1 or 2");
@@ -75,6 +77,8 @@ class EpisodeRing {
     for (size_t i = 0; i < 5; i++) *bound[i] = typed<int64_t>(counters[i], static_cast<size_t>(lanes_.lanes));
     for (nb::handle item : leaves) bind_leaf(parts(item, 4, "a leaf is (block, shape, stack, outer)"));
     if (leaves_.empty()) throw nb::value_error("observations have a leaf");
+    lanes_.kept = lanes_.rows;
+    for (const Observation& leaf : leaves_) lanes_.kept = std::min(lanes_.kept, lanes_.rows - static_cast<int64_t>(leaf.stack));
     for (nb::handle item : columns) {
       nb::tuple column = parts(item, 2, "a column is (block, shape)");
       columns_.push_back(bind_lanes(column[0]));
@@ -89,18 +93,23 @@ class EpisodeRing {
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
 
-  // The tables that grow: episodes int64 [slots, 4], free slots int32 [slots / lanes, lanes], finals and (or None) starts of each leaf.
+  // The tables that grow: episodes int64 [slots, 4], free slots int32 [slots / lanes, lanes] of all lanes that they serve,
+  // finals and (or None) starts of each leaf.
   void set_tables(nb::object episodes, nb::object free_slots, nb::tuple finals, nb::tuple starts) {
     const DLTensor described = describe(episodes);
     if (described.ndim != 2 || described.shape[1] != 4) throw nb::value_error("episodes are int64 [slots, 4]");
     const size_t slots = static_cast<size_t>(described.shape[0]);
-    if (slots == 0 || slots % moves_.size()) throw nb::value_error("every lane has as many slots");
+    const DLTensor stacks = describe(free_slots);
+    if (slots == 0 || stacks.ndim != 2 || stacks.shape[1] < 1 || slots % static_cast<size_t>(stacks.shape[1]))
+      throw nb::value_error("every lane has as many slots");
+    if (first_ < 0 || first_ > stacks.shape[1] - lanes_.lanes) throw nb::value_error("lanes that the tables do not serve");
     if (finals.size() != leaves_.size() || starts.size() != leaves_.size()) throw nb::value_error("tables for every leaf");
     Lanes lanes = lanes_;
     std::vector<Observation> leaves = leaves_;
     lanes.slots = static_cast<int64_t>(slots);
     lanes.episodes = reinterpret_cast<Episode*>(typed<int64_t>(episodes, slots * 4));
-    lanes.free_slots = typed<int32_t>(free_slots, slots);
+    lanes.free_slots = typed<int32_t>(free_slots, slots) + first_;
+    lanes.table_lanes = stacks.shape[1];
     for (size_t k = 0; k < leaves.size(); k++) {
       Observation& leaf = leaves[k];
       leaf.finals = table(finals[k], slots * leaf.frame_bytes());
@@ -142,6 +151,32 @@ class EpisodeRing {
       case Need::kNothing: break;
     }
     return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
+  }
+
+  // Other processes write: `written` int64 [lanes] is their count, and that of this ring what it has taken notice of.
+  void watch(nb::object written) {
+    lanes_.written_now = typed<int64_t>(written, static_cast<size_t>(lanes_.lanes));
+    watched_ = written;
+  }
+
+  // Takes notice of what was written.
+  void catch_up() {
+    if (!lanes_.written_now) throw nb::value_error("no other process writes here");
+    for (int64_t lane = 0; lane < lanes_.lanes; lane++)
+      lanes_.written[lane] = __atomic_load_n(lanes_.written_now + lane, __ATOMIC_ACQUIRE);
+  }
+
+  // Flags, uint8 [lanes]: where rows that this ring still takes to be held may have been overwritten.
+  bool overrun(nb::handle flags) const {
+    uint8_t* out = typed<uint8_t>(flags, static_cast<size_t>(lanes_.lanes));
+    bool any = false;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
+      const bool is_empty = lanes_.written[lane] == lanes_.begun[lane];
+      out[lane] = lanes_.written_now && !is_empty && !lanes_.is_intact(lane, lanes_.oldest(lane));
+      any = any || out[lane];
+    }
+    return any;
   }
 
   const Lanes& lanes() const { return lanes_; }
@@ -196,12 +231,12 @@ class EpisodeRing {
   // What a write takes for places in tables, which is the caller's memory.
   void check_counters() const {
     require_tables();
-    const int64_t deep = lanes_.slots / lanes_.lanes;
+    const int64_t deep = lanes_.slots / lanes_.table_lanes;
     for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
       check_counts(lane);
       const int64_t free = lanes_.free_count[lane], current = lanes_.current[lane], ended = lanes_.after_end[lane];
       const bool known = current < lanes_.slots && ended < lanes_.slots && free >= 0 && free <= deep;
-      if (!known || (free > 0 && !lanes_.has_slot(lanes_.free_slots[(free - 1) * lanes_.lanes + lane])))
+      if (!known || (free > 0 && !lanes_.has_slot(lanes_.free_slot(lane, free - 1))))
         throw nb::value_error("the counters of a lane do not fit its tables");
     }
   }
@@ -277,128 +312,13 @@ class EpisodeRing {
   std::vector<std::vector<int64_t>> leaf_shapes_, column_shapes_;
   size_t reward_;
   ResetSteps resets_;
+  int64_t first_;
   Step step_;
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   std::vector<Given> givens_;
   std::vector<float> numbers_;  // of columns that were given as plain numbers
-  nb::object kept_, tables_;  // what the pointers point into
-};
-
-// What a batch consists of, bound to a ring.
-class ReplayGather {
- public:
-  // requests: (part, leaf, as_float, shape of one row).
-  ReplayGather(nb::object ring, nb::tuple requests, int64_t n_step, double gamma) : owner_(ring), ring_(nb::cast<EpisodeRing*>(ring)) {
-    if (n_step < 1) throw nb::value_error("n_step is at least 1");
-    fold_.n_step = std::min(n_step, ring_->lanes().steps);
-    for (int64_t k = 0; k <= fold_.n_step; k++) fold_.powers.push_back(static_cast<float>(std::pow(gamma, static_cast<double>(k))));
-    for (nb::handle item : requests) {
-      nb::tuple request = parts(item, 4, "a request is (part, leaf, as_float, shape)");
-      Output output{static_cast<Part>(nb::cast<int32_t>(request[0]))};
-      output.leaf = nb::cast<size_t>(request[1]);
-      output.as_float = nb::cast<bool>(request[2]);
-      outputs_.push_back(output);
-      shapes_.push_back(bind_shape(request[3]));
-      if (!fills(shapes_.back(), dtype_of(output), row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
-    }
-  }
-
-  // One tensor [*rows.shape, ...] for each request, in those given or (None, for one or for all) in new ones. A row of -1 gives zeros. Rows
-  // [windows, length] are windows of rows that follow one another.
-  nb::tuple gather(nb::handle rows, nb::object given) const {
-    const DLTensor row_view = describe(rows);
-    const std::vector<int64_t> lead(row_view.shape, row_view.shape + row_view.ndim);
-    const size_t count = element_count(row_view);
-    const int64_t* ids = typed<int64_t>(rows, count);
-    return gather_into(ids, count, lead, given);
-  }
-
-  // gather() of `count` rows drawn as EpisodeRing::draw draws them, which nobody needs to see.
-  nb::tuple sample(nb::handle generator, int64_t count) const {
-    if (count < 0 || count >= kCountLimit) throw nb::value_error("sample: a count of rows");
-    std::vector<int64_t> rows(static_cast<size_t>(count));
-    ring_->draw_into(generator, rows.data(), rows.size());
-    return gather_into(rows.data(), rows.size(), {count}, nb::none());
-  }
-
- private:
-  nb::tuple gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
-    ring_->require_tables();
-    if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
-    nb::list made;
-    std::vector<Output> outputs = outputs_;
-    for (size_t k = 0; k < outputs.size(); k++) {
-      const DLDataType dtype = dtype_of(outputs[k]);
-      std::vector<int64_t> shape = lead;
-      shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
-      size_t elements = 1;
-      for (int64_t size : shape) elements *= static_cast<size_t>(size);
-      if (given.is_none() || given[k].is_none()) {
-        made.append(make_tensor(dtype, shape, &outputs[k].memory));
-      } else {
-        DLTensor target = describe(given[k]);
-        if (!(target.dtype == dtype) || element_count(target) != elements) throw nb::value_error("gather: an output does not fit");
-        outputs[k].memory = address(target);
-        made.append(given[k]);
-      }
-      outputs[k].streamed = elements * dtype.bits / 8 >= kStreamed && row_bytes(outputs[k]) >= kLongRow;
-    }
-    bool all_held;
-    {
-      nb::gil_scoped_release released;
-      all_held = lead.size() == 2 && lead[1] > 0
-                     ? gather_windows(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids,
-                                      static_cast<size_t>(lead[0]), static_cast<size_t>(lead[1]), outputs)
-                     : gather_transitions(ring_->lanes(), ring_->leaves(), ring_->columns(), ring_->reward(), fold_, ids, count, outputs);
-    }
-    if (!all_held) throw nb::index_error("a row is not held");
-    return nb::tuple(made);
-  }
-
-  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; what a cache would not keep anyway
-
-  // Bytes of one row of an output.
-  size_t row_bytes(const Output& output) const {
-    switch (output.part) {
-      case Part::kObservation:
-      case Part::kNext: return bytes_of(output, ring_->leaves()[output.leaf].block, ring_->leaves()[output.leaf].stack_bytes());
-      case Part::kColumn: return bytes_of(output, ring_->columns()[output.leaf], ring_->columns()[output.leaf].bytes);
-      case Part::kRewards: return ring_->columns()[ring_->reward()].bytes;
-      case Part::kDiscounts: return sizeof(float);
-      default: return 1;
-    }
-  }
-
-  static size_t bytes_of(const Output& output, const Block& block, size_t bytes) {
-    return output.as_float ? bytes * 8 / block.dtype.bits * sizeof(float) : bytes;
-  }
-
-  DLDataType dtype_of(const Output& output) const {
-    const DLDataType real{kFloat, 32, 1};
-    const auto stored = [&](const DLDataType& dtype) {
-      if (output.as_float && !convertible(dtype, real)) throw nb::value_error("a request for a dtype that is not converted");
-      return output.as_float ? real : dtype;
-    };
-    switch (output.part) {
-      case Part::kObservation:
-      case Part::kNext: return stored(ring_->leaves().at(output.leaf).block.dtype);
-      case Part::kColumn: return stored(ring_->columns().at(output.leaf).dtype);
-      case Part::kRewards:
-      case Part::kDiscounts: return real;
-      case Part::kTerminated:
-      case Part::kTruncated:
-      case Part::kFirst:
-      case Part::kHeld: return DLDataType{kBool, 8, 1};
-    }
-    throw nb::value_error("a request for a part that there is not");
-  }
-
-  nb::object owner_;
-  EpisodeRing* ring_;
-  Fold fold_;
-  std::vector<Output> outputs_;
-  std::vector<std::vector<int64_t>> shapes_;
+  nb::object kept_, tables_, watched_;  // what the pointers point into
 };
 
 }  // namespace rlstore

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include <cmath>
+#include <climits>
 #include <tuple>
 
 #include "bindings_tensor.h"
@@ -114,5 +114,17 @@ inline int64_t add_to_word(nb::handle memory, int64_t index, int64_t value) {
 inline bool exchange_shared_word(nb::handle memory, int64_t index, int64_t expected, int64_t value) {
   return __atomic_compare_exchange_n(shared_word(memory, index), &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
+
+// Events are words of shared memory too: how often one happened, a wait until it has happened again, and its happening.
+inline uint32_t event_count(nb::handle memory, int64_t index) { return reinterpret_cast<Event*>(shared_word(memory, index))->seen(); }
+
+inline void await_event(nb::handle memory, int64_t index, uint32_t seen, double seconds) {
+  Event* event = reinterpret_cast<Event*>(shared_word(memory, index));
+  const Deadline deadline = deadline_in(seconds);
+  nb::gil_scoped_release released;
+  event->wait(seen, deadline);
+}
+
+inline void make_event(nb::handle memory, int64_t index) { reinterpret_cast<Event*>(shared_word(memory, index))->happen(INT_MAX); }
 
 }  // namespace rlstore

@@ -131,10 +131,10 @@ bool lacks_starts(const std::vector<Observation>& leaves) {
 }
 
 void free_oldest(const Lanes& lanes, int64_t lane) {
-  const int64_t gone = lanes.written[lane] - lanes.steps;
+  const int64_t gone = lanes.written[lane] - lanes.kept;
   const int32_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(gone));
-  if (!lanes.has_slot(slot) || lanes.episodes[slot].stop != gone + 1 || lanes.free_count[lane] * lanes.lanes >= lanes.slots) return;
-  lanes.free_slots[lanes.free_count[lane]++ * lanes.lanes + lane] = slot;
+  if (!lanes.has_slot(slot) || lanes.episodes[slot].stop != gone + 1 || lanes.free_count[lane] * lanes.table_lanes >= lanes.slots) return;
+  lanes.free_slot(lane, lanes.free_count[lane]++) = slot;
 }
 
 void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Step& step,
@@ -145,11 +145,12 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     const int64_t slot = lanes.current[lane];
     for (const Observation& leaf : leaves)
       memcpy(leaf.finals + slot * leaf.frame_bytes(), leaf.block.at(lane, place), leaf.frame_bytes());
-    lanes.episodes[slot].stop = count;
+    __atomic_store_n(&lanes.episodes[slot].stop, count, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that meets the new observation there will see that it was broken off
   }
-  if (count - lanes.begun[lane] >= lanes.steps) free_oldest(lanes, lane);
+  if (count - lanes.begun[lane] >= lanes.kept) free_oldest(lanes, lane);
   if (move != Move::kContinue) {
-    const int64_t slot = lanes.free_slots[--lanes.free_count[lane] * lanes.lanes + lane];
+    const int64_t slot = lanes.free_slot(lane, --lanes.free_count[lane]);
     const Padding padding = padding_of_all(leaves, step, lane);
     if (padding == kKept) keep_start(leaves, step, lane, slot);
     lanes.episodes[slot] = Episode{count, -1, 0, padding};
@@ -174,11 +175,12 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
   for (const Observation& leaf : leaves) __builtin_prefetch(leaf.block.at(lane, after) + leaf.block.row_stride, 1);
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
-    lanes.episodes[slot].stop = count + 1;
+    __atomic_store_n(&lanes.episodes[slot].stop, count + 1, __ATOMIC_RELEASE);
     lanes.current[lane] = -1;
     lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
   }
-  lanes.written[lane] = count + 1;
+  __atomic_store_n(lanes.written + lane, count + 1, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // it is told before the next row overwrites anything
 }
 
 }  // namespace

@@ -45,17 +45,22 @@ class Divider {
   double inverse_;
 };
 
-// The counters and tables of all lanes. All memory is the caller's; one thread at a time writes.
+// The counters and tables of all lanes, or of some that lie one after another. All memory is the caller's. Each lane has
+// one writer at a time. Where other processes write, a reader has counters of its own: `written` is what it has taken
+// notice of, and the writers' count stands in `written_now`.
 struct Lanes {
   int64_t lanes = 0, steps = 0, rows = 0;  // rows: places in memory, more than the steps held
+  int64_t kept = 0;  // rows that a writer leaves alone, at least the steps held: the rest is a reader's time to read them
   Divider by_lanes, by_rows, by_steps;
-  int64_t* written = nullptr;    // [lanes] rows ever written; the last thing that a write changes
+  int64_t* written = nullptr;    // [lanes] rows ever written; the last thing that a write changes, with release order
+  const int64_t* written_now = nullptr;  // [lanes] the same as its writers have it, or null if there are none elsewhere
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
   int64_t* current = nullptr;    // [lanes] the slot of the episode that goes on, or -1
   int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended with the row before, if a reset step may follow; or -1
   int64_t slots = 0;             // episodes that there is room for
   Episode* episodes = nullptr;   // [slots]
-  int32_t* free_slots = nullptr; // [slots / lanes, lanes] a stack of free slots for each lane
+  int32_t* free_slots = nullptr; // [slots / table_lanes, table_lanes] a stack of free slots for each lane, from the first of these on
+  int64_t table_lanes = 0;       // lanes that the tables serve, which may be more than these
   int64_t* free_count = nullptr; // [lanes]
   char* episode_of = nullptr;    // int32 [lanes, rows] with strides: the slot of each row's episode
   size_t lane_stride = 0, row_stride = 0;
@@ -66,7 +71,16 @@ struct Lanes {
   int64_t oldest(int64_t lane) const {
     return written[lane] - begun[lane] > steps ? written[lane] - steps : begun[lane];
   }
-  int64_t stop_of(const Episode& episode, int64_t lane) const { return episode.stop < 0 ? written[lane] : episode.stop; }
+  int32_t& free_slot(int64_t lane, int64_t depth) const { return free_slots[depth * table_lanes + lane]; }
+  // Where an episode ends, as far as it was written.
+  int64_t stop_of(const Episode& episode, int64_t lane) const {
+    const int64_t stop = __atomic_load_n(&episode.stop, __ATOMIC_ACQUIRE);
+    return stop < 0 || stop > written[lane] ? written[lane] : stop;
+  }
+  // True if every byte of a row, and of its episode, can still be what it was.
+  bool is_intact(int64_t lane, int64_t time) const {
+    return __atomic_load_n(written_now + lane, __ATOMIC_ACQUIRE) - time < kept;
+  }
   // The lane and time of a row id; false if no ring has such a row.
   bool part(int64_t row, int64_t* lane, int64_t* time) const {
     if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(kCountLimit)) return false;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "random.h"
 #include "rows.h"
@@ -19,6 +20,7 @@ struct Found {
   int64_t lane, time, place;
   int64_t slot;
   const Episode* episode;
+  int64_t stop;   // of its episode, as far as it was written
   int64_t taken;  // steps of its n-step window
   bool at_end;    // the window ends with the episode: what followed is its final observation
 };
@@ -46,8 +48,8 @@ class Gather {
          const Fold& fold)
       : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold) {}
 
-  // False if a row is not held, in whose place there are zeros.
-  RLSTORE_INLINE bool run(const int64_t* rows, size_t count, const Output* outputs, size_t output_count) {
+  // Where a row is not held there are zeros.
+  RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count, const Output* outputs, size_t output_count) {
     Found found[kPipeline];
     for (size_t i = 0; i < count + kRecordAhead; i++) {
       if (i < count) locate(rows, i, found);
@@ -58,12 +60,12 @@ class Gather {
       if (ready.lane >= 0) measure(ready);
       for (size_t k = 0; k < output_count; k++) write(ready, outputs[k], i - kRecordAhead);
     }
-    return all_held_;
+    return outcome(rows, count);
   }
 
-  // The same for windows of `length` rows one after another, each possibly ending in rows of -1. False also if the rows of
-  // a window do not follow one another.
-  RLSTORE_INLINE bool run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
+  // The same for windows of `length` rows one after another, each possibly ending in rows of -1. kNotHeld also if the rows
+  // of a window do not follow one another.
+  RLSTORE_INLINE Gathered run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
     for (size_t w = 0; w < windows; w++) {
       const int64_t* window = rows + w * length;
       if (w + 1 < windows) prefetch_rows(window[length], length);
@@ -80,8 +82,7 @@ class Gather {
         if (f.lane >= 0) find_episode(f);
         if (f.lane >= 0) measure(f);
         if (f.lane < 0) break;
-        const int64_t stop = std::min(lanes_.stop_of(*f.episode, f.lane), lanes_.written[f.lane]);
-        const size_t run = std::min({held - done, static_cast<size_t>(stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
+        const size_t run = std::min({held - done, static_cast<size_t>(f.stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
         for (size_t k = 0; k < output_count; k++) write_run(f, run, outputs[k], w * length + done);
         done += run;
       }
@@ -91,10 +92,29 @@ class Gather {
         for (size_t k = 0; k < output_count; k++) write(none, outputs[k], w * length + j);
       all_held_ = all_held_ && done == held;
     }
-    return all_held_;
+    return outcome(rows, windows * length);
   }
 
  private:
+  Gathered outcome(const int64_t* rows, size_t count) const {
+    if (lanes_.written_now && was_overrun(rows, count)) return Gathered::kOverrun;
+    return all_held_ ? Gathered::kAll : Gathered::kNotHeld;
+  }
+
+  // True if something that was read may have been overwritten before it was. To be asked when all is read.
+  bool was_overrun(const int64_t* rows, size_t count) const {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (const auto& [episode, stop] : fronts_) {
+      const int64_t now = __atomic_load_n(&episode->stop, __ATOMIC_RELAXED);
+      if (now != stop) return true;
+    }
+    for (size_t i = 0; i < count; i++) {
+      int64_t lane, time;
+      if (rows[i] >= 0 && lanes_.part(rows[i], &lane, &time) && !lanes_.is_intact(lane, time)) return true;
+    }
+    return false;
+  }
+
   // Rows of one episode that lie one after another in memory: `f` is the first.
   RLSTORE_INLINE void write_run(Found f, size_t count, const Output& output, size_t index) {
     const bool plain = !output.as_float && !output.streamed;
@@ -172,11 +192,15 @@ class Gather {
   }
 
   RLSTORE_INLINE void measure(Found& f) {
-    const int64_t stop = lanes_.stop_of(*f.episode, f.lane);
+    const int64_t told = __atomic_load_n(&f.episode->stop, __ATOMIC_ACQUIRE), written = lanes_.written[f.lane];
+    const bool is_over = told >= 0 && told <= written;
+    f.stop = is_over ? told : written;
     // Tables that came from a damaged file must not lead out of memory.
-    if (f.time < f.episode->start || f.time >= stop) return refuse(f);
-    f.taken = std::min(fold_.n_step, stop - f.time);
-    f.at_end = f.episode->stop >= 0 && f.time + f.taken == stop;
+    if (f.time < f.episode->start || f.time >= f.stop) return refuse(f);
+    f.taken = std::min(fold_.n_step, f.stop - f.time);
+    f.at_end = is_over && f.time + f.taken == f.stop;
+    // What follows the newest row stands where the next row goes: if that breaks the episode off, it is overwritten.
+    if (lanes_.written_now && !is_over && f.time + f.taken == f.stop) fronts_.emplace_back(f.episode, told);
   }
 
   RLSTORE_INLINE int64_t next_place(int64_t place) const { return place + 1 == lanes_.rows ? 0 : place + 1; }
@@ -306,20 +330,23 @@ class Gather {
   const Block& rewards_;
   const Fold& fold_;
   bool all_held_ = true;
+  std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, and the stop they had
   std::vector<char> scratch_, zeros_;
 };
 
 }  // namespace
 
 RLSTORE_CLONES
-bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
-                        size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs) {
+Gathered gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                            size_t reward_column, const Fold& fold, const int64_t* rows, size_t count,
+                            const std::vector<Output>& outputs) {
   return Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs.data(), outputs.size());
 }
 
 RLSTORE_CLONES
-bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
-                    const Fold& fold, const int64_t* rows, size_t windows, size_t length, const std::vector<Output>& outputs) {
+Gathered gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                        size_t reward_column, const Fold& fold, const int64_t* rows, size_t windows, size_t length,
+                        const std::vector<Output>& outputs) {
   return Gather(lanes, leaves, columns, reward_column, fold).run_windows(rows, windows, length, outputs.data(), outputs.size());
 }
 

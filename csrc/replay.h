@@ -26,14 +26,19 @@ struct Fold {
   std::vector<float> powers;  // gamma^0 .. gamma^n
 };
 
-// Writes row i of each output for rows[i] = time * lanes + lane; zeros for a row of -1. False if any
+// kOverrun: a writer of another process has overwritten some of what was read meanwhile.
+enum class Gathered { kAll, kNotHeld, kOverrun };
+
+// Writes row i of each output for rows[i] = time * lanes + lane; zeros for a row of -1. kNotHeld if any
 // other row is not one that is held.
-bool gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
-                        size_t reward_column, const Fold& fold, const int64_t* rows, size_t count, const std::vector<Output>& outputs);
+Gathered gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                            size_t reward_column, const Fold& fold, const int64_t* rows, size_t count,
+                            const std::vector<Output>& outputs);
 
 // The same for windows of `length` rows that follow one another in their lane, rows [windows, length], padded with -1.
-bool gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
-                    const Fold& fold, const int64_t* rows, size_t windows, size_t length, const std::vector<Output>& outputs);
+Gathered gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                        size_t reward_column, const Fold& fold, const int64_t* rows, size_t windows, size_t length,
+                        const std::vector<Output>& outputs);
 
 // True if every row is one that is held now, in an episode of the table.
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count);

@@ -43,8 +43,17 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
 }
 
 void Windows::follow(const Lanes& lanes, std::vector<int64_t>* added, std::vector<int64_t>* dropped) {
-  for (int64_t lane = 0; lane < lanes.lanes; lane++)
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    if (seen_[lane] < lanes.oldest(lane)) begin_anew(lanes, lane, dropped);
     for (; seen_[lane] < lanes.written[lane]; seen_[lane]++) take_in(lanes, lane, seen_[lane], added, dropped);
+  }
+}
+
+// More was written than is held, so none of what was known is there any more.
+void Windows::begin_anew(const Lanes& lanes, int64_t lane, std::vector<int64_t>* dropped) {
+  while (heads_[lane] < tails_[lane]) dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
+  open_[lane] = 0;
+  seen_[lane] = lanes.oldest(lane);
 }
 
 void Windows::rebuild(const Lanes& lanes) {

@@ -27,6 +27,7 @@ class Windows {
   bool contains(const Lanes& lanes, int64_t row) const;
 
  private:
+  void begin_anew(const Lanes& lanes, int64_t lane, std::vector<int64_t>* dropped);
   void take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vector<int64_t>* added, std::vector<int64_t>* dropped);
   void push(const Lanes& lanes, int64_t lane, int64_t start, int64_t oldest, std::vector<int64_t>* added);
   void finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t oldest, std::vector<int64_t>* added);

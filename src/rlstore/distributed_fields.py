@@ -131,9 +131,9 @@ class RolloutFields:
             else:
                 flat[key] = value
         known = [field.name for field in self.fields]
-        unknown = [key for key in flat if key not in known]
+        unknown = flat.keys() - known
         if unknown:
-            raise InvalidInputError(f"a row cannot hold {unknown}; it holds {known}. Nothing was written.")
+            raise InvalidInputError(f"a row cannot hold {sorted(unknown)}; it holds {known}. Nothing was written.")
         return flat
 
     def fit_row(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -142,7 +142,13 @@ class RolloutFields:
         A value may have axes of 1 before its own shape, as ``(1, 1, ...)``.
         """
         flat = self.leaves(values)
-        return {field.name: _fit_one(field, flat[field.name]) for field in self.fields if field.name in flat}
+        return {
+            field.name: flat[field.name]
+            if _fits_as_it_is(field, flat[field.name])
+            else _fit_one(field, flat[field.name])
+            for field in self.fields
+            if field.name in flat
+        }
 
     def fit_states(self, states: Any) -> list[Tensor]:
         """The recurrent states of one rollout, ``(layers, 1, hidden)`` or ``(layers, hidden)`` each."""
@@ -190,6 +196,15 @@ def join_params(params: Any, lead: int) -> Tensor:
     if not tensors or any(tensor.dim() < lead for tensor in tensors):
         raise InvalidInputError("distribution_params is a tuple of tensors, one row for each environment")
     return torch.cat([tensor.reshape(*tensor.shape[:lead], -1) for tensor in tensors], dim=-1)
+
+
+def _fits_as_it_is(field: Field, value: Any) -> bool:
+    """True for a tensor that needs no conversion, as most do."""
+    if type(value) is not Tensor or value.dtype != field.dtype or value.device != _CPU:
+        return False
+    shape = value.shape
+    lead = len(shape) - len(field.shape)
+    return shape[lead:] == field.shape and all(size == 1 for size in shape[:lead]) and value.layout == torch.strided
 
 
 def _fit_one(field: Field, value: Any) -> Tensor:

@@ -14,7 +14,7 @@ from rlstore.distributed_fields import RolloutFields
 from rlstore.engine.capacity import free_ram
 from rlstore.engine.gather import LARGE_BYTES, gather_slots
 from rlstore.engine.handoff import Handoff
-from rlstore.engine.memory import Recycler, allocate_empty
+from rlstore.engine.memory import Recycler, allocate_empty, allocate_huge
 from rlstore.engine.segment import Segment
 from rlstore.errors import DoesNotFitError
 
@@ -60,9 +60,10 @@ class RolloutMemory:
         self.versions = pieces[-1]
 
     def write(self, slot: int, row: int, values: Mapping[str, Tensor]) -> None:
-        """Write values that fit into a row of a slot."""
-        for name, value in values.items():
-            self.blocks[name][slot, row].copy_(value)
+        """Write values that fit into a row of a slot; axes of 1 before a value's shape are passed over."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.blocks[name][slot, row, ...] = value
 
     def write_states(self, slot: int, states: Sequence[Tensor]) -> None:
         """Write the recurrent states with which a rollout begins, ``(layers, 1, hidden)`` each."""
@@ -98,7 +99,7 @@ class RolloutGather:
 
     def __init__(self, memory: RolloutMemory, *, pin_memory: bool = False) -> None:
         self._memory, self._pin_memory = memory, pin_memory
-        self._outputs, self._served = Recycler(), 0
+        self._outputs, self._served = Recycler(allocate_huge), 0
 
     def __call__(self, slots: Sequence[int]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Tensor]:
         """The rollouts by key, ``[T + 1, B, ...]``; their states ``[layers, B, hidden]``; their versions ``[B]``."""
@@ -135,12 +136,12 @@ class RolloutGather:
 class SlotTensors(tuple[Tensor, ...]):
     """A key's tensors ``[T + 1, ...]``, one for each slot."""
 
-    _origin: tuple[RolloutStorages, str]
+    _origin: tuple[RolloutMemory, str]
 
-    def __new__(cls, storages: RolloutStorages, key: str) -> SlotTensors:
+    def __new__(cls, memory: RolloutMemory, key: str) -> SlotTensors:
         """The tensors of a key."""
-        made = super().__new__(cls, _slot_views(storages.memory.blocks[key]))
-        made._origin = (storages, key)
+        made = super().__new__(cls, _slot_views(memory.blocks[key]))
+        made._origin = (memory, key)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,12 +152,12 @@ class RolloutStorages(Mapping[str, SlotTensors]):
     """Every key's tensors in shared memory, ``storages[key][slot][t, ...]``.
 
     It can be pickled in any way, while a process that has it lives: what is unpickled is the same memory. However many
-    slots there are, that is one descriptor.
+    slots there are, that is one segment.
     """
 
     def __init__(self, memory: RolloutMemory) -> None:
         self.memory = memory
-        self._keys = {key: SlotTensors(self, key) for key in memory.blocks}
+        self._keys = {key: SlotTensors(memory, key) for key in memory.blocks}
         self._gather, self._gather_on_device = RolloutGather(memory), RolloutGather(memory, pin_memory=True)
         self._lock = threading.Lock()  # gathering is for one thread at a time
 

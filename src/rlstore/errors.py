@@ -44,7 +44,7 @@ class PeerLostError(StorageError, ConnectionError):
 
 
 class WaitTimeoutError(StorageError, TimeoutError):
-    """What was waited for did not come before the deadline, and nobody is gone. The message says who was to bring it."""
+    """What was waited for did not come before the deadline, and nobody is gone. The message says who could bring it."""
 
 
 class StorageClosedError(StorageError, RuntimeError):

@@ -146,7 +146,7 @@ class NStepReplayStorage(TransitionStorage):
             self._kept.mark()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # the folder stays with the original
+        return {**super().__getstate__(), "_kept": None}  # the folder stays with the original
 
     def close(self) -> None:
         """End the thread that prepares batches and let go of folders. The storage cannot be used any more."""

@@ -179,8 +179,8 @@ class OffPolicyStorage(SavedReplay):
             check_positive("generate_batches()", mini_batch_size=mini_batch_size)
         size = self.batch_size if mini_batch_size is None else int(mini_batch_size)
         for _ in range(num_mini_batch * num_epochs):
-            drawn = self._draw_checked(size)
-            batch = self._as_dict(self._batch(drawn, self._prepare(drawn)))
+            drawn, tensors = self._take(size)
+            batch = self._as_dict(self._batch(drawn, tensors))
             batch.setdefault("rows", drawn.rows.to(self._torch_device))
             yield batch
 
@@ -191,8 +191,10 @@ class OffPolicyStorage(SavedReplay):
 
         An environment that holds fewer steps than another is filled up with zeros, as ``masks`` tells.
         """
-        if len(self) == 0:
-            return {}
+        with self._paused():
+            return self._whole_data(data_to_cpu) if len(self) else {}
+
+    def _whole_data(self, data_to_cpu: bool) -> BatchDict:
         ring, fields = self._ring_of(), self._fields
         held = ring.held()
         steps, place = int(held.max()), "cpu" if data_to_cpu else self._torch_device
@@ -308,6 +310,8 @@ class OffPolicyStorage(SavedReplay):
         elif parameter_name in self._fractions:
             check_fraction(owner, **{parameter_name: new_parameter_value})
             self._change(parameter_name, float(new_parameter_value))
+        elif parameter_name == "rate_limit":
+            self.set_rate_limit(new_parameter_value)
         elif parameter_name == "storage_size":
             check_positive(owner, storage_size=new_parameter_value)
             if len(self):
@@ -321,7 +325,7 @@ class OffPolicyStorage(SavedReplay):
                 )
             self._change(parameter_name, int(new_parameter_value))
         else:
-            known = [*self._sizes, *self._fractions, "storage_size"]
+            known = [*self._sizes, *self._fractions, "rate_limit", "storage_size"]
             raise UnknownParameterError(
                 f"{owner} has no parameter {parameter_name!r}; it has {known}. Nothing was changed."
             )

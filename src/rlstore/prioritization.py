@@ -45,11 +45,13 @@ class PriorityStorage(OffPolicyStorage):
     def priority_total(self) -> float:
         """The sum of all ``p_i``."""
         self._ring_of()
+        self._catch_up()
         return 0.0 if self._priorities is None else self._priorities.total
 
     def priorities(self, rows: Any) -> Tensor:
         """``p_i`` of rows that are held, float32 ``[n]``."""
         ring, ids = self._ring_of(), as_tensor(rows, "rows").to("cpu", torch.int64)
+        self._catch_up()
         time, lane = ids // ring.lanes, ids % ring.lanes
         if bool(((time < ring.written[lane] - ring.held()[lane]) | (time >= ring.written[lane]) | (ids < 0)).any()):
             raise InvalidInputError("rows holds some that are not held now; give the rows that a batch has")
@@ -72,6 +74,7 @@ class PriorityStorage(OffPolicyStorage):
         if len(args) != 2:
             raise TypeError(f"update() takes rows and priorities; {len(args)} arguments were given")
         self._ring_of()
+        self._catch_up()
         if self._priorities is None:
             raise InvalidInputError(
                 f"this {type(self).__name__} draws uniformly: alpha is 0, and there are no priorities"

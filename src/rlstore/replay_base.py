@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rlstore.engine.ahead import Ahead
 from rlstore.engine.backing import Backing
-from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.checks import check_positive, check_seconds, check_seed
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.gather import Part, Request, TransitionGather
+from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.select import new_random
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -45,6 +46,7 @@ class ReplayBase(Storage):
     _default_dtype: ClassVar[torch.dtype | None] = None
     _replay: EpisodeRing | None = None
     _ahead: Ahead[Drawn] | None = None
+    _control: LaneControl | None = None  # of writers and of a rate limit, where there are any
     _closed = False
 
     def __init__(
@@ -79,6 +81,7 @@ class ReplayBase(Storage):
         self.pin_memory = bool(options.get("pin_memory", False))
         self.fetch_every = options.get("fetch_every", 1000)
         check_positive(owner, fetch_every=self.fetch_every)
+        self.timeout = check_seconds(owner, "timeout", options.get("timeout", 60.0))
         self._autoreset = check_autoreset(owner, options.get("autoreset"))
         self._memory, self._path = options.get("memory", self._default_memory), options.get("path")
         if self._memory not in MEMORIES:
@@ -171,7 +174,7 @@ class ReplayBase(Storage):
         requests, others = self._requests(), self._other_requests()
         casts = self._casts([*requests, *others])
 
-        def preparer() -> Callable[[Drawn], tuple[Tensor, ...]]:
+        def preparer() -> Callable[[Drawn], tuple[Tensor, ...] | None]:
             gather = TransitionGather(ring, requests, n_step, gamma, pin_memory=pin)
             gather_others = TransitionGather(ring, others, 1, gamma, pin_memory=pin) if others else None
             return partial(_prepare, gather, gather_others, casts, self._torch_device)
@@ -305,6 +308,7 @@ class ReplayBase(Storage):
             or ring is None
             or not self._fields.is_plain
             or self._ahead is not None
+            or self._control is not None
             or self._closed
         ):
             self._write(observations, actions, rewards, (), terminateds, truncateds, infos, next_observations, mask)
@@ -362,9 +366,24 @@ class ReplayBase(Storage):
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
         if self._ahead is not None and size == self.batch_size and not self._closed:
-            return self._batch(*self._ahead.take(self._added, partial(self._draw_checked, size)))
+            return self._batch(*self._finished(*self._ahead.take(self._added, partial(self._draw_checked, size))))
+        return self._batch(*self._take(size))
+
+    def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:
+        """A batch of ``size``: what was drawn, and its tensors."""
         drawn = self._draw_checked(size)
-        return self._batch(drawn, self._prepare(drawn))
+        return self._finished(drawn, self._prepare(drawn))
+
+    def _finished(self, drawn: Drawn, tensors: tuple[Tensor, ...] | None) -> tuple[Drawn, tuple[Tensor, ...]]:
+        """A batch, drawn anew if other processes have overwritten some of it while it was read."""
+        while tensors is None:
+            self._catch_up()
+            drawn = self._draw(len(drawn.rows))
+            tensors = self._prepare(drawn)
+        return drawn, tensors
+
+    def _catch_up(self) -> None:
+        """Take in what others have added."""
 
     def _draw_checked(self, size: int) -> Drawn:
         if self._ring_of().size == 0:
@@ -403,11 +422,17 @@ def _prepare(
     casts: tuple[torch.dtype | None, ...],
     device: torch.device,
     drawn: Drawn,
-) -> tuple[Tensor, ...]:
-    """A batch's tensors on the device. It may run in the background, and so knows nothing of the storage."""
-    tensors = gather(drawn.rows)
-    if gather_others is not None and drawn.others is not None:
-        tensors = (*tensors, *gather_others(drawn.others))
+) -> tuple[Tensor, ...] | None:
+    """A batch's tensors on the device. It may run in the background, and so knows nothing of the storage.
+
+    None if rows were overwritten by other processes while they were read.
+    """
+    tensors = gather.attempt(drawn.rows)
+    if tensors is not None and gather_others is not None and drawn.others is not None:
+        others = gather_others.attempt(drawn.others)
+        tensors = None if others is None else (*tensors, *others)
+    if tensors is None:
+        return None
     if device.type != "cpu":
         tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
     if casts:

@@ -8,6 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
+from rlstore.engine.limiter import RateLimit
+
 MEMORIES = ("device", "ram", "shared", "mapped")
 
 
@@ -26,6 +28,8 @@ class StorageOptions(TypedDict, total=False):
             again by the next storage that is made with the same arguments.
         path: The folder of "mapped".
         seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
     """
 
     dtype: torch.dtype | None
@@ -36,6 +40,8 @@ class StorageOptions(TypedDict, total=False):
     memory: str
     path: str | os.PathLike[str] | None
     seed: int | None
+    rate_limit: RateLimit | None
+    timeout: float
 
 
 class ReplayOptions(StorageOptions, total=False):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlstore.engine.checks import check_positive, check_shape
-from rlstore.engine.episode_ring import Leaf
+from rlstore.engine.row_layout import Leaf
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.engine.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError

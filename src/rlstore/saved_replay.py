@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
@@ -9,13 +10,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from rlstore.engine.limiter import RateLimit
 from rlstore.engine.snapshot import SnapshotReader
-from rlstore.replay_base import Drawn, ReplayBase
+from rlstore.replay_base import Drawn
+from rlstore.shared_replay import SharedReplay
 
 _AnyReplay = TypeVar("_AnyReplay", bound="SavedReplay")
 
 
-class SavedReplay(ReplayBase):
+class SavedReplay(SharedReplay):
     """Replay that can be saved: its rows, counters and generator, and the batches that were prepared ahead."""
 
     # Arguments of the class that it keeps as attributes of the same name.
@@ -27,6 +30,8 @@ class SavedReplay(ReplayBase):
         if options.get("path") is not None:
             options["path"] = os.fspath(options["path"])
         options["autoreset"] = self._autoreset
+        if options.get("rate_limit") is not None:
+            options["rate_limit"] = dataclasses.astuple(options["rate_limit"])
         if self._replay is not None and self._replay.backing.kind == "ram" and self._memory in ("shared", "mapped"):
             options.update(memory="ram", path=None)  # a copy of such a storage lies in RAM
         learnt = None
@@ -37,15 +42,18 @@ class SavedReplay(ReplayBase):
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
         given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
+        options = dict(settings["options"])
+        if options.get("rate_limit") is not None:
+            options["rate_limit"] = RateLimit(*options["rate_limit"])
         make: Any = cls
-        storage: _AnyReplay = make(**given, **settings["options"], device=device, seed=0)
+        storage: _AnyReplay = make(**given, **options, device=device, seed=0)
         if settings["learnt"] is not None:
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
         return storage
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        numbers: dict[str, Any] = {"added": self._added, "warned": self._warned}
+        numbers: dict[str, Any] = {"added": self._added, "warned": self._warned, "limit": self._limit_state()}
         tensors = {"random": self._random}
         if self._replay is None:
             return numbers, tensors
@@ -63,6 +71,7 @@ class SavedReplay(ReplayBase):
         if self._replay is None:
             return
         self._replay.set_state(reader.shape, reader.read_into, reader.names)
+        self._set_limit_state(numbers.get("limit"))
         self._restored(reader)
         for index, job in enumerate(numbers["prepared"]):
             fields = {

@@ -149,6 +149,9 @@ class SequenceReplayStorage(PriorityStorage):
         self._windows.follow()
         super()._follow()
 
+    def _forget(self, lanes: Tensor) -> None:
+        self._windows.forget(lanes)
+
     def _cleared(self) -> None:
         self._windows.rebuild()
         super()._cleared()

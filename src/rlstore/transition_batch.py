@@ -89,14 +89,16 @@ class TransitionStorage(OffPolicyStorage):
 
     def sample(self, batch_size: int | None = None) -> Any:
         """A batch drawn at random, of ``batch_size`` or (None) the storage's own."""
-        if self._gather is None or self._closed or self._ahead is not None:
+        if self._gather is None or self._closed or self._ahead is not None or self._control is not None:
             return super().sample(batch_size)
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
         size = self.batch_size if batch_size is None else int(batch_size)
         if self._gather.is_small(size) and len(self):
             # The short way, without a stop between drawing and gathering; what it gives is the same.
-            return ReplayBatch(*self._parts(self._gather.sample(size, self._random)))
+            tensors = self._gather.sample(size, self._random)
+            if tensors is not None:
+                return ReplayBatch(*self._parts(tensors))
         return super().sample(batch_size)
 
     def _bind(self) -> None:

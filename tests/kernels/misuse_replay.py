@@ -33,6 +33,7 @@ class Ring:
             "columns": ((self.action, ()), (self.reward, ())),
             "reward": 1,
             "resets": 0,
+            "first": 0,
         }
         self.ring = native.EpisodeRing(*{**arguments, **wrong}.values())
         order = torch.arange(SLOTS, dtype=torch.int32).view(-1, LANES)

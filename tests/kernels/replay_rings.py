@@ -101,6 +101,7 @@ class Memory:
             tuple((b, shape) for b, (_, shape) in zip(self.columns, layout.columns, strict=True)),
             1,
             layout.resets,
+            0,
         )
         self.grow()
 

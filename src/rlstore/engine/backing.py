@@ -19,6 +19,7 @@ from rlstore.engine.capacity import free_device, free_disk, free_ram
 from rlstore.engine.files import reserve, sync_folder, telling_full_disk, write_whole
 from rlstore.engine.folder_lock import LOCK_NAME, FolderLock
 from rlstore.engine.memory import allocate
+from rlstore.engine.segment import Segment
 from rlstore.errors import DoesNotFitError, InvalidInputError
 
 KINDS = ("ram", "shared", "mapped")
@@ -59,6 +60,20 @@ class Backing:
         self.path = None if path is None else Path(path).absolute()
         self._lock: FolderLock | None = None
         self._attached: set[str] = set()  # the files that zeros() has given out
+        self.segment: Segment | None = None  # of "shared", where the blocks lie one after another
+        self.is_attached = False  # to the blocks of another process
+
+    @classmethod
+    def attach(cls, owner: str, segment: Segment) -> Backing:
+        """A backing whose blocks are those that another process has made, asked for in the same order."""
+        backing = cls(owner, "shared", torch.device("cpu"))
+        backing.segment, backing.is_attached = segment, True
+        return backing
+
+    def reserve(self, nbytes: int) -> None:
+        """Have the next blocks of "shared", ``nbytes`` together, lie in one segment; nothing is taken for it yet."""
+        if not self.is_attached:
+            self.segment = Segment.create(nbytes)
 
     # ---------------------------------------------------------------------------------------------- is there room?
 
@@ -113,12 +128,18 @@ class Backing:
         try:
             if nbytes == 0 or self.device.type != "cpu":
                 return allocate(shape, dtype, self.device)
-            return _shared_zeros(shape, dtype, nbytes) if self.kind == "shared" else _zeros(shape, dtype, nbytes)
-        except (OSError, RuntimeError) as error:
+            return self._carve(shape, dtype) if self.kind == "shared" else _zeros(shape, dtype, nbytes)
+        except (OSError, RuntimeError, DoesNotFitError) as error:
             raise DoesNotFitError(
                 f"{self.owner} needs {_size(nbytes)} for {name}, which the system does not give: {error}. "
                 f"{_SMALLER.format(larger='large enough')}"
             ) from error
+
+    def _carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        segment, nbytes = self.segment, Segment.bytes_of([(shape, dtype)])
+        if segment is None or segment.left < nbytes:
+            segment = Segment.create(nbytes)
+        return segment.carve(shape, dtype)
 
     def extend(self, name: str, tensor: Tensor, rows: int) -> Tensor:
         """The same block with ``rows`` rows, the new ones zero.
@@ -266,22 +287,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return _from_memory(memory, shape, dtype)
-
-
-def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Tensor:
-    """Memory that ``torch.multiprocessing`` can hand to other processes."""
-    if hasattr(os, "memfd_create"):
-        # As a file of its own it needs no space in /dev/shm, which is small in containers, and is filled when touched.
-        descriptor = os.memfd_create("rlstore")
-        try:
-            os.ftruncate(descriptor, nbytes)
-            storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
-        finally:
-            os.close(descriptor)
-    else:
-        storage = torch.UntypedStorage._new_shared(nbytes)
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
 def _from_memory(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -8,56 +8,30 @@ again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.backing import Backing
+from rlstore.engine.row_layout import Layout, Leaf, bytes_of
 from rlstore.engine.schema import Field, as_tensor
 from rlstore.kernels import kernel
 
-# Fields of up to this many bytes lie together in one record: a row of them costs one cache miss instead of several.
-RECORD_FIELD_BYTES = 1024
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 # What the kernel's write returns, besides the index of a value that does not fit.
 _DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One leaf of the observations: what a caller gives and gets, and how many frames are stacked in it.
-
-    Attributes:
-        field: The whole stack.
-        stack: Frames in it; 1 for no stack.
-        axis: The axis of the frames in ``field.shape``.
-    """
-
-    field: Field
-    stack: int = 1
-    axis: int = 0
-
-    @property
-    def frame_shape(self) -> tuple[int, ...]:
-        """The shape of what is stored in a row."""
-        shape = list(self.field.shape)
-        if self.stack > 1:
-            shape[self.axis] //= self.stack
-        return tuple(shape)
-
-    @property
-    def outer(self) -> int:
-        """Pieces into which the stack axis cuts a frame."""
-        return math.prod(self.field.shape[: self.axis]) if self.stack > 1 else 1
+# Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
+_LEAST_GUARD, _MOST_GUARD = 64, 4096
 
 
 class EpisodeRing:
     """Rows of ``lanes`` lanes, the newest ``steps`` of each.
+
+    In shared memory other processes may write, each into lanes of its own (:meth:`part`). The ring then counts for
+    itself which rows it has taken notice of: :meth:`catch_up` takes in what they wrote.
 
     Args:
         leaves: The leaves of the observations.
@@ -83,10 +57,17 @@ class EpisodeRing:
         self.leaves, self.columns = tuple(leaves), tuple(columns)
         self.steps, self.lanes, self.backing, self.autoreset = steps, lanes, backing, autoreset
         self.device = backing.device
+        shared = backing.kind == "shared"
+        self.kept = steps + (min(max(steps // 16, _LEAST_GUARD), _MOST_GUARD) if shared else 0)
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
-        self.rows = steps + max(leaf.stack for leaf in leaves)
-        self._layout = _Layout(self.leaves, self.columns)
-        backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
+        self.rows = self.kept + max(leaf.stack for leaf in leaves)
+        self.first = 0  # the first of these lanes among all
+        self._whole: EpisodeRing | None = None  # what this is a part of
+        self._layout = Layout(self.leaves, self.columns)
+        if not backing.is_attached:
+            backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
+        if shared:
+            backing.reserve(self._layout.nbytes(lanes, self.rows, (self.kept + 1) * lanes))
         self.reopened = backing.open({**self._schema(), **(beside or {})})
         self._allocate()
 
@@ -108,18 +89,19 @@ class EpisodeRing:
         self._records = records
         on_host = self.backing.on_host()
         self.counters = on_host.zeros("counters", (5, self.lanes), torch.int64)
-        self._view_counters()
-        slots = min(_FIRST_SLOTS, self.steps + 1) * self.lanes
+        shared = self.backing.kind == "shared"
+        slots = (self.kept + 1 if shared else min(_FIRST_SLOTS, self.kept + 1)) * self.lanes
         self.episodes = on_host.zeros("episodes", (slots, 4), torch.int64)
         self.free_slots = on_host.zeros("free_slots", (slots // self.lanes, self.lanes), torch.int32)
-        self.finals = [
-            make(f"final {leaf.field.name}", (slots, *leaf.frame_shape), leaf.field.dtype) for leaf in self.leaves
-        ]
+        self.finals = [make(*table) for table in self._layout.tables(slots)[: len(self.leaves)]]
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
+        if shared:
+            self._make_starts()
         self._kernel: Any = None
+        self._view_counters()
         if self.reopened:
             self._take_up()
-        else:
+        elif not self.backing.is_attached:
             self.clear()
 
     def _take_up(self) -> None:
@@ -135,27 +117,83 @@ class EpisodeRing:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Derive the episodes that go on and the free slots from the rows that are held."""
-        taken = torch.zeros(self.slots, dtype=torch.bool)
-        for lane, (written, held) in enumerate(zip(self.written.tolist(), self.held().tolist(), strict=True)):
-            self.current[lane] = -1
-            if held == 0:
-                continue
-            places = torch.arange(written - held, written) % self.rows
-            used = self.blocks["episode"][lane].cpu()[places].long()
-            taken[used] = True
-            newest = self.episodes[used[-1]]
-            if newest[1] < 0 or newest[1] > written:  # it goes on
-                newest[1:3] = torch.tensor([-1, 0])
-                self.current[lane] = used[-1]
+        """Derive the episodes that go on and the free slots from the rows that are there."""
         for lane in range(self.lanes):
-            free = (~taken[lane :: self.lanes]).nonzero().flatten().flip(0) * self.lanes + lane
-            self.free_slots[: len(free), lane] = free.int()
-            self.free_count[lane] = len(free)
+            newest = self._rebuild(lane)
+            if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it goes on
+                self.episodes[newest, 1:3] = torch.tensor([-1, 0])
+                self.current[lane] = newest
+
+    def _rebuild(self, lane: int) -> int | None:
+        """The free slots of a lane and no episode that goes on; the slot of its newest row."""
+        written, begun = int(self.counters[0, lane]), int(self.begun[lane])
+        places = torch.arange(max(begun, written - self.kept), written) % self.rows
+        used = self.blocks["episode"][lane].cpu()[places].long()
+        deep, all_lanes = self.free_slots.shape
+        taken = torch.zeros(deep, dtype=torch.bool)
+        taken[used // all_lanes] = True
+        free = (~taken).nonzero().flatten().flip(0) * all_lanes + self.first + lane
+        self.free_slots[: len(free), self.first + lane] = free.int()
+        self.free_count[lane], self.current[lane], self.after_end[lane] = len(free), -1, -1
+        return int(used[-1]) if len(used) else None
+
+    def recover(self, lane: int) -> None:
+        """Put a lane in order whose writer died, perhaps in the middle of a write: what it had finished stays.
+
+        The episode that went on is broken off: its last row keeps what followed it.
+        """
+        newest, written = self._rebuild(lane), int(self.counters[0, lane])
+        if newest is None or 0 <= self.episodes[newest, 1] <= written:
+            return
+        for leaf, table in zip(self.leaves, self.finals, strict=True):
+            table[newest] = self.blocks[leaf.field.name][lane, written % self.rows]
+        self.episodes[newest, 2] = 0
+        self.episodes[newest, 1] = written
 
     def _view_counters(self) -> None:
         self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
-        self._counts = self.counters.numpy()  # the same memory, which Python reads faster through numpy
+        self._inner: EpisodeRing | None = None
+        if self.backing.kind == "shared" and self._whole is None:
+            self._inner = self.part(range(self.lanes))  # what this process writes with
+            self.written = self.written.clone()
+        # The same memory, which Python reads faster through numpy.
+        self._written, self._begun = self.written.numpy(), self.begun.numpy()
+
+    # ---------------------------------------------------------------------------------------------- many writers
+
+    def part(self, lanes: range) -> EpisodeRing:
+        """Some lanes alone, on the same memory, for one who writes them."""
+        part = object.__new__(EpisodeRing)
+        part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
+        part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
+        part.counters = self.counters[:, lanes.start : lanes.stop]
+        part._view_counters()
+        return part
+
+    @property
+    def whole(self) -> EpisodeRing:
+        """What this is a part of, or itself."""
+        return self if self._whole is None else self._whole
+
+    @property
+    def is_shared(self) -> bool:
+        """True if others may write: what they wrote is seen after :meth:`catch_up`."""
+        return self._inner is not None
+
+    def catch_up(self) -> None:
+        """Take notice of all rows that others have written by now."""
+        self.kernel.catch_up()
+
+    def overrun(self) -> Tensor | None:
+        """The lanes, int64, in which rows that are taken to be held may be overwritten since; None if in none."""
+        flags = torch.zeros(self.lanes, dtype=torch.uint8)
+        return flags.nonzero().flatten() if self.kernel.overrun(flags) else None
+
+    def _follow_whole(self, whole: EpisodeRing) -> None:
+        """Take the tables of the whole, which may have grown for another part."""
+        self.episodes, self.free_slots = whole.episodes, whole.free_slots
+        self.finals, self.starts = whole.finals, whole.starts
+        self._bind_tables()
 
     # ---------------------------------------------------------------------------------------------- counting
 
@@ -172,10 +210,9 @@ class EpisodeRing:
     @property
     def size(self) -> int:
         """The rows held by all lanes."""
-        counts = self._counts
         if self.lanes == 1:
-            return min(int(counts.item(0)) - int(counts.item(1)), self.steps)  # written and begun of the only lane
-        return int((counts[0] - counts[1]).clip(max=self.steps).sum())
+            return min(int(self._written.item()) - int(self._begun.item()), self.steps)
+        return int((self._written - self._begun).clip(max=self.steps).sum())
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +224,7 @@ class EpisodeRing:
 
     def clear(self) -> None:
         """Hold nothing. The counters go on, so that a row from before can be told."""
+        self.written.copy_(self.counters[0])  # in shared memory it is not the same
         self.begun.copy_(self.written)
         self.current.fill_(-1)
         self.after_end.fill_(-1)
@@ -215,7 +253,10 @@ class EpisodeRing:
                 columns,
                 names.index("rewards"),
                 _RESETS[self.autoreset],
+                self.first,
             )
+            if self._inner is not None:
+                self._kernel.watch(self.counters[0])
             self._bind_tables()
         return self._kernel
 
@@ -238,6 +279,12 @@ class EpisodeRing:
         Raises:
             InvalidInputError: If a value does not fit.
         """
+        if self._inner is not None:
+            broken = self._inner.write(values)
+            self.catch_up()
+            return broken
+        if self._whole is not None and self.episodes is not self._whole.episodes:
+            self._follow_whole(self._whole)
         outcome = (self._kernel or self.kernel).write(values)
         if outcome == _DONE:
             return False
@@ -249,11 +296,8 @@ class EpisodeRing:
                     raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
                 fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
-            elif outcome == _NEED_SLOTS:
-                self._grow()
             else:
-                self._make_starts()
-                self._bind_tables()
+                self._extend(outcome == _NEED_SLOTS)
             outcome = self.kernel.write(values)
         return bool(outcome == _DONE_WITH_BREAK)
 
@@ -283,10 +327,21 @@ class EpisodeRing:
         # A single element counts as contiguous whatever its strides; the kernel wants them plain.
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
+    def _extend(self, slots: bool) -> None:
+        """Make room for more episodes, or the tables of starts."""
+        if self._whole is not None:
+            self._whole._extend(slots)
+            self._follow_whole(self._whole)
+        elif slots:
+            self._grow()
+        else:
+            self._make_starts()
+            self._bind_tables()
+
     def _grow(self) -> None:
         """Make room for half as many episodes again, and at most for as many as there are rows."""
         deep = self.slots // self.lanes
-        deeper = min(deep + max(deep // 2, 1), self.steps + 1)
+        deeper = min(deep + max(deep // 2, 1), self.kept + 1)
         if deeper == deep:
             raise RuntimeError("every slot is taken, which cannot be: each holds a row")
         self._extend_tables(deeper * self.lanes)
@@ -316,15 +371,8 @@ class EpisodeRing:
 
     def _make_starts(self) -> None:
         """Make the tables of starts, which only unusual frame stacks need."""
-        make = self.backing.zeros
-        self.starts = [
-            make(f"start {leaf.field.name}", (self.slots, leaf.stack - 1, *leaf.frame_shape), leaf.field.dtype)[
-                : self.slots
-            ]
-            if leaf.stack > 1
-            else None
-            for leaf in self.leaves
-        ]
+        made = iter([self.backing.zeros(*table) for table in self._layout.tables(self.slots)[len(self.leaves) :]])
+        self.starts = [next(made)[: self.slots] if leaf.stack > 1 else None for leaf in self.leaves]
 
     # ---------------------------------------------------------------------------------------------- saving
 
@@ -348,22 +396,42 @@ class EpisodeRing:
             self._extend_tables(slots)
         if any(name.startswith("start ") for name in names):
             self._make_starts()
-        for name, block in self.blocks.items():
-            read_into(name, block[:, : shape(name)[1]])
+        read_into("counters", self.counters)
+        moved = [self._read_block(name, block, shape(name)[1], read_into) for name, block in self.blocks.items()]
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for leaf, table in zip(self.leaves, tables, strict=True):
                 if table is not None and f"{kind} {leaf.field.name}" in names:
                     read_into(f"{kind} {leaf.field.name}", table[:slots])
-        read_into("counters", self.counters)
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
-        self._free_from(slots // self.lanes)  # a folder that was taken up may have more
+        self._free_from(slots // self.lanes)  # a folder that was taken up, or shared memory, may have more
+        if any(moved):
+            after_end = self.after_end.clone()
+            self.rebuild()
+            self.after_end.copy_(after_end)
         self._bind_tables()
+        if self._inner is not None:
+            self.catch_up()
+
+    def _read_block(self, name: str, block: Tensor, extent: int, read_into: Callable[[str, Tensor], None]) -> bool:
+        """Fill a block; True if its rows lay elsewhere, in a ring of ``extent`` rows, as in another kind of memory."""
+        if extent == min(int(self.counters[0].max()) + 1, self.rows):
+            read_into(name, block[:, :extent])
+            return False
+        there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
+        read_into(name, there)
+        for lane, written in enumerate(self.counters[0].tolist()):
+            times = torch.arange(max(0, written + 1 - min(extent, self.rows)), written + 1)
+            block[lane, times % self.rows] = there[lane, times % extent].to(block.device)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
-        views = ("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count", "_counts")
+        views = (
+            *("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count", "_written", "_begun"),
+            *("_inner", "_whole"),
+        )
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
@@ -371,44 +439,8 @@ class EpisodeRing:
         apart = state.pop("apart")
         self.__dict__.update(state)
         self.blocks = {**self._layout.views(self._records), **apart}
+        self._kernel, self._whole = None, None
         self._view_counters()
-        self._kernel = None
-
-
-class _Layout:
-    """Where each field lies: the small ones in one record, each of the others in a block of its own."""
-
-    def __init__(self, leaves: Sequence[Leaf], columns: Sequence[Field]) -> None:
-        fields = [(leaf.field.name, leaf.frame_shape, leaf.field.dtype) for leaf in leaves]
-        fields += [(column.name, column.shape, column.dtype) for column in columns]
-        self.apart = [field for field in fields if bytes_of(*field[1:]) > RECORD_FIELD_BYTES]
-        together = [field for field in fields if field not in self.apart]
-        together.append(("episode", (), torch.int32))
-        # The widest first, so that each is aligned.
-        together.sort(key=lambda field: -field[2].itemsize)
-        self._offsets: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
-        offset = 0
-        for name, shape, dtype in together:
-            self._offsets.append((name, shape, dtype, offset))
-            offset += bytes_of(shape, dtype)
-        widest = max(dtype.itemsize for _, _, dtype in together)
-        self.record_bytes = -(-offset // widest) * widest
-
-    def views(self, records: Tensor) -> dict[str, Tensor]:
-        """Each field of the record as a tensor ``[lanes, rows, *shape]`` on its memory."""
-        return {name: self._view(records, *rest) for name, *rest in self._offsets}  # type: ignore[arg-type]
-
-    def _view(self, records: Tensor, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        whole, item = records.view(dtype), dtype.itemsize
-        lanes, rows = records.shape[:2]
-        inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        strides = (whole.stride(0), whole.stride(1), *inner)
-        return whole.as_strided((lanes, rows, *shape), strides, offset // item)
-
-
-def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of an entry."""
-    return math.prod(shape) * dtype.itemsize
 
 
 def _renamed(field: Field, name: str) -> Field:

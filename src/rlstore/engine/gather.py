@@ -190,7 +190,7 @@ class TransitionGather:
         self._kernel: Any = None
         self._bound_to: Any = None
 
-    def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...]:
+    def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors of ``count`` rows in one call, drawn as :func:`rlstore.engine.select.uniform_rows` draws them."""
         self._bind()
         if torch.is_inference_mode_enabled():
@@ -203,7 +203,14 @@ class TransitionGather:
         return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """One tensor ``[*rows.shape, ...]`` for each request.
+        """:meth:`attempt`, where nobody else writes."""
+        tensors = self.attempt(rows)
+        if tensors is None:
+            raise RuntimeError("rows were overwritten while they were read")
+        return tensors
+
+    def attempt(self, rows: Tensor) -> tuple[Tensor, ...] | None:
+        """One tensor ``[*rows.shape, ...]`` for each request; None if another process overwrote rows meanwhile.
 
         Args:
             rows: Row ids ``time * lanes + lane`` of rows that are held, int64 on the CPU; -1 gives zeros.

@@ -155,7 +155,7 @@ class Member:
         self._number, self._pid = 0, 0
         self._end: Finalize | None = None
         self._mourned: set[int] = set()  # the dead that no longer explain why nothing comes
-        self._looked = time.monotonic()
+        self._looked = 0.0  # when it last looked for the dead
 
     @property
     def number(self) -> int:
@@ -293,6 +293,7 @@ class Member:
             left = max(end - time.monotonic(), 0.0)
             slot = slots.take(origin, state, self.number, left)
             if slot is None:
+                self.handoff.check_open()
                 if check is not None:
                     check()
                 self._look()

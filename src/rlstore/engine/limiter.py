@@ -13,6 +13,7 @@ from torch import Tensor
 from rlstore.engine.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import Limiter as SharedLimiter
+from rlstore.kernels import add_to_word
 
 _ON, _RATIO, _LEAST, _SLACK = range(4)
 
@@ -130,11 +131,19 @@ class Limiter:
                 limit._slack,
             )
             self._rule[_ON] = 1
-        self._shared.wake_all()
+        self.wake_all()
 
     def set_counts(self, inserted: int, sampled: int) -> None:
         """Go on from counts that were saved; only while nobody else counts."""
         self._counts[:] = inserted, sampled
+        self.wake_all()
+
+    def take_back(self, count: int) -> None:
+        """Inserts that were counted did not happen."""
+        add_to_word(self._memory, 0, -count)
+
+    def wake_all(self) -> None:
+        """Let everyone who waits look again."""
         self._shared.wake_all()
 
     def insert(self, count: int, seconds: float, look: Callable[[], None] | None = None) -> bool:

@@ -26,13 +26,13 @@ class Segment:
     """Zeros, whose pages are taken when they are touched; see :meth:`create`."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._descriptor, self._pid, self._carved = descriptor, os.getpid(), 0
+        self.nbytes, self._carved = nbytes, 0
         try:
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
         except RuntimeError as error:
             os.close(descriptor)
             raise DoesNotFitError(f"{nbytes:,} bytes of shared memory cannot be had: {error}") from error
+        self._descriptor = descriptor
         with torch.inference_mode(False):
             self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -54,6 +54,11 @@ class Segment:
         """The bytes that :meth:`carve` takes for pieces of these shapes and dtypes."""
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in pieces)
 
+    @property
+    def left(self) -> int:
+        """Bytes that are not carved yet."""
+        return self.nbytes - self._carved
+
     def carve(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The next piece that is not in use, as a tensor. In every process the same order gives the same pieces."""
         nbytes = math.prod(shape) * dtype.itemsize
@@ -64,13 +69,9 @@ class Segment:
         with torch.inference_mode(False):
             return piece.view(dtype).view(tuple(shape))
 
-    def holders(self) -> tuple[int, int]:
-        """A process that has this segment, and its descriptor there."""
-        # After a fork the child has the descriptor too, and may outlive its parent.
-        return os.getpid(), self._descriptor
-
     def __reduce__(self) -> tuple[Any, ...]:
-        pid, descriptor = self.holders()
+        # This process is named, not the one that made it: a forked child has the descriptor too, and may outlive that.
+        pid, descriptor = os.getpid(), self._descriptor
         return _attach, (pid, process_start(pid), descriptor, os.fstat(descriptor).st_ino, self.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Segment:

@@ -86,6 +86,10 @@ class Windows:
         """Take in all rows that are held, anew."""
         self.kernel.rebuild()
 
+    def forget(self, lanes: Tensor) -> None:
+        """Take in the rows of some lanes anew when next asked to follow; they have moved on from all that was known."""
+        self._counters[2, lanes] = 0
+
     def draw(self, count: int, random: Tensor) -> Tensor:
         """The first rows of ``count`` windows, each as likely as any other."""
         rows = allocate_empty((count,), torch.int64, _CPU)

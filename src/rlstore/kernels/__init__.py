@@ -14,7 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from rlstore.kernels import _native, draws_reference, gather_reference, reference, replay_reference
-from rlstore.kernels._native import Limiter, SlotTable, add_to_word, exchange_word, process_start
+from rlstore.kernels._native import (
+    Limiter,
+    SlotTable,
+    add_to_word,
+    await_event,
+    event_count,
+    exchange_word,
+    make_event,
+    process_start,
+)
 
 __all__ = [
     "OPERATIONS",
@@ -22,8 +31,11 @@ __all__ = [
     "Limiter",
     "SlotTable",
     "add_to_word",
+    "await_event",
+    "event_count",
     "exchange_word",
     "kernel",
+    "make_event",
     "process_start",
     "reference_of",
 ]

@@ -48,6 +48,7 @@ class WindowIndex:
         """Take in what was written since, one row of every lane at a time."""
         added: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         dropped: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        self._begin_anew((self._seen < self._ring.oldest()).nonzero().flatten(), dropped)
         while True:
             lanes = (self._seen < self._ring.written).nonzero().flatten()
             if len(lanes) == 0:
@@ -57,6 +58,15 @@ class WindowIndex:
             self._take_in(lanes, oldest, added)
             self._seen[lanes] += 1
         self.added, self.dropped = torch.cat(added), torch.cat(dropped)
+
+    def _begin_anew(self, lanes: Tensor, dropped: list[Tensor]) -> None:
+        """More was written than is held, so none of what was known is there any more."""
+        if len(lanes) == 0:
+            return
+        oldest = self._ring.oldest()
+        self._drop(lanes, torch.full_like(oldest, torch.iinfo(torch.int64).max), dropped)
+        self._open[lanes] = 0
+        self._seen[lanes] = oldest[lanes]
 
     def _drop(self, lanes: Tensor, oldest: Tensor, dropped: list[Tensor]) -> None:
         ring = self._ring

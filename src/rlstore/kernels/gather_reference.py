@@ -92,7 +92,8 @@ class ReplayGather:
         lane, time = torch.where(there, rows, 0) % ring.lanes, torch.where(there, rows, 0) // ring.lanes
         slot = torch.where(there, ring.slots_of(lane, time), 0)
         start, stop, end, padding = ring.episodes[slot].unbind(1)
-        over, stop = stop >= 0, torch.where(stop >= 0, stop, ring.written[lane])
+        over = (stop >= 0) & (stop <= ring.written[lane])
+        stop = torch.where(over, stop, ring.written[lane])
         taken = (stop - time).clamp(0, self._n_step)
         at_end = over & (time + taken == stop)
         parts = (lane, time, slot, start, padding, taken, end, there.long(), at_end.long())

@@ -62,6 +62,7 @@ class EpisodeRing:
         columns: ``(block, shape)`` for each other field.
         reward: Which column holds the rewards.
         resets: What the step after an end is: 0 a reset step if it looks like one, 1 always, 2 never.
+        first: Of the lanes that the tables serve, the one that is the first here.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class EpisodeRing:
         columns: tuple[tuple[Tensor, tuple[int, ...]], ...],
         reward: int,
         resets: int,
+        first: int,
     ) -> None:
         self.steps = steps
         self.lanes, self.rows = episode_of.shape
@@ -81,7 +83,9 @@ class EpisodeRing:
         self._episode_of = episode_of
         self.leaves = [Block(*leaf) for leaf in leaves]
         self.columns = [Block(*column) for column in columns]
-        self.reward, self._resets = reward, resets
+        self.reward, self._resets, self._first = reward, resets, first
+        self.kept = self.rows - max(leaf.stack for leaf in self.leaves)  # rows that a writer leaves alone
+        self._written_now: Tensor | None = None
         if steps < 1 or self.rows < steps + max(leaf.stack for leaf in self.leaves):
             raise ValueError("a ring has steps, and at least steps + stack rows")
         if any(block.rows.shape[:2] != episode_of.shape for block in (*self.leaves, *self.columns)):
@@ -97,11 +101,14 @@ class EpisodeRing:
     ) -> None:
         """Take other tables: episodes int64 ``[slots, 4]``, free slots, and what each leaf keeps for an episode."""
         slots = len(episodes)
-        if episodes.shape != (slots, 4) or free_slots.numel() != slots or slots % self.lanes:
+        all_lanes = free_slots.shape[1]
+        if episodes.shape != (slots, 4) or free_slots.numel() != slots or slots % all_lanes:
             raise ValueError("the tables of a ring have as many slots")
+        if not 0 <= self._first <= all_lanes - self.lanes:
+            raise ValueError("lanes that the tables do not serve")
         for leaf, final, start in zip(self.leaves, finals, starts, strict=True):
             leaf.set_tables(final, start, slots)
-        self._episodes, self._free_slots = episodes, free_slots.view(-1, self.lanes)
+        self._episodes, self._free_slots = episodes, free_slots[:, self._first : self._first + self.lanes]
 
     @property
     def episodes(self) -> Tensor:
@@ -109,6 +116,24 @@ class EpisodeRing:
         if self._episodes is None:
             raise ValueError("the ring has no tables yet")
         return self._episodes
+
+    # ---------------------------------------------------------------------------------------------- other writers
+
+    def watch(self, written: Tensor) -> None:
+        """Others write: ``written`` is their count, and that of this ring what it has taken notice of."""
+        self._written_now = written
+
+    def catch_up(self) -> None:
+        """Take notice of what was written."""
+        self.written.copy_(require(self._written_now))
+
+    def overrun(self, flags: Tensor) -> bool:
+        """Flags, uint8 ``[lanes]``: where rows that this ring takes to be held may have been overwritten."""
+        flags.zero_()
+        if self._written_now is not None:
+            held = self.written > self.begun
+            flags.copy_(held & (self._written_now - self.oldest() >= self.kept))
+        return bool(flags.any())
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -213,7 +238,7 @@ class EpisodeRing:
 
     def _see(self, step: _Step) -> _Seen:
         """Everything that the moves depend on, brought to the CPU at once."""
-        gone = self.written - self.steps
+        gone = self.written - self.kept
         ended = self._after_end.clamp(min=0)
         place, oldest, ended = self._send(self.written % self.rows, gone % self.rows, ended)
         goes_on = torch.ones(self.lanes, dtype=torch.bool, device=self.device)
@@ -272,7 +297,7 @@ class EpisodeRing:
 
     def _free_oldest(self, episodes: Tensor, acts: Tensor, seen: _Seen) -> None:
         """Give back the slots of episodes whose last row is overwritten now."""
-        gone = self.written - self.steps
+        gone = self.written - self.kept
         lanes = _where(acts & (gone >= self.begun))
         lanes = lanes[episodes[seen.oldest_slot[lanes], STOP] == gone[lanes] + 1]
         self._free_slots[self._free_count[lanes], lanes] = seen.oldest_slot[lanes].int()
@@ -373,13 +398,13 @@ class EpisodeRing:
         lane, time = self.part(rows)
         begin, end = self.episodes[self.slots_of(lane, time), :2].unbind(1)
         first.copy_(torch.maximum(begin, self.oldest()[lane]))
-        stop.copy_(torch.where(end < 0, self.written[lane], end))
+        stop.copy_(torch.where((end < 0) | (end > self.written[lane]), self.written[lane], end))
 
     def windows(self, starts: Tensor, length: int, across: bool, rows: Tensor) -> None:
         """The rows of windows that begin at ``starts``, each ``length`` long; -1 after the end of its episode."""
         lane, time = self.part(starts)
         stop = self.episodes[self.slots_of(lane, time), STOP]
-        stop = torch.where((stop < 0) | across, self.written[lane], stop)
+        stop = torch.where((stop < 0) | (stop > self.written[lane]) | across, self.written[lane], stop)
         at = time[:, None] + torch.arange(length)
         found = torch.where(at < stop[:, None], at * self.lanes + lane[:, None], -1)
         rows.copy_(found.view(rows.shape))
