@@ -140,7 +140,9 @@ def kill_actors(rounds: int, seed: int) -> None:
             assert served == list(range(len(served))), f"actor {number}"
             assert made.played[number] in (None, len(served)), f"actor {number}"
         until(lambda: made.storage.report().lost_actors == rounds, f"deaths not counted: {made.storage.report()}")
-        assert made.storage.report().lost_learners == 0
+        report = made.storage.report()
+        assert report.lost_learners == 0
+        assert report.served == report.committed == sum(len(served) for served in made.served.values())
 
 
 def kill_learners(rounds: int, seed: int, prefetch: int) -> None:
@@ -171,4 +173,6 @@ def kill_learners(rounds: int, seed: int, prefetch: int) -> None:
         unheard = sum(count or 0 for count in made.played.values()) - heard
         assert 0 <= unheard <= rounds * BATCH * (2 + prefetch)
         until(lambda: made.storage.report().lost_learners == rounds, f"not counted: {made.storage.report()}")
-        assert made.storage.report().lost_actors == 0
+        report = made.storage.report()
+        assert report.lost_actors == 0
+        assert (report.served, report.committed) == (heard + unheard, heard + unheard)
