@@ -8,11 +8,13 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from distributed_ids import World, rollouts_in, write
+
+from rlstore import DistributedStorage
 
 UNTIL = 60.0  # seconds that anything may take; nothing comes near it unless it hangs
 
@@ -76,6 +78,23 @@ def until(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
+
+
+def learner_of(storage: DistributedStorage, batch_size: int = 1, **options: Any) -> Iterator[Any]:
+    """A learner without a thread of its own."""
+    return iter(storage.learner(batch_size=batch_size, prefetch=0, **options))
+
+
+def slots(storage: DistributedStorage) -> tuple[int, int, int, int]:
+    """How many slots are (free, writing, full, reading)."""
+    report = storage.report()
+    return report.free, report.writing, report.full, report.reading
+
+
+def counts(storage: DistributedStorage) -> tuple[int, int, int]:
+    """How many rollouts were (committed, served, abandoned)."""
+    report = storage.report()
+    return report.committed, report.served, report.abandoned
 
 
 # ------------------------------------------------------------------------------------------------- the documented way

@@ -1,4 +1,4 @@
-"""The native way: actor and learner handles, versions, the report, closing. In one process and in several."""
+"""The native way in one process: actor and learner handles, versions, the report, refusals, closing."""
 
 from __future__ import annotations
 
@@ -11,29 +11,13 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from distributed_actors import UNTIL, counting_learner, fill, play, playing_actor, told_actor, until, waiting_actor
+from distributed_actors import UNTIL, counts, fill, learner_of, play, slots, until
 from distributed_ids import DISCRETE, KEYS, LSTM, WORLDS, assert_as_copied, copy_of, rollouts_in
 from gymnasium import spaces
 
 from rlstore import DistributedStorage, StorageClosedError, StorageError, WaitTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def learner_of(storage, batch_size=1, prefetch=0, **options):
-    return iter(storage.learner(batch_size=batch_size, prefetch=prefetch, **options))
-
-
-def slots(storage):
-    """(free, writing, full, reading)"""
-    report = storage.report()
-    return report.free, report.writing, report.full, report.reading
-
-
-def counts(storage):
-    """(committed, served, abandoned)"""
-    report = storage.report()
-    return report.committed, report.served, report.abandoned
 
 
 # ------------------------------------------------------------------------------------------------- one process
@@ -314,78 +298,6 @@ def test_a_storage_larger_than_the_machine_is_refused_before_it_is_touched():
         DistributedStorage(wide, spaces.Discrete(4), num_steps=63, num_storages=2 * total // 2**26)
 
 
-# ------------------------------------------------------------------------------------------------- several processes
-
-
-def test_actors_in_other_processes(start):
-    storage, each = LSTM.make(5), 20
-    children = [start(playing_actor, LSTM, storage.actor(f"number {place}"), 1000 * place, each) for place in range(2)]
-    served = [[], []]
-    batches = learner_of(storage, 2)
-    for _ in range(each):
-        batch = next(batches)
-        rollouts = rollouts_in(LSTM, batch, batch.states)
-        assert batch.versions.tolist() == rollouts
-        for rollout in rollouts:
-            served[rollout // 1000].append(rollout)
-    assert served == [list(range(each)), list(range(1000, 1000 + each))]
-    for child in children:
-        child.hear()
-        child.end()
-    assert (slots(storage), counts(storage)) == ((5, 0, 0, 0), (2 * each, 2 * each, 0))
-    assert storage.report().lost_actors == 0
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_actors_see_what_the_learner_published(start, method):
-    storage = LSTM.make(3)
-    learner = storage.learner(batch_size=1, prefetch=0)
-    batches = iter(learner)
-    child = start(told_actor, LSTM, storage.actor(), method=method)
-    for number in (1, 2, 5, 6, 8):
-        learner.publish(7 * number)
-        child.say(number)
-        assert child.hear() == 7 * number
-        batch = next(batches)
-        assert rollouts_in(LSTM, batch, batch.states) == [number]
-        assert batch.versions.tolist() == [10 * number]
-    child.say(None)
-    child.end()
-    assert (slots(storage), counts(storage)) == ((3, 0, 0, 0), (5, 5, 0))
-    assert storage.report().lost_actors == 0
-
-
-def test_a_forked_handle_is_another_actor(start):
-    """The one that was made here is used here as well: two processes, each with slots of its own."""
-    storage = DISCRETE.make(4)
-    actor = storage.actor("both")
-    mine = actor.reserve()
-    child = start(told_actor, DISCRETE, actor)
-    child.say(3)
-    child.hear()
-    fill(DISCRETE, mine, 1)
-    mine.commit()
-    assert rollouts_in(DISCRETE, next(learner_of(storage, 2))) == [3, 1]
-    child.say(None)
-    child.end()
-    play(DISCRETE, actor, 6)
-    assert rollouts_in(DISCRETE, next(learner_of(storage))) == [6]
-
-
-def test_learners_in_other_processes_share_the_rollouts(start):
-    storage = LSTM.make(4)
-    children = [start(counting_learner, LSTM, storage, 2, 5) for _ in range(2)]
-    actor = storage.actor()
-    for number in range(20):
-        play(LSTM, actor, number)
-    served = [[rollout for _ in range(5) for rollout in child.hear()] for child in children]
-    for child in children:
-        child.end()
-    assert sorted(served[0] + served[1]) == list(range(20))
-    assert served == [sorted(one) for one in served]
-    assert (slots(storage), counts(storage)) == ((4, 0, 0, 0), (20, 20, 0))
-
-
 # ------------------------------------------------------------------------------------------------- the end
 
 
@@ -407,17 +319,6 @@ def test_close_ends_an_iteration_that_waits(prefetch, closed):
     assert served == [[5]]
     with pytest.raises(StopIteration):
         next(iter(learner))
-
-
-def test_close_ends_the_waits_of_actors_everywhere(start):
-    storage = DISCRETE.make(2)
-    child = start(waiting_actor, DISCRETE, storage.actor())
-    child.hear()
-    until(lambda: storage.report().full == 2, "the actor did not fill the storage")
-    storage.close()
-    name, message = child.hear()
-    assert name == "StorageClosedError", message
-    child.end()
 
 
 def test_a_closed_storage_says_so_and_may_be_closed_again():

@@ -9,8 +9,10 @@ import pytest
 from distributed_actors import (
     UNTIL,
     fill,
+    learner_of,
     play,
     serving_learner,
+    slots,
     stuck_actor,
     until,
     waiting_actor,
@@ -22,16 +24,6 @@ from rlstore import PeerLostError, WaitTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 SHORT = 0.5  # seconds of a deadline that is meant to pass
-
-
-def slots(storage):
-    """(free, writing, full, reading)"""
-    report = storage.report()
-    return report.free, report.writing, report.full, report.reading
-
-
-def learner_of(storage, batch_size=1, **options):
-    return iter(storage.learner(batch_size=batch_size, prefetch=0, **options))
 
 
 @pytest.fixture
