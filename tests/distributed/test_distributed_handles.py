@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Mapping
 
@@ -184,6 +186,42 @@ def test_a_handle_that_was_pickled_is_the_same_storage():
     storage = DISCRETE.make(3)
     play(DISCRETE, pickle.loads(pickle.dumps(storage.actor("left"))), 8)
     assert rollouts_in(DISCRETE, next(learner_of(storage))) == [8]
+
+
+def test_handles_that_come_and_go_never_use_up_the_places():
+    storage = DISCRETE.make(2)
+    for _ in range(1200):
+        actor = storage.actor()
+        actor.reserve().abandon()
+        actor.close()
+    report = storage.report()
+    assert (report.actors, report.lost_actors, report.abandoned) == (0, 0, 1200)
+    assert slots(storage) == (2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_signal_ends_a_wait_and_nothing_is_lost(prefetch):
+    storage = DISCRETE.make(3)
+    learner = storage.learner(batch_size=2, prefetch=prefetch)
+    actor = storage.actor()
+    play(DISCRETE, actor, 1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(learner)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, handler)
+    play(DISCRETE, actor, 2)
+    assert rollouts_in(DISCRETE, next(learner)) == [1, 2]
+    learner.close()
+    assert slots(storage) == (3, 0, 0, 0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -152,6 +152,6 @@ def test_one_learner_serves_everything_in_the_order_of_the_full_queue(loop_of):
 
 def test_actors_that_were_spawned(loop_of):
     loop = loop_of(LSTM, ("SlotQueue", "SimpleQueue"), "spawn")
-    loop.start_actors("spawn", count=2)
+    loop.start_actors("spawn", count=1)
     loop.run_learners(ROLLOUTS // BATCH // LEARNERS // 4)
     check(loop, loop.finish())
