@@ -28,7 +28,7 @@ from rlstore.storage import BatchDict
 _OPEN_UPDATES = 8
 
 
-class ReplayLearner:
+class ServedLearner:
     """Iterates over batches without end; made by ``served.learner()``, for one process.
 
     A batch is drawn as if all shards were one storage: each shard tells what its draws are in proportion to
@@ -62,7 +62,7 @@ class ReplayLearner:
 
     # ---------------------------------------------------------------------------------------------- batches
 
-    def __iter__(self) -> ReplayLearner:
+    def __iter__(self) -> ServedLearner:
         return self
 
     def __next__(self) -> BatchDict:
@@ -248,7 +248,7 @@ class ReplayLearner:
         if not future.cancelled() and future.exception() is None:
             self._served.ledger.return_sample.remote(self._size)
 
-    def __enter__(self) -> ReplayLearner:
+    def __enter__(self) -> ServedLearner:
         return self
 
     def __exit__(

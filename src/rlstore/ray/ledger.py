@@ -13,7 +13,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ class Ledger:
         """
         largest = [max((count for count, _ in line.waiting), default=1) for line in (self._inserts, self._samples)]
         if limit is not None:
-            limit.resolved(*largest)
+            _resolved(limit, *largest)
         self._inserts.largest, self._samples.largest = largest
         self._limit = limit
         self._serve_lines()
@@ -223,7 +223,7 @@ class Ledger:
         other = self._samples if line is self._inserts else self._inserts
         if count > line.largest and self._limit is not None:
             sizes = (count, other.largest) if line is self._inserts else (other.largest, count)
-            self._limit.resolved(*sizes)  # an error if both sides could wait for each other
+            _resolved(self._limit, *sizes)  # an error if both sides could wait for each other
         line.largest = max(line.largest, count)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((count, future))
@@ -250,7 +250,7 @@ class Ledger:
         inserted, sampled = self._inserts.granted, self._samples.granted
         if self._limit is None:
             return line is self._inserts or inserted > 0
-        limit = self._limit.resolved(self._inserts.largest, self._samples.largest)
+        limit = _resolved(self._limit, self._inserts.largest, self._samples.largest)
         allows = limit.allows_insert if line is self._inserts else limit.allows_sample
         return allows(inserted, sampled, count)
 
@@ -352,6 +352,17 @@ class Ledger:
         for counts in self._shards:
             self._places.describe(counts.facts.shard, counts.facts.lanes, counts.facts.splits)
         self._places.take(kept.places)
+
+
+def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:
+    """The limit for calls of these sizes.
+
+    A writer's call holds many steps, so the least tolerance with which one of both sides can always go on is taken
+    where none is given, and not twice as much.
+    """
+    if limit.tolerance is None:
+        limit = replace(limit, tolerance=max(inserts * limit.samples_per_insert, float(samples)))
+    return limit.resolved(inserts, samples)
 
 
 _RECOVER_SECONDS = 5.0

@@ -102,7 +102,7 @@ class RolloutQueue:
         """Tell that there is a newer policy."""
         self._hear(self._ask(lambda: self._actor.publish.remote(int(version), self._told)))
 
-    def learner(self, batch_size: int, prefetch: int = 1, device: str | torch.device = "cpu") -> RolloutLearner:
+    def learner(self, batch_size: int, prefetch: int = 1, device: str | torch.device = "cpu") -> QueueLearner:
         """Batches of rollouts.
 
         Args:
@@ -111,7 +111,7 @@ class RolloutQueue:
             device: Where batches are served.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
-        return RolloutLearner(self, batch_size, prefetch, check_device("learner()", device))
+        return QueueLearner(self, batch_size, prefetch, check_device("learner()", device))
 
     def report(self) -> QueueReport:
         """What was put, served, dropped and lost."""
@@ -161,7 +161,7 @@ class _Fetched(NamedTuple):
         return self.entry.version
 
 
-class RolloutLearner:
+class QueueLearner:
     """Iterates over batches of rollouts without end, the oldest first; made by ``queue.learner()``, for one process.
 
     Args:
@@ -181,7 +181,7 @@ class RolloutLearner:
         self._served = self._lost = 0
         self._closed = False
 
-    def __iter__(self) -> RolloutLearner:
+    def __iter__(self) -> QueueLearner:
         return self
 
     def __next__(self) -> RolloutBatch:
@@ -235,7 +235,7 @@ class RolloutLearner:
             entries = [rollout.entry for rollout in rollouts]
             self._queue._ask(lambda: self._queue._actor.give_back.remote(self._client, entries))
 
-    def __enter__(self) -> RolloutLearner:
+    def __enter__(self) -> QueueLearner:
         return self
 
     def __exit__(

@@ -17,11 +17,11 @@ from rlstore.engine.limiter import RateLimit
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.ray.calls import answer, answers, check_seconds
 from rlstore.ray.connection import Connection
-from rlstore.ray.learner import ReplayLearner
+from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
 from rlstore.ray.reports import ServedReport, ShardReport
 from rlstore.ray.shard import Shard, packed_factory
-from rlstore.ray.writer import ReplayWriter
+from rlstore.ray.writer import ServedWriter
 from rlstore.storage import Storage
 
 # A shard is restarted wherever there is room; as good as no CPU is reserved for it, so that there always is. (Ray
@@ -102,10 +102,16 @@ def serve(
         )
         for index in range(shards)
     )
-    facts = [
-        answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", max(deadline, _START_SECONDS))
-        for index, handle in enumerate(handles)
-    ]
+    try:
+        seconds = max(deadline, _START_SECONDS)
+        facts = [
+            answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", seconds)
+            for index, handle in enumerate(handles)
+        ]
+    except BaseException:
+        for actor in (*handles, ledger):
+            ray.kill(actor)
+        raise
     return ServedStorage(Connection(name, ledger, handles, tuple(fact.where for fact in facts), deadline))
 
 
@@ -124,7 +130,7 @@ class ServedStorage:
         """How many shards there are."""
         return len(self._connection.shards)
 
-    def writer(self, num_envs: int | None = None, batch_steps: int = 32, max_in_flight: int = 4) -> ReplayWriter:
+    def writer(self, num_envs: int | None = None, batch_steps: int = 32, max_in_flight: int = 4) -> ServedWriter:
         """A writer for some environments of one shard.
 
         Args:
@@ -136,7 +142,7 @@ class ServedStorage:
         check_positive("writer()", batch_steps=batch_steps, max_in_flight=max_in_flight)
         if num_envs is not None:
             check_positive("writer()", num_envs=num_envs)
-        return ReplayWriter(self._connection, num_envs, batch_steps, max_in_flight)
+        return ServedWriter(self._connection, num_envs, batch_steps, max_in_flight)
 
     def learner(
         self,
@@ -145,7 +151,7 @@ class ServedStorage:
         device: str | torch.device = "cpu",
         *,
         seed: int | None = None,
-    ) -> ReplayLearner:
+    ) -> ServedLearner:
         """Batches drawn across all shards.
 
         Args:
@@ -155,7 +161,7 @@ class ServedStorage:
             seed: Of the splits between the shards.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
-        return ReplayLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
+        return ServedLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every shard's storage, as ``each("before_gradients", actor)``; all must answer."""

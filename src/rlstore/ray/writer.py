@@ -17,7 +17,7 @@ from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
 
 
-class ReplayWriter:
+class ServedWriter:
     """Writes the steps of some environments into one shard; made by ``served.writer()``, for one process.
 
     Steps are copied when they are added, and sent ``batch_steps`` at a time. At most ``max_in_flight`` such calls are
@@ -84,7 +84,7 @@ class ReplayWriter:
             self._served.ledger.leave.remote(self._name)
             self._shard.forget.remote(self._name)
 
-    def __enter__(self) -> ReplayWriter:
+    def __enter__(self) -> ServedWriter:
         return self
 
     def __exit__(
