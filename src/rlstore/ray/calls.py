@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlstore.errors import (
     InvalidInputError,
@@ -135,3 +136,9 @@ def this_node() -> str:
     context = ray.get_runtime_context()
     address: Any = ray.util.get_node_ip_address  # without annotations in Ray
     return f"{address()} {context.get_node_id()[:8]}"
+
+
+def on_this_node() -> Any:
+    """A place for a small actor: this node, with which all would end anyway, or another one if it must be."""
+    node = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_device, check_positive
 from rlstore.engine.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, PeerLostError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, GoneForGoodError, answer, answers, check_seconds, program_goes_on
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer, answers, check_seconds, on_this_node, program_goes_on
 from rlstore.ray.output import Output
 from rlstore.ray.queue_actor import Entry, QueueActor, Told
 from rlstore.ray.reports import QueueReport
@@ -53,7 +53,7 @@ def rollout_queue(capacity: int = 16, max_staleness: int | None = None, deadline
     if not ray.is_initialized():
         raise NotReadyError("this process is not connected to a Ray cluster; call ray.init() first")
     queue_class: Any = ray.remote(QueueActor)
-    actor = queue_class.options(**_OPTIONS).remote(capacity, max_staleness)
+    actor = queue_class.options(**_OPTIONS, scheduling_strategy=on_this_node()).remote(capacity, max_staleness)
     queue = RolloutQueue(actor, f"rollout queue {uuid.uuid4().hex[:8]}", capacity, max_staleness, deadline)
     queue.report()  # it has been started
     return queue

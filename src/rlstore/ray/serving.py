@@ -15,7 +15,7 @@ import torch
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.limiter import RateLimit
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.ray.calls import answer, answers, check_seconds
+from rlstore.ray.calls import answer, answers, check_seconds, on_this_node
 from rlstore.ray.connection import Connection
 from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
@@ -89,9 +89,9 @@ def serve(
         Path(folder).mkdir(parents=True, exist_ok=True)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
     ledger_class: Any = ray.remote(Ledger)
-    ledger = ledger_class.options(**_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE).remote(
-        name, shards, rate_limit, folder, deadline
-    )
+    ledger = ledger_class.options(
+        **_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE, scheduling_strategy=on_this_node()
+    ).remote(name, shards, rate_limit, folder, deadline)
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
     shard_class = make_class(Shard)
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
