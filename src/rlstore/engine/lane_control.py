@@ -109,7 +109,8 @@ class LaneControl:
         """
         holder = int(self._board[_MAKER]) if by is None else by
         for lane in np.flatnonzero(self._writers & _PEER == dead).tolist():
-            if exchange_word(self._words, _BOARD + lane, int(self._writers[lane]), holder):
+            word = int(self._writers[lane])  # by now another may have put it in order, and a new writer have it
+            if word & _PEER == dead and exchange_word(self._words, _BOARD + lane, word, holder):
                 recover(lane)
                 self._busy[lane] = 0
                 exchange_word(self._words, _BOARD + lane, holder, _NOBODY)
@@ -170,7 +171,7 @@ class LaneControl:
     @contextmanager
     def pause(self, seconds: float, sweep: Callable[[], object]) -> Iterator[None]:
         """Hold all writers back while the block runs; ``sweep`` finds those that died in the middle of a write."""
-        self._board[_PAUSED] = 1
+        exchange_word(self._words, _PAUSED, 0, 1)
         make_event(self._words, _CHANGED)
         end = time.monotonic() + seconds
         try:
