@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore import SequenceReplayStorage
+from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
 from rlstore.engine.lane_control import LaneControl
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
@@ -54,3 +54,16 @@ def test_a_lane_that_has_a_new_writer_is_not_taken_from_it() -> None:
     control.reclaim(dead, overtaken)
     control.enter(1, new, 1.0)
     control.leave(1)
+
+
+@pytest.mark.parametrize("memory", ["ram", "shared"])
+@pytest.mark.parametrize("kind", [ReplayStorage, PrioritizedReplayStorage, SequenceReplayStorage])
+def test_a_storage_made_in_inference_mode_can_be_emptied_outside(kind: Any, memory: str) -> None:
+    more = {"sequence_length": 2, "alpha": 0.5} if kind is SequenceReplayStorage else {}
+    with torch.inference_mode():
+        storage = kind(OBSERVATIONS, ACTIONS, "cpu", 20, 1, 4, memory=memory, **more)
+        put(storage, 0)
+    storage.reset()
+    for time in range(60):
+        put(storage, time)
+    assert bool((storage.sample().observations >= 40).all())

@@ -155,7 +155,8 @@ class EpisodeRing:
         self._inner: EpisodeRing | None = None
         if self.backing.kind == "shared" and self._whole is None:
             self._inner = self.part(range(self.lanes))  # what this process writes with
-            self.written = self.written.clone()
+            with torch.inference_mode(False):
+                self.written = self.written.clone()
         # The same memory, which Python reads faster through numpy.
         self._written, self._begun = self.written.numpy(), self.begun.numpy()
 
