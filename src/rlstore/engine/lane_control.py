@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class LaneControl:
         self._busy: Any = self._words[_BOARD + lanes :].numpy()
         if segment is None:
             self._board[_MAKER] = self.peers.join("maker")
+            # Before multiprocessing waits for its children at the end: they would write on and on for nobody.
+            Finalize(self, _close, args=(self._words, self.limiter), exitpriority=15)
 
     # ---------------------------------------------------------------------------------------------- claims
 
@@ -194,14 +197,18 @@ class LaneControl:
 
     def close(self) -> None:
         """Nobody may write any more; whoever waits is told."""
-        self._board[_CLOSED] = 1
-        make_event(self._words, _CHANGED)
-        self.limiter.wake_all()
+        _close(self._words, self.limiter)
 
     @property
     def is_closed(self) -> bool:
         """True once the storage was closed."""
         return bool(self._board[_CLOSED])
+
+
+def _close(words: torch.Tensor, limiter: Limiter) -> None:
+    exchange_word(words, _CLOSED, 0, 1)
+    make_event(words, _CHANGED)
+    limiter.wake_all()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
