@@ -102,11 +102,12 @@ class ReplayWriter:
                 "sample more first. Nothing was written."
             )
         try:
-            control.enter(first, self._given_by, self._timeout)
-            try:
-                put(self._part)
-            finally:
-                control.leave(first)
+            with control.turn:
+                control.enter(first, self._given_by, self._timeout)
+                try:
+                    put(self._part)
+                finally:
+                    control.leave(first)
         except BaseException:
             control.limiter.take_back(count)
             raise

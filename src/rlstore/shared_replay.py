@@ -37,7 +37,8 @@ class SharedReplay(ReplayBase):
         and a batch never holds a row that was overwritten while it was read. If a writer dies, what it had finished
         stays, the episode that it was in is cut off there, and its environments are free for another writer.
 
-        While there are writers, ``add`` of the storage itself is refused.
+        While there are writers, ``add`` of the storage itself is refused. In other memory than "shared" writers are for
+        threads of this process: they wait while a batch is read, and no batch is prepared ahead.
 
         Args:
             lanes: The environments that it alone adds: a range, the next free ones of a number, or (None) all.
@@ -47,6 +48,8 @@ class SharedReplay(ReplayBase):
         if getattr(self, "save_snapshot", False):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         part = control.free_lanes(lanes)
+        if self._ahead is not None and not ring.is_shared:
+            self._ahead.clear()
         writing = writing_part(type(self), self._fields, ring.part(part))
         return ReplayWriter(type(self), writing, control, part, name, self.timeout)
 
@@ -140,13 +143,37 @@ class SharedReplay(ReplayBase):
             control.limiter.take_back(count)
             raise
 
+    @property
+    def _is_apart(self) -> bool:
+        """True if writers overwrite what this process reads, with no rows to spare: both must not go on at once."""
+        return self._control is not None and not self._ring_of().is_shared and self._control.has_writers
+
+    @property
+    def _prepares_ahead(self) -> bool:
+        return super()._prepares_ahead and not self._is_apart
+
+    def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:
+        if not self._is_apart:
+            return super()._take(size)
+        self._admit(size)  # it may wait for the writers
+        with self._paused():
+            drawn = self._draw_admitted(size)
+            return self._finished(drawn, self._prepare(drawn))
+
     def _draw_checked(self, size: int) -> Drawn:
         if self._control is None:
             return super()._draw_checked(size)
+        self._admit(size)
+        return self._draw_admitted(size)
+
+    def _admit(self, size: int) -> None:
+        """Wait until a batch of ``size`` may be drawn, and take in what was added."""
         self._catch_up()
-        limit = self._control.limiter.limit
+        limit = self._controlled().limiter.limit
         if limit is not None:
             self._wait_to_sample(size, limit)
+
+    def _draw_admitted(self, size: int) -> Drawn:
         return super()._draw_checked(size)
 
     def _wait_to_sample(self, size: int, limit: RateLimit) -> None:

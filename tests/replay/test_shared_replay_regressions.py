@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import gymnasium as gym
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
+from rlstore import NStepReplayStorage, PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
 from rlstore.engine.lane_control import LaneControl
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
@@ -67,3 +68,38 @@ def test_a_storage_made_in_inference_mode_can_be_emptied_outside(kind: Any, memo
     for time in range(60):
         put(storage, time)
     assert bool((storage.sample().observations >= 40).all())
+
+
+def test_a_writer_of_this_process_does_not_write_what_is_being_prepared() -> None:
+    storage = NStepReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 16, 1, 64, num_workers=2, n_step=1)
+    for time in range(16):
+        put(storage, time)
+    storage.sample()  # others are prepared behind it
+    writer = storage.writer()
+    for time in range(16, 200):
+        put(writer, time)
+        if time % 10 == 0:
+            batch = storage.sample()
+            assert torch.equal(batch.observations[:, :1], batch.rewards)
+            assert bool((batch.rewards > time - 16).all())
+    writer.close()
+    storage.close()
+
+
+def test_a_writer_in_a_thread_waits_while_a_batch_is_read() -> None:
+    storage = ReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 16, 1, 256, memory="ram")
+    writer, done = storage.writer(), threading.Event()
+    for time in range(16):
+        put(writer, time)
+
+    def act() -> None:
+        for time in range(16, 3000):
+            put(writer, time)
+        done.set()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    while not done.is_set():
+        batch = storage.sample()  # was: IndexError, a row is not held
+        assert torch.equal(batch.observations, batch.rewards.expand(256, 3))
+    thread.join()

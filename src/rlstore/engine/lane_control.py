@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -39,6 +40,8 @@ class LaneControl:
     def __init__(self, lanes: int, segment: Segment | None = None, *, shared: bool = True) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
+        # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
+        self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
         if shared and segment is None:
             self.segment = Segment.create(Segment.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
