@@ -101,6 +101,7 @@ class ReplayWriter:
                 f"and {limiter.sampled} sampled, at {limiter.limit}. The {control.describe_maker()} lives and has to "
                 "sample more first. Nothing was written."
             )
+        ring, before = self._part._replay, self._part._replay.rows_written
         try:
             with control.turn:
                 control.enter(first, self._given_by, self._timeout)
@@ -108,9 +109,10 @@ class ReplayWriter:
                     put(self._part)
                 finally:
                     control.leave(first)
-        except BaseException:
-            control.limiter.take_back(count)
-            raise
+        finally:
+            left_out = count - (ring.rows_written - before)  # all if it was refused; reset steps if not
+            if left_out:
+                control.limiter.count_inserts(-left_out)
 
     def _look(self) -> None:
         self._control.check_maker()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -10,11 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore import NStepReplayStorage, PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
+from rlstore import (
+    InvalidInputError,
+    NotReadyError,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    RateLimit,
+    ReplayStorage,
+    SequenceReplayStorage,
+    WaitTimeoutError,
+)
 from rlstore.engine.lane_control import LaneControl
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
 ACTIONS = gym.spaces.Discrete(5)
+LIMIT = RateLimit(2, min_size=10)
 
 
 def put(target: Any, time: int, envs: int = 1, ended: bool = False) -> None:
@@ -103,3 +114,127 @@ def test_a_writer_in_a_thread_waits_while_a_batch_is_read() -> None:
         batch = storage.sample()  # was: IndexError, a row is not held
         assert torch.equal(batch.observations, batch.rewards.expand(256, 3))
     thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------- the rate limit
+
+
+def limited(memory: str = "ram", limit: RateLimit | None = LIMIT, **more: Any) -> ReplayStorage:
+    storage = ReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 100, 1, 4, memory=memory, timeout=0.2, **more)
+    storage.set_rate_limit(limit)
+    return storage
+
+
+def counts(storage: ReplayStorage) -> tuple[int, int]:
+    assert storage._control is not None
+    return storage._control.limiter.inserted, storage._control.limiter.sampled
+
+
+def test_a_sample_that_fails_is_not_counted() -> None:
+    storage = SequenceReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 100, 1, 4, sequence_length=8, rate_limit=RateLimit(4))
+    put(storage, 0)
+    with pytest.raises(NotReadyError):
+        storage.sample()
+    assert storage._control is not None
+    assert storage._control.limiter.sampled == 0
+
+
+def test_reset_steps_are_not_counted() -> None:
+    storage = limited(autoreset="NextStep")
+    put(storage, 0)
+    put(storage, 1, ended=True)
+    put(storage, 2)  # the reset step
+    assert counts(storage) == (len(storage), 0) == (2, 0)
+    writer = storage.writer()
+    put(writer, 3, ended=True)
+    put(writer, 4)
+    assert counts(storage) == (len(storage), 0) == (3, 0)
+
+
+def test_a_refused_insert_is_not_counted() -> None:
+    storage = limited()
+    writer = storage.writer()
+    for target in (writer, storage):
+        with pytest.raises(InvalidInputError, match="observations is"):
+            target.add(torch.zeros(1, 7), 0, 0.0, False, False, {}, torch.zeros(1, 3))
+    assert counts(storage) == (0, 0)
+
+
+def test_a_copy_goes_on_with_the_limit_and_its_counts() -> None:
+    storage = limited()
+    for time in range(12):
+        put(storage, time)
+    storage.sample()
+    copied = copy.deepcopy(storage)
+    assert copied.rate_limit == storage.rate_limit
+    assert counts(copied) == (12, 4)
+    copied.sample()
+    assert (counts(copied), counts(storage)) == ((12, 8), (12, 4))
+    storage.set_rate_limit(None)
+    assert copy.deepcopy(storage).rate_limit is None
+
+
+def test_an_emptied_storage_waits_for_min_size_again() -> None:
+    storage = limited()
+    for time in range(12):
+        put(storage, time)
+    storage.sample()
+    storage.reset()
+    put(storage, 0)
+    assert counts(storage) == (1, 0)
+    with pytest.raises(WaitTimeoutError):
+        storage.sample()
+
+
+def test_a_limit_that_is_set_late_holds_from_then_on() -> None:
+    storage = limited(limit=None)
+    for time in range(90):
+        put(storage, time)
+    storage.set_rate_limit(RateLimit(2, min_size=10))
+    put(storage, 90)  # was: nothing could be added before 160 were sampled
+    storage.sample()
+
+
+def test_inserted_data_count_and_hold_nobody_back() -> None:
+    source, storage = limited(limit=None), limited()
+    for time in range(50):
+        put(source, time)
+    storage.insert_data_slice(source.get_all_buffer_data())
+    storage.sample()
+    put(storage, 50)
+
+
+def test_batches_prepared_ahead_fit_into_the_tolerance() -> None:
+    storage = NStepReplayStorage(
+        OBSERVATIONS, ACTIONS, "cpu", 100, 1, 8, num_workers=4, rate_limit=RateLimit(1, min_size=10), timeout=0.2
+    )
+    for time in range(10):
+        put(storage, time)
+    storage.sample()
+    storage.close()
+
+
+def test_the_first_row_is_waited_for_after_it_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = limited("shared", RateLimit(4, min_size=1))
+    writer, limiter = storage.writer(), storage._controlled().limiter
+    limiter.count_inserts(1)  # what add() does first, in another process
+
+    def awaited(seconds: float) -> None:
+        limiter.count_inserts(-1)
+        put(writer, 7)
+
+    monkeypatch.setattr(limiter, "await_insert", awaited)
+    assert storage.sample().rewards.tolist() == [[7.0]] * 4
+    assert counts(storage) == (1, 4)
+
+
+def test_data_are_not_inserted_beside_writers() -> None:
+    storage = limited("shared", None)
+    with storage.writer() as writer:
+        put(writer, 0)
+        data = storage.get_all_buffer_data()
+        with pytest.raises(InvalidInputError, match="added by its writers"):
+            storage.insert_data_slice(data)
+        assert len(storage) == 1
+    storage.insert_data_slice(data)
+    assert len(storage) == 2
