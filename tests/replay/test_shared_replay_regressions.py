@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -19,9 +21,12 @@ from rlstore import (
     RateLimit,
     ReplayStorage,
     SequenceReplayStorage,
+    Storage,
+    StorageClosedError,
     WaitTimeoutError,
 )
 from rlstore.engine.lane_control import LaneControl
+from rlstore.replay_base import Drawn
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
 ACTIONS = gym.spaces.Discrete(5)
@@ -153,10 +158,9 @@ def test_reset_steps_are_not_counted() -> None:
 
 def test_a_refused_insert_is_not_counted() -> None:
     storage = limited()
-    writer = storage.writer()
-    for target in (writer, storage):
+    for make in (lambda: storage, storage.writer):
         with pytest.raises(InvalidInputError, match="observations is"):
-            target.add(torch.zeros(1, 7), 0, 0.0, False, False, {}, torch.zeros(1, 3))
+            make().add(torch.zeros(1, 7), 0, 0.0, False, False, {}, torch.zeros(1, 3))
     assert counts(storage) == (0, 0)
 
 
@@ -238,3 +242,28 @@ def test_data_are_not_inserted_beside_writers() -> None:
         assert len(storage) == 1
     storage.insert_data_slice(data)
     assert len(storage) == 2
+
+
+# ---------------------------------------------------------------------------------------------------- the rest
+
+
+def test_a_closed_writer_stays_closed_elsewhere() -> None:
+    writer = limited("shared", None).writer()
+    writer.close()
+    with pytest.raises(StorageClosedError):
+        put(pickle.loads(pickle.dumps(writer)), 0)
+
+
+def test_saved_while_a_batch_ahead_was_overwritten(tmp_path: Path) -> None:
+    storage = NStepReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 16, 1, 8, num_workers=2, memory="shared")
+    for time in range(16):
+        put(storage, time)
+    storage.sample()
+    assert storage._ahead is not None
+    storage._ahead.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
+    storage.save(tmp_path / "saved")
+    resumed = Storage.load(tmp_path / "saved")
+    assert len(resumed) == 16
+    resumed.sample()
+    resumed.close()
+    storage.close()
