@@ -241,6 +241,7 @@ class OffPolicyStorage(SavedReplay):
         first = as_tensor(new_data["rewards"], "rewards")
         if first.dim() < 2:
             raise InvalidInputError(f"rewards is {tuple(first.shape)}; give [steps, envs, ...]. Nothing was changed.")
+        self._refuse_beside_writers()
         if self._replay is None:
             self.init_tensors({name: _at(value, 0) for name, value in new_data.items()})
         ring, count = self._ring_of(), len(self._fields.observations)

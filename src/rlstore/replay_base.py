@@ -366,7 +366,8 @@ class ReplayBase(Storage):
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
         if self._ahead is not None and size == self.batch_size and not self._closed:
-            return self._batch(*self._finished(*self._ahead.take(self._added, partial(self._draw_checked, size))))
+            draw, may_draw = partial(self._draw_checked, size), partial(self._may_draw_ahead, size)
+            return self._batch(*self._finished(*self._ahead.take(self._added, draw, may_draw)))
         return self._batch(*self._take(size))
 
     def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:
@@ -389,6 +390,10 @@ class ReplayBase(Storage):
         if self._ring_of().size == 0:
             raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
         return self._draw(size)
+
+    def _may_draw_ahead(self, size: int) -> bool:
+        """Whether a batch more than was asked for can be drawn without a wait."""
+        return True
 
     def update(self, *args: Any) -> None:
         """Nothing is to be updated here: data are served as soon as they are added."""

@@ -75,15 +75,14 @@ class ReplayWriter:
             PeerLostError: (a ConnectionError) if the process that made the storage is gone.
             StorageClosedError: If the storage was closed.
         """
-        count = len(self.lanes) if mask is None else int(as_tensor(mask, "mask").count_nonzero())
+        count = count_of(mask, len(self.lanes))
         values = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
         self._write(count, lambda part: part.add(*values, mask=mask, **more))
 
     def insert_transition(self, sample: Any) -> None:
         """Add one step of its environments, in the words of the vocabulary (see :mod:`rlstore.storage`)."""
         mask = sample.get("masks") if hasattr(sample, "get") else None
-        count = len(self.lanes) if mask is None else int(as_tensor(mask, "masks").count_nonzero())
-        self._write(count, lambda part: part.insert_transition(sample))
+        self._write(count_of(mask, len(self.lanes)), lambda part: part.insert_transition(sample))
 
     def _write(self, count: int, put: Callable[[Any], None]) -> None:
         if self._closed:
@@ -104,6 +103,7 @@ class ReplayWriter:
         try:
             control.enter(first, self._timeout)
             try:
+                control.check_writer(first, self._given_by)
                 put(self._part)
             finally:
                 control.leave(first)
@@ -136,19 +136,24 @@ class ReplayWriter:
                 ' give the storage memory="shared"'
             )
         recipe = (ring.leaves, ring.columns, ring.steps, ring.whole.lanes, ring.autoreset)
-        given = (self.lanes, self.name, self._timeout, self._given_by)
+        given = (self.lanes, self.name, self._timeout, self._given_by, self._closed)
         segments: tuple[Segment, Segment] = (ring.backing.segment, self._control.segment)
         return {"kind": self._kind, "fields": self._part._fields, "ring": recipe, "given": given, "segments": segments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._kind = state["kind"]
-        self.lanes, self.name, self._timeout, self._given_by = state["given"]
+        self.lanes, self.name, self._timeout, self._given_by, self._closed = state["given"]
         leaves, columns, steps, lanes, autoreset = state["ring"]
         blocks, board = state["segments"]
         ring = EpisodeRing(leaves, columns, steps, lanes, Backing.attach(self._kind.__name__, blocks), autoreset)
         self._part = writing_part(self._kind, state["fields"], ring.part(self.lanes))
         self._control = LaneControl(lanes, board)
-        self._process, self._closed, self._adds = 0, False, 0
+        self._process, self._adds = 0, 0
+
+
+def count_of(mask: Any, lanes: int) -> int:
+    """The transitions of a step with a mask; one that is none is refused by whoever reads it."""
+    return lanes if mask is None else min(int(as_tensor(mask, "mask").count_nonzero()), lanes)
 
 
 def writing_part(kind: type[Any], fields: ReplayFields, ring: EpisodeRing) -> Any:

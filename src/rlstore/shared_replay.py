@@ -14,12 +14,22 @@ from torch import Tensor
 
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.limiter import RateLimit
-from rlstore.engine.schema import as_tensor
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
 from rlstore.replay_base import Drawn, ReplayBase
-from rlstore.replay_writer import ReplayWriter, writing_part
+from rlstore.replay_writer import ReplayWriter, count_of, writing_part
 
 _SWEEP_SECONDS = 0.5  # between two looks at whether the writers live
+
+
+class _Settled:
+    """What a storage prepares ahead, for a writer beside it."""
+
+    def __init__(self, storage: ReplayBase) -> None:
+        self._storage = storage
+
+    def settle(self) -> None:
+        if self._storage._ahead is not None:
+            self._storage._ahead.settle()
 
 
 class SharedReplay(ReplayBase):
@@ -48,6 +58,8 @@ class SharedReplay(ReplayBase):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         part = control.free_lanes(lanes)
         writing = writing_part(type(self), self._fields, ring.part(part))
+        if not ring.is_shared:
+            writing._ahead = _Settled(self)  # what is gathered in the background is not overwritten meanwhile
         return ReplayWriter(type(self), writing, control, part, name, self.timeout)
 
     @property
@@ -124,14 +136,9 @@ class SharedReplay(ReplayBase):
         if control is None:
             super()._put(values)
             return
-        if control.has_writers:
-            raise InvalidInputError(
-                "the environments of this storage are added by its writers; add through one of them, or close them. "
-                "Nothing was written."
-            )
+        self._refuse_beside_writers()
         lanes, leaves = self._ring_of().lanes, len(self._fields.leaves)
-        mask = values[2 * leaves + len(self._fields.columns) + 2]
-        count = lanes if mask is None else int(as_tensor(mask, "mask").count_nonzero())
+        count = count_of(values[2 * leaves + len(self._fields.columns) + 2], lanes)
         if not control.limiter.insert(count, self.timeout):
             raise self._late("added", "sampled")
         try:
@@ -139,6 +146,13 @@ class SharedReplay(ReplayBase):
         except BaseException:
             control.limiter.take_back(count)
             raise
+
+    def _refuse_beside_writers(self) -> None:
+        if self._control is not None and self._control.has_writers:
+            raise InvalidInputError(
+                "the environments of this storage are added by its writers; add through one of them, or close them. "
+                "Nothing was written."
+            )
 
     def _draw_checked(self, size: int) -> Drawn:
         if self._control is None:
@@ -148,6 +162,13 @@ class SharedReplay(ReplayBase):
         if limit is not None:
             self._wait_to_sample(size, limit)
         return super()._draw_checked(size)
+
+    def _may_draw_ahead(self, size: int) -> bool:
+        limit = None if self._control is None else self._control.limiter.limit
+        if self._control is None or limit is None:
+            return True
+        limiter = self._control.limiter
+        return limit.allows_sample(limiter.inserted, limiter.sampled, size)
 
     def _wait_to_sample(self, size: int, limit: RateLimit) -> None:
         control = self._controlled()
@@ -211,13 +232,13 @@ class SharedReplay(ReplayBase):
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no writers, and counts for itself.
-        return {**self.__dict__, "_control": None}
+        # A copy has no writers, and goes on counting for itself.
+        return {**self.__dict__, "_control": None, "_limit": self._limit_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        limit = state.pop("_limit")
         self.__dict__.update(state)
-        if self._replay is not None and self._options.get("rate_limit") is not None:
-            self.set_rate_limit(self._options["rate_limit"])
+        self._set_limit_state(limit)
 
     def _limit_state(self) -> list[Any] | None:
         """The limit that holds and its counts, as plain values."""

@@ -62,7 +62,7 @@ class LaneControl:
             return wanted
         if wanted is None:
             return range(self.lanes)
-        if isinstance(wanted, bool) or not 1 <= wanted <= self.lanes:
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
         free = 0
         for lane in range(self.lanes):
@@ -144,6 +144,14 @@ class LaneControl:
         exchange_word(self._words, _BOARD + self.lanes + lane, 1, 0)
         if self._board[_PAUSED]:
             make_event(self._words, _CHANGED)
+
+    def check_writer(self, lane: int, peer: int) -> None:
+        """Raise if a lane is another peer's, to whom it was handed over."""
+        if self._writers[lane] != peer:
+            raise InvalidInputError(
+                f"this writer was given away: {self._taken(range(lane, lane + 1)) or 'its lanes are free again'}. "
+                "Nothing was written."
+            )
 
     def check_maker(self) -> None:
         """Raise if the process that made the storage died: nobody will ever read what is written."""
