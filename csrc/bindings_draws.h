@@ -92,8 +92,8 @@ class Priorities {
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
   void follow_windows(const WindowIndex& windows) {
     const float largest = tree_.maximum();
-    set_rows(windows.dropped(), 0.0f);
-    set_rows(windows.added(), largest > 0 ? largest : 1.0f);
+    set_rows(windows.dropped(), 0.0f, false);
+    set_rows(windows.added(), largest > 0 ? largest : 1.0f, true);  // of many rows at once, some came and went again
   }
 
   // Draws one row in each of `rows` equal parts of the total, and its weight (P(i) * size)^-beta / the largest of them.
@@ -184,12 +184,12 @@ class Priorities {
     tree_.set(indices_.data(), values_.data(), indices_.size());
   }
 
-  void set_rows(const std::vector<int64_t>& rows, float value) {
+  void set_rows(const std::vector<int64_t>& rows, float value, bool held_alone) {
     indices_.clear();
     for (int64_t row : rows) {
       int64_t time;
       const int64_t lane = ring_->lanes().by_lanes.remainder(row, &time);
-      indices_.push_back(leaf_of(lane, time));
+      if (!held_alone || ring_->lanes().holds(lane, time)) indices_.push_back(leaf_of(lane, time));
     }
     set_all(value);
   }

@@ -31,9 +31,7 @@ class Drawn(NamedTuple):
 
     rows: Tensor
     weights: Tensor | None = None
-    others: Tensor | None = (
-        None  # rows from which something else is gathered: where sequences begin, or goals come from
-    )
+    others: Tensor | None = None  # rows of which something else is gathered: where sequences begin, goals come from
 
 
 class ReplayBase(Storage):
@@ -366,8 +364,8 @@ class ReplayBase(Storage):
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
         if self._ahead is not None and size == self.batch_size and not self._closed:
-            draw, may_draw = partial(self._draw_checked, size), partial(self._may_draw_ahead, size)
-            return self._batch(*self._finished(*self._ahead.take(self._added, draw, may_draw)))
+            draws = partial(self._draw_checked, size), partial(self._may_draw_ahead, size)
+            return self._batch(*self._finished(*self._ahead.take(self._added, *draws)))
         return self._batch(*self._take(size))
 
     def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:

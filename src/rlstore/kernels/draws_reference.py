@@ -239,9 +239,11 @@ class Priorities:
 
     def follow_windows(self, windows: WindowIndex) -> None:
         """Only rows at which a window begins have a priority."""
-        first, lanes = self._first_value(), self._ring.lanes
-        for rows, value in ((windows.dropped, torch.zeros_like(first)), (windows.added, first)):
-            self._set(torch.unique(self._leaf_of(rows % lanes, rows // lanes)), value)
+        first, ring = self._first_value(), self._ring
+        lane, time = windows.added % ring.lanes, windows.added // ring.lanes
+        added = windows.added[(time >= ring.oldest[lane]) & (time < ring.written[lane])]  # some came and went again
+        for rows, value in ((windows.dropped, torch.zeros_like(first)), (added, first)):
+            self._set(torch.unique(self._leaf_of(rows % ring.lanes, rows // ring.lanes)), value)
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
