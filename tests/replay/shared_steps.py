@@ -198,7 +198,7 @@ def check_hindsight(world, batch):
 def check_sequences(world, batch, size, stride, *, cut=False, hidden=False):
     """Every window is of one episode, without a gap, begins where windows begin and goes on to its end.
 
-    ``cut``: episodes may be cut off anywhere, by the death of a writer.
+    ``cut``: episodes may be cut off anywhere, by the death of a writer or because the storage was emptied.
     """
     before, after = world.undress(batch.observations), world.undress(batch.next_observations)
     held = batch.masks.numpy()
@@ -216,8 +216,9 @@ def check_sequences(world, batch, size, stride, *, cut=False, hidden=False):
     last = (time + 1 == length) & (kind != BROKEN)
     assert np.array_equal(batch.terminated.numpy()[held][:, 0], last & (kind != TRUNCATED))
     assert np.array_equal(batch.truncated.numpy()[held][:, 0], last & (kind == TRUNCATED))
-    assert np.array_equal(batch.is_first.numpy()[held], time == 0)
+    assert batch.is_first.numpy()[held][time == 0].all()
     if not cut:
+        assert np.array_equal(batch.is_first.numpy()[held], time == 0)
         begins, lengths = start[:, 0, 2], start[:, 0, 3]
         assert ((begins % stride == 0) | (begins == lengths - size)).all()
         assert (taken == np.minimum(size, lengths)).all()
@@ -235,14 +236,19 @@ def _further(start, size, shift=0):
 # ------------------------------------------------------------------------------------------------- processes
 
 
-def write_plan(writer, plan, rounds=None):
-    """Add a plan again and again, until the storage is closed or it was added ``rounds`` times."""
+def write_plan(writer, plan, rounds=None, once=None):
+    """Add a plan again and again, until the storage is closed or it was added ``rounds`` times.
+
+    ``once``: an event that is set after the first time.
+    """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # that episodes are broken off
     try:
         for _ in itertools.count() if rounds is None else range(rounds):
             for step in plan:
                 writer.add(**step)
+            if once is not None:
+                once.set()
     except StorageClosedError:
         return
     writer.close()
@@ -287,12 +293,16 @@ def kill(process):
 
 @contextmanager
 def writing(storage, plans, method="fork"):
-    """Processes that write until the storage is closed; each has as many lanes as its plan has actors."""
-    processes = []
+    """Processes that write until the storage is closed, and have written their plans once.
+
+    Each has as many lanes as its plan has actors.
+    """
+    processes, once = [], [multiprocessing.get_context(method).Event() for _ in plans]
     try:
-        for number, plan in enumerate(plans):
+        for number, (plan, written) in enumerate(zip(plans, once, strict=True)):
             writer = storage.writer(len(plan[0]["rewards"]), name=f"w{number}")
-            processes.append(start(method, write_plan, writer, plan))
+            processes.append(start(method, write_plan, writer, plan, None, written))
+        assert all(written.wait(DEADLINE) for written in once)
         yield processes
         storage.close()
         join(*processes)
