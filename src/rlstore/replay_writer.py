@@ -23,6 +23,9 @@ class ReplayWriter:
 
     It belongs to one process at a time: the one that made it, or the one that it is given to, forked or unpickled, from
     its first ``add`` there on. It can be given away again when that process has ended.
+
+    One that was used gives its environments back when it is closed, or when nothing holds it any more. One that was
+    made and never used keeps them until it is closed, for the process that it was given to.
     """
 
     def __init__(
@@ -31,9 +34,9 @@ class ReplayWriter:
         self._kind, self._part, self._control = kind, part, control
         self.lanes, self.name, self._timeout = lanes, name, timeout
         self._process, self._closed, self._adds, self._given_by = 0, False, 0, 0
-        self._begin()
+        self._begin(used=False)
 
-    def _begin(self) -> None:
+    def _begin(self, *, used: bool) -> None:
         """Become the writer of the lanes, in this process."""
         control, ring = self._control, self._part._replay
         peer = control.peers.join("writer", self.name)
@@ -44,9 +47,9 @@ class ReplayWriter:
             raise
         if self._given_by:
             control.peers.leave(self._given_by)
-        self._given_by, self._process = peer, os.getpid()
+        self._given_by, self._process, self._used = peer, os.getpid(), [used]
         # Also run where a process of multiprocessing ends, which leaves out what waits for the end of the interpreter.
-        self._end = util.Finalize(self, _finish, args=(control, ring.whole, peer), exitpriority=10)
+        self._end = util.Finalize(self, _finish, args=(control, ring.whole, peer, self._used), exitpriority=10)
 
     @property
     def num_envs(self) -> int:
@@ -88,7 +91,8 @@ class ReplayWriter:
         if self._closed:
             raise StorageClosedError("this writer is closed; nothing was written")
         if self._process != os.getpid():
-            self._begin()
+            self._begin(used=True)
+        self._used[0] = True
         control, first = self._control, self.lanes.start
         self._adds += 1
         if self._adds % _LOOK_EVERY == 0:
@@ -120,6 +124,7 @@ class ReplayWriter:
         """Give the environments back; an episode that goes on is cut off. It cannot add any more."""
         self._closed = True
         if self._process == os.getpid():
+            self._used[0] = True
             self._end()
 
     def __enter__(self) -> ReplayWriter:
@@ -167,7 +172,9 @@ def _nothing() -> None:
     """What a part that only writes has to follow."""
 
 
-def _finish(control: LaneControl, ring: EpisodeRing, peer: int) -> None:
+def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]) -> None:
     """End a writer in good order: cut its episodes off, give its lanes back."""
+    if not used[0]:
+        return  # the process that it was given to may not have begun
     control.reclaim(peer, ring.recover)
     control.peers.leave(peer)

@@ -241,7 +241,7 @@ class Priorities:
         """Only rows at which a window begins have a priority."""
         first, ring = self._first_value(), self._ring
         lane, time = windows.added % ring.lanes, windows.added // ring.lanes
-        added = windows.added[(time >= ring.oldest[lane]) & (time < ring.written[lane])]  # some came and went again
+        added = windows.added[(time >= ring.oldest()[lane]) & (time < ring.written[lane])]  # some came and went again
         for rows, value in ((windows.dropped, torch.zeros_like(first)), (added, first)):
             self._set(torch.unique(self._leaf_of(rows % ring.lanes, rows // ring.lanes)), value)
 
