@@ -261,15 +261,14 @@ def write_all(jobs):
 
 
 def add_and_wait(writer, steps, added, go_on, then=()):
-    """Add some steps, tell it, wait to be told to go on, and add some more."""
+    """Add some steps, tell it, wait to be told to go on, and add some more, unless the storage is closed."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for step in steps:
         writer.add(**step)
     added.set()
     go_on.wait(DEADLINE)
-    for step in then:
-        writer.add(**step)
+    write_plan(writer, then, rounds=1)
 
 
 def start(method, target, *args):

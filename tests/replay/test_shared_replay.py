@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import threading
 
 import pytest
 import torch
 from replay_kinds import assert_same, assert_same_draws, leaves
 from shared_kinds import PRIORITIZED, REPLAY, SEQUENCE, SHARED, full, part_of, vocabulary
-from shared_steps import DEADLINE, Wide, join, make_plan, start, write_all, write_plan, writing
+from shared_steps import join, start, write_all, write_plan, writing
 
-from rlstore import InvalidInputError, ReplayStorage, Storage, StorageClosedError
-from rlstore.engine import episode_ring
+from rlstore import InvalidInputError, Storage, StorageClosedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -109,60 +107,6 @@ def test_len_and_sample_follow_what_is_added_elsewhere():
 
 
 # ------------------------------------------------------------------------------------------------- while they write
-
-
-@pytest.mark.parametrize("kind", SHARED, ids=repr)
-def test_every_batch_is_whole_while_others_write(kind, monkeypatch):
-    """Two lanes of 24 rows that two processes write as fast as they can, and that a batch hardly keeps up with.
-
-    The guard of a few rows makes a batch be overwritten half read again and again; then it is drawn anew.
-    """
-    monkeypatch.setattr(episode_ring, "_LEAST_GUARD", 4)
-    storage = kind.make(steps=24, memory="shared", batch_size=128)
-    with writing(storage, [kind.plan([lane], 300, seed=lane) for lane in range(2)]):
-        for _ in range(60):
-            batch = storage.sample()
-            kind.check(batch)
-            if hasattr(batch, "weights"):
-                assert ((batch.weights > 0) & (batch.weights <= 1)).all()
-            if kind.name.startswith("prioritized"):
-                storage.update(batch.rows, torch.rand(len(batch.rows)) + 0.1)
-        assert len(storage) == 48
-
-
-def test_rows_that_were_overwritten_while_they_were_read_are_never_served(monkeypatch):
-    """Few rows, short episodes, large batches: without the look at what was overwritten, a batch in ten is torn."""
-    monkeypatch.setattr(episode_ring, "_LEAST_GUARD", 2)
-    storage, tried = REPLAY.make(steps=16, memory="shared", batch_size=512), []
-    prepare = storage._prepare
-    monkeypatch.setattr(storage, "_prepare", lambda drawn: tried.append(1) or prepare(drawn))
-    served = 0
-    with writing(storage, [REPLAY.plan([lane], 600, seed=lane, longest=2) for lane in range(2)]):
-        while served < 400 or (len(tried) == served and served < 20_000):
-            REPLAY.check(storage.sample())
-            served += 1
-    assert len(tried) > served  # some were overwritten, and drawn anew
-
-
-def test_observation_behind_the_newest_row_is_not_taken_from_an_episode_that_began_there(monkeypatch):
-    """While a large row is copied its episode is broken off, and what followed it moves to the final observations."""
-    monkeypatch.setattr(episode_ring, "_LEAST_GUARD", 16)
-    world = Wide()
-    plan = make_plan(world, [0], 40, longest=1, kinds=(2,))
-    storage = ReplayStorage(world.space, REPLAY.make().action_space, storage_size=1, batch_size=64, memory="shared")
-    writer, batches = storage.writer(), []
-    writer.add(**plan[0])
-    for step in plan[1:]:
-        reader = threading.Thread(target=lambda: batches.append(storage.sample()))
-        reader.start()
-        writer.add(**step)  # the other thread copies meanwhile
-        reader.join(DEADLINE)
-    assert len(batches) == 39
-    for batch in batches:
-        before, after = world.undress(batch.observations), world.undress(batch.next_observations)
-        assert (before[:, 1] == after[:, 1]).all()
-        assert (after[:, 2] == 1).all()
-    storage.close()
 
 
 @pytest.mark.parametrize("kind", [REPLAY, PRIORITIZED, SEQUENCE], ids=repr)
