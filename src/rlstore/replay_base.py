@@ -31,9 +31,7 @@ class Drawn(NamedTuple):
 
     rows: Tensor
     weights: Tensor | None = None
-    others: Tensor | None = (
-        None  # rows from which something else is gathered: where sequences begin, or goals come from
-    )
+    others: Tensor | None = None  # rows of which something else is gathered: where sequences begin, goals come from
 
 
 class ReplayBase(Storage):
@@ -367,7 +365,8 @@ class ReplayBase(Storage):
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
         if self._ahead is not None and size == self.batch_size and self._prepares_ahead:
-            return self._batch(*self._finished(*self._ahead.take(self._added, partial(self._draw_checked, size))))
+            draws = partial(self._draw_checked, size), partial(self._may_draw_ahead, size)
+            return self._batch(*self._finished(*self._ahead.take(self._added, *draws)))
         return self._batch(*self._take(size))
 
     @property
@@ -395,6 +394,10 @@ class ReplayBase(Storage):
         if self._ring_of().size == 0:
             raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
         return self._draw(size)
+
+    def _may_draw_ahead(self, size: int) -> bool:
+        """Whether a batch more than was asked for can be drawn without a wait."""
+        return True
 
     def update(self, *args: Any) -> None:
         """Nothing is to be updated here: data are served as soon as they are added."""

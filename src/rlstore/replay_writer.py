@@ -24,6 +24,9 @@ class ReplayWriter:
 
     It belongs to one process at a time: the one that made it, or the one that it is given to, forked or unpickled, from
     its first ``add`` there on. It can be given away again when that process has ended.
+
+    One that was used gives its environments back when it is closed, or when nothing holds it any more. One that was
+    made and never used keeps them until it is closed, for the process that it was given to.
     """
 
     def __init__(
@@ -32,9 +35,9 @@ class ReplayWriter:
         self._kind, self._part, self._control = kind, part, control
         self.lanes, self.name, self._timeout = lanes, name, timeout
         self._process, self._closed, self._looked, self._given_by = 0, False, 0.0, 0
-        self._begin()
+        self._begin(used=False)
 
-    def _begin(self) -> None:
+    def _begin(self, *, used: bool) -> None:
         """Become the writer of the lanes, in this process."""
         control, ring = self._control, self._part._replay
         peer = control.peers.join("writer", self.name)
@@ -45,9 +48,9 @@ class ReplayWriter:
             raise
         if self._given_by:
             control.peers.leave(self._given_by)
-        self._given_by, self._process = peer, os.getpid()
+        self._given_by, self._process, self._used = peer, os.getpid(), [used]
         # Also run where a process of multiprocessing ends, which leaves out what waits for the end of the interpreter.
-        self._end = util.Finalize(self, _finish, args=(control, ring.whole, peer), exitpriority=10)
+        self._end = util.Finalize(self, _finish, args=(control, ring.whole, peer, self._used), exitpriority=10)
 
     @property
     def num_envs(self) -> int:
@@ -76,21 +79,21 @@ class ReplayWriter:
             PeerLostError: (a ConnectionError) if the process that made the storage is gone.
             StorageClosedError: If the storage was closed.
         """
-        count = len(self.lanes) if mask is None else int(as_tensor(mask, "mask").count_nonzero())
+        count = count_of(mask, len(self.lanes))
         values = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
         self._write(count, lambda part: part.add(*values, mask=mask, **more))
 
     def insert_transition(self, sample: Any) -> None:
         """Add one step of its environments, in the words of the vocabulary (see :mod:`rlstore.storage`)."""
         mask = sample.get("masks") if hasattr(sample, "get") else None
-        count = len(self.lanes) if mask is None else int(as_tensor(mask, "masks").count_nonzero())
-        self._write(count, lambda part: part.insert_transition(sample))
+        self._write(count_of(mask, len(self.lanes)), lambda part: part.insert_transition(sample))
 
     def _write(self, count: int, put: Callable[[Any], None]) -> None:
         if self._closed:
             raise StorageClosedError("this writer is closed; nothing was written")
         if self._process != os.getpid():
-            self._begin()
+            self._begin(used=True)
+        self._used[0] = True
         control, first = self._control, self.lanes.start
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -124,6 +127,7 @@ class ReplayWriter:
         """Give the environments back; an episode that goes on is cut off. It cannot add any more."""
         self._closed = True
         if self._process == os.getpid():
+            self._used[0] = True
             self._end()
 
     def __enter__(self) -> ReplayWriter:
@@ -155,6 +159,11 @@ class ReplayWriter:
         self._process, self._looked = 0, 0.0
 
 
+def count_of(mask: Any, lanes: int) -> int:
+    """The transitions of a step with a mask; one that is none is refused by whoever reads it."""
+    return lanes if mask is None else min(int(as_tensor(mask, "mask").count_nonzero()), lanes)
+
+
 def writing_part(kind: type[Any], fields: ReplayFields, ring: EpisodeRing) -> Any:
     """A storage of a class that can do nothing but add to some lanes."""
     part = object.__new__(kind)
@@ -166,7 +175,9 @@ def _nothing() -> None:
     """What a part that only writes has to follow."""
 
 
-def _finish(control: LaneControl, ring: EpisodeRing, peer: int) -> None:
+def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]) -> None:
     """End a writer in good order: cut its episodes off, give its lanes back."""
+    if not used[0]:
+        return  # the process that it was given to may not have begun
     control.give_back(peer, ring.recover)
     control.peers.leave(peer)

@@ -32,7 +32,7 @@ class SavedReplay(SharedReplay):
         options["autoreset"] = self._autoreset
         if options.get("rate_limit") is not None:
             options["rate_limit"] = dataclasses.astuple(options["rate_limit"])
-        if self._replay is not None and self._replay.backing.kind == "ram" and self._memory in ("shared", "mapped"):
+        if self._replay is not None and self._replay.backing.kind == "ram" and self._memory == "mapped":
             options.update(memory="ram", path=None)  # a copy of such a storage lies in RAM
         learnt = None
         if self._replay is not None and self.observation_space is None:  # from the first sample

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.limiter import RateLimit
-from rlstore.engine.schema import as_tensor
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
 from rlstore.replay_base import Drawn, ReplayBase
-from rlstore.replay_writer import ReplayWriter, writing_part
+from rlstore.replay_writer import ReplayWriter, count_of, writing_part
 
 _SWEEP_SECONDS = 0.5  # between two looks at whether the writers live
 _FIRST_SECONDS = 0.01  # between two looks for the first row, which is counted and not yet there
@@ -135,8 +134,7 @@ class SharedReplay(ReplayBase):
             return
         self._require_no_writers()
         lanes, leaves = self._ring_of().lanes, len(self._fields.leaves)
-        mask = values[2 * leaves + len(self._fields.columns) + 2]
-        count = lanes if mask is None else int(as_tensor(mask, "mask").count_nonzero())
+        count = count_of(values[2 * leaves + len(self._fields.columns) + 2], lanes)
         if not control.limiter.insert(count, self.timeout):
             raise self._late("added", "sampled")
         before = self._ring_of().rows_written
@@ -206,6 +204,13 @@ class SharedReplay(ReplayBase):
             if was_counted:
                 limiter.take_back_samples(size)
             raise
+
+    def _may_draw_ahead(self, size: int) -> bool:
+        limit = None if self._control is None else self._control.limiter.limit
+        if self._control is None or limit is None:
+            return True
+        limiter = self._control.limiter
+        return limit.allows_sample(limiter.inserted, limiter.sampled, size)
 
     def _wait_to_sample(self, size: int, limit: RateLimit) -> None:
         control = self._controlled()

@@ -39,12 +39,17 @@ class Ahead(Generic[Drawn]):
         self._executor: ThreadPoolExecutor | None = None
         self._process = 0
 
-    def take(self, added: int, draw: Callable[[], Drawn]) -> tuple[Drawn, Any]:
-        """The next batch, and what it was drawn as; others are set going to keep ``count`` ahead."""
+    def take(
+        self, added: int, draw: Callable[[], Drawn], may_draw: Callable[[], bool] = lambda: True
+    ) -> tuple[Drawn, Any]:
+        """The next batch, and what it was drawn as; others are set going to keep ``count`` ahead.
+
+        ``may_draw`` is asked before each of those others: False leaves it for later.
+        """
         self._follow_fork()
         while self._jobs and added - self._jobs[0].added >= self._max_age:
             _finish(self._jobs.popleft())
-        while len(self._jobs) <= self._count:
+        while not self._jobs or (len(self._jobs) <= self._count and may_draw()):
             self._submit(draw(), added)
         job = self._jobs.popleft()
         return job.drawn, job.prepared.result()

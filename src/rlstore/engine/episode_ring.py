@@ -289,8 +289,9 @@ class EpisodeRing:
             broken = self._inner.write(values)
             self.catch_up()
             return broken
-        if self._whole is not None and self.episodes is not self._whole.episodes:
-            self._follow_whole(self._whole)
+        whole = self._whole
+        if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
+            self._follow_whole(whole)
         outcome = (self._kernel or self.kernel).write(values)
         if outcome == _DONE:
             return False

@@ -69,7 +69,7 @@ class LaneControl:
             return wanted
         if wanted is None:
             return range(self.lanes)
-        if isinstance(wanted, bool) or not 1 <= wanted <= self.lanes:
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
         free = 0
         for lane in range(self.lanes):
@@ -91,16 +91,17 @@ class LaneControl:
         for lane in lanes:
             place = _BOARD + lane
             if not any(exchange_word(self._words, place, holder, peer) for holder in {_NOBODY, given_by}):
-                taken = self._taken(range(lane, lane + 1))
+                taken = self._taken(lanes, but=peer)
                 for claimed in range(lanes.start, lane):
                     exchange_word(self._words, _BOARD + claimed, peer, _NOBODY)
                 raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
 
-    def _taken(self, lanes: range) -> str:
+    def _taken(self, lanes: range, but: int = _NOBODY) -> str:
+        """Who has which of some lanes, in words."""
         writers = self._writers & _PEER
         return "; ".join(
             f"{self.peers.describe(peer)} has {[lane for lane in lanes if writers[lane] == peer]}"
-            for peer in sorted({int(writers[lane]) for lane in lanes} - {_NOBODY})
+            for peer in sorted({int(writers[lane]) for lane in lanes} - {_NOBODY, but})
         )
 
     def give_back(self, peer: int, recover: Callable[[int], None]) -> None:
@@ -140,13 +141,14 @@ class LaneControl:
         place, end = _BOARD + self.lanes + lane, None
         while True:
             seen = event_count(self._words, _CHANGED)
-            exchange_word(self._words, place, 0, 1)
-            if not self._board[_PAUSED] and not self._board[_CLOSED] and self._writers[lane] == peer:
+            is_busy = exchange_word(self._words, place, 0, 1)  # else it is another's word, and left alone
+            if is_busy and not self._board[_PAUSED] and not self._board[_CLOSED] and self._writers[lane] == peer:
                 return
-            self.leave(lane)
+            if is_busy:
+                self.leave(lane)
             if self._writers[lane] != peer:
-                taken = self._taken(range(lane, lane + 1)) or "nobody has them"
-                raise InvalidInputError(f"these environments are not this writer's now: {taken}. Nothing was written.")
+                taken = self._taken(range(lane, lane + 1)) or "its lanes are free again"
+                raise InvalidInputError(f"this writer was given away: {taken}. Nothing was written.")
             if self._board[_CLOSED]:
                 raise StorageClosedError("the storage was closed; nothing was written")
             end = time.monotonic() + seconds if end is None else end

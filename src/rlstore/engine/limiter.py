@@ -6,10 +6,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_positive
 from rlstore.engine.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import Limiter as SharedLimiter
@@ -40,12 +43,12 @@ class RateLimit:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.samples_per_insert) and self.samples_per_insert > 0):
-            raise InvalidInputError(f"samples_per_insert is {self.samples_per_insert!r}; it must be above 0")
-        if isinstance(self.min_size, bool) or int(self.min_size) != self.min_size or self.min_size < 1:
-            raise InvalidInputError(f"min_size is {self.min_size!r}; it must be a whole number of at least 1")
-        if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):
-            raise InvalidInputError(f"tolerance is {self.tolerance!r}; it must be above 0, or None")
+        given: dict[str, Any] = {"samples_per_insert": self.samples_per_insert, "tolerance": self.tolerance}
+        for name, value in given.items():
+            is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value > 0) and (value is not None or name != "tolerance"):
+                raise InvalidInputError(f"{name} is {value!r}; RateLimit needs a number above 0")
+        check_positive("RateLimit", min_size=self.min_size)
 
     def resolved(self, inserts: int, samples: int) -> RateLimit:
         """The limit with a tolerance that lets calls of these sizes go ahead.

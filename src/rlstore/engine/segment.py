@@ -90,7 +90,9 @@ def _attach(pid: int, started: int, descriptor: int, inode: int, nbytes: int) ->
         raise PeerLostError(gone)
     try:
         own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
+    except PermissionError:
+        raise
+    except OSError as error:  # nothing is there any more, or something that cannot be opened
         raise PeerLostError(f"{gone}, or has let it go") from error
     if os.fstat(own).st_ino != inode:
         os.close(own)

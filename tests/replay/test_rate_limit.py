@@ -1,0 +1,215 @@
+"""The rate limit of a storage: samples for each insert, held by both sides, saved, changed, and never a deadlock."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+
+import pytest
+from rate_sides import RATIO, add_at_changing_speed, sample_at_changing_speed
+from shared_kinds import REPLAY, SHARED
+from shared_steps import DEADLINE, add_and_wait, join, kill, start
+
+from rlstore import InvalidInputError, PeerLostError, RateLimit, Storage, WaitTimeoutError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:the observations of an environment are not:UserWarning"),
+]
+FORK = multiprocessing.get_context("fork")
+
+
+def counts(storage):
+    limiter = storage._control.limiter
+    return limiter.inserted, limiter.sampled
+
+
+def test_the_ratio_holds_with_producers_and_consumers_of_changing_speed():
+    storage = REPLAY.make(lanes=2, steps=500, memory="shared", batch_size=32, rate_limit=RateLimit(RATIO, min_size=100))
+    plans = [REPLAY.plan([lane], 200, seed=lane) for lane in range(2)]
+    processes = [start("fork", add_at_changing_speed, storage.writer(1), plan) for plan in plans]
+    sample_at_changing_speed(storage, 10_000, REPLAY.check)
+    inserted, sampled = counts(storage)
+    assert sampled / (inserted - 100) == pytest.approx(RATIO, rel=0.05)
+    storage.close()
+    join(*processes)
+
+
+@pytest.mark.parametrize("kind", SHARED, ids=repr)
+def test_one_thread_that_adds_and_samples_in_turn_never_waits_for_itself(kind):
+    """Also with batches prepared ahead, which are not waited for."""
+    storage = kind.make(batch_size=16, rate_limit=RateLimit(8.0, min_size=20), timeout=0.5)
+    for number, step in enumerate(kind.plan(range(2), 100)):
+        storage.add(**step)
+        if number >= 10:
+            kind.check(storage.sample())
+    inserted, sampled = counts(storage)
+    assert inserted == 200
+    assert 90 * 16 <= sampled <= 92 * 16
+    storage.close()
+
+
+def test_counts_are_those_of_transitions_and_of_entries_of_batches():
+    storage = REPLAY.make(rate_limit=RateLimit(1.0, tolerance=1e6))
+    step = REPLAY.plan(range(2), 9)[0]
+    storage.add(**step)
+    storage.add(**step, mask=[True, False])
+    assert counts(storage) == (3, 0)
+    storage.sample()
+    storage.sample(5)
+    list(storage.generate_batches(2, 7))
+    assert counts(storage) == (3, 64 + 5 + 14)
+    for wrong in ({"rewards": [1.0]}, {"mask": [True] * 1000}):
+        with pytest.raises(InvalidInputError, match="Nothing was written"):
+            storage.add(**{**step, **wrong})
+    assert counts(storage)[0] == 3
+    storage.close()
+
+
+# ------------------------------------------------------------------------------------------------- waits
+
+
+def test_nothing_is_sampled_before_so_many_are_in_and_who_lives_is_named():
+    storage = REPLAY.make(rate_limit=RateLimit(1.0, min_size=10), timeout=0.3)
+    with storage.writer(1, name="slow") as writer:
+        writer.add(**REPLAY.plan([0], 9)[0])
+        with pytest.raises(WaitTimeoutError, match=r'for 0.3 seconds: 1 are added and 0 sampled.*"slow"') as late:
+            storage.sample()
+    assert isinstance(late.value, TimeoutError)
+    assert counts(storage) == (1, 0)
+    storage.close()
+
+
+@pytest.mark.parametrize("by", ["writer", "storage"])
+def test_inserts_wait_for_samples_and_tell_it(by):
+    storage, plan = REPLAY.make(rate_limit=RateLimit(32.0, tolerance=64.0), timeout=0.3), REPLAY.plan(range(2), 9)
+    adds = storage.writer() if by == "writer" else storage
+    adds.add(**plan[0])
+    told = r"let nothing more be added for 0.3 seconds: 2 are added and 0 sampled"
+    with pytest.raises(WaitTimeoutError, match=told):
+        adds.add(**plan[1])
+    assert (len(storage), counts(storage)) == (2, (2, 0))
+    storage.sample()
+    adds.add(**plan[1])
+    assert (len(storage), counts(storage)) == (4, (4, 64))
+    storage.close()
+
+
+def test_a_wait_for_a_writer_that_died_names_it():
+    storage = REPLAY.make(lanes=1, memory="shared", rate_limit=RateLimit(1.0, min_size=50), timeout=1.0)
+    added = FORK.Event()
+    process = start("fork", add_and_wait, storage.writer(name="left"), REPLAY.plan([0], 9), added, FORK.Event())
+    assert added.wait(DEADLINE)
+    kill(process)
+    told = rf'nothing was added for 1.0 seconds, and these writers died: writer "left" \(process {process.pid}\)'
+    with pytest.warns(RuntimeWarning, match="died"), pytest.raises(PeerLostError, match=told) as lost:
+        storage.sample()
+    assert isinstance(lost.value, ConnectionError)
+    with pytest.raises(PeerLostError, match=told):  # and again, as long as nobody else writes
+        storage.sample()
+    storage.close()
+
+
+def start_waiting(storage):
+    """A process that has added three steps of thirty, which is all that the limit allows."""
+    plan, added, go_on = REPLAY.plan([0], 30), FORK.Event(), FORK.Event()
+    go_on.set()
+    process = start("fork", add_and_wait, storage.writer(), plan[:3], added, go_on, plan[3:])
+    assert added.wait(DEADLINE)
+    return process
+
+
+@pytest.mark.parametrize("change", [None, RateLimit(0.5)], ids=["no limit", "another limit"])
+def test_who_waits_goes_on_when_the_limit_is_changed(change):
+    storage = REPLAY.make(lanes=1, memory="shared", rate_limit=RateLimit(32.0, tolerance=64.0))
+    process = start_waiting(storage)
+    storage.set_rate_limit(change)
+    join(process)
+    assert counts(storage)[0] == len(storage) == 30
+    storage.close()
+
+
+def test_a_writer_that_waits_is_told_of_the_end():
+    storage = REPLAY.make(lanes=1, memory="shared", rate_limit=RateLimit(32.0, tolerance=64.0))
+    process = start_waiting(storage)
+    storage.close()
+    join(process)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("limit", [RateLimit(1.0, tolerance=63.0), RateLimit(33.0, tolerance=65.0)])
+def test_a_limit_by_which_both_sides_could_wait_is_refused(limit):
+    with pytest.raises(InvalidInputError, match="both sides could wait for each other"):
+        REPLAY.make(rate_limit=limit)
+    storage = REPLAY.make(rate_limit=RateLimit(2.0))
+    with pytest.raises(InvalidInputError, match="both sides could wait for each other"):
+        storage.set_rate_limit(limit)
+    assert storage.rate_limit == RateLimit(2.0, 1, 128.0)
+
+
+def test_a_batch_that_is_larger_than_the_tolerance_is_refused():
+    storage = REPLAY.make(rate_limit=RateLimit(2.0))
+    storage.add(**REPLAY.plan(range(2), 9)[0])
+    with pytest.raises(InvalidInputError, match=r"a batch of 129 .* tolerance of 128.0.*Nothing was drawn"):
+        storage.sample(129)
+    assert counts(storage) == (2, 0)
+
+
+@pytest.mark.parametrize("limit", [8.0, "8", (8.0, 1, None)])
+def test_what_is_no_limit_is_refused(limit):
+    with pytest.raises(InvalidInputError, match=r"give a rlstore\.RateLimit"):
+        REPLAY.make(rate_limit=limit)
+    storage = REPLAY.make()
+    for change in (storage.set_rate_limit, lambda value: storage.update_storage_parameter("rate_limit", value)):
+        with pytest.raises(InvalidInputError, match=r"give a rlstore\.RateLimit"):
+            change(limit)
+    assert storage.rate_limit is None
+
+
+def test_the_limit_is_a_parameter_like_others():
+    storage = REPLAY.make()
+    assert storage.rate_limit is None
+    storage.update_storage_parameter("rate_limit", RateLimit(2.0, 3))
+    assert storage.rate_limit == RateLimit(2.0, 3, 128.0)
+    storage.update_storage_parameter("rate_limit", None)
+    assert storage.rate_limit is None
+
+
+# ------------------------------------------------------------------------------------------------- saved
+
+
+def batches_until_a_wait(storage):
+    for count in range(100):
+        try:
+            storage.sample()
+        except WaitTimeoutError:
+            return count
+    return 100
+
+
+@pytest.mark.parametrize("kind", SHARED, ids=repr)
+@pytest.mark.parametrize("how", ["saved", "copied"])
+def test_limit_and_counts_go_on_where_they_were(kind, how, tmp_path):
+    """Neither a burst of samples nor a wait for transitions that are there already."""
+    storage = kind.make(batch_size=16, rate_limit=RateLimit(8.0, min_size=20), timeout=0.05, num_workers=0)
+    plan = kind.plan(range(2), 40)
+    for step in plan[:20]:
+        storage.add(**step)
+        if storage._control.limiter.inserted >= 20:
+            storage.sample()
+    storage.set_rate_limit(RateLimit(4.0, 20, 100.0))
+    before = counts(storage)
+    if how == "saved":
+        storage.save(tmp_path / "saved")
+        other = Storage.load(tmp_path / "saved")
+        if hasattr(storage, "compute_reward"):
+            other.compute_reward = storage.compute_reward
+    else:
+        other = copy.deepcopy(storage)
+    assert other.rate_limit == RateLimit(4.0, 20, 100.0)
+    assert counts(other) == before
+    assert batches_until_a_wait(storage) == batches_until_a_wait(other) < 100
+    for either in (storage, other):
+        either.close()

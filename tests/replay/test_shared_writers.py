@@ -1,0 +1,334 @@
+"""Writers that are given away, that die at any moment, and that may not be."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import re
+
+import pytest
+import torch
+from replay_kinds import assert_same, assert_same_draws, leaves
+from shared_kinds import REPLAY, SEQUENCE, SHARED, part_of
+from shared_steps import DEADLINE, add_and_wait, join, kill, start, write_plan
+
+from rlstore import InvalidInputError, PeerLostError, StorageClosedError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:the observations of an environment are not:UserWarning"),
+]
+FORK = multiprocessing.get_context("fork")
+
+
+def start_and_hold(writer, steps, then=()):
+    """A process that has added some steps, and what lets it go on."""
+    added, go_on = FORK.Event(), FORK.Event()
+    process = start("fork", add_and_wait, writer, steps, added, go_on, then)
+    assert added.wait(DEADLINE)
+    return process, go_on
+
+
+def assert_same_rows(storage, twin):
+    assert_same(leaves(storage.get_all_buffer_data()), leaves(twin.get_all_buffer_data()))
+    assert_same_draws(storage, twin)
+    storage.close()
+    twin.close()
+
+
+# ------------------------------------------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("kind", SHARED, ids=repr)
+@pytest.mark.parametrize("done", [1, 5, 37])
+def test_what_a_killed_writer_had_finished_stays_and_its_episode_is_cut(kind, done):
+    """The next writer begins an episode there: the same as if the first one had been broken off."""
+    plan, others = kind.plan([0], 60, kinds=(0, 1), longest=9), kind.plan([1], 20)
+    storage, twin = kind.make(lanes=1, memory="shared"), kind.make(lanes=1, memory="ram")
+    process, _ = start_and_hold(storage.writer(name="left"), plan[:done])
+    kill(process)
+    with pytest.warns(RuntimeWarning, match=rf'the writer "left" \(process {process.pid}\) of this .* died'):
+        assert storage.lost_writers == 1
+    with storage.writer(range(1), name="right") as writer:
+        for step in others:
+            writer.add(**step)
+    for step in [*plan[:done], *others]:
+        twin.add(**step)
+    assert storage.lost_writers == 1
+    assert_same_rows(storage, twin)
+
+
+@pytest.mark.parametrize("when", ["begin", "continue", "end", "break"])
+@pytest.mark.parametrize("kind", [REPLAY, SEQUENCE, SHARED[-2]], ids=repr)
+def test_a_writer_killed_in_the_middle_of_a_row_leaves_nothing_of_it(kind, when):
+    """Whatever the row had already changed before its number was told."""
+    plan, others = kind.plan([0], 60, kinds=(0,), longest=6, seed=3), kind.plan([1], 20)
+    ends = [number for number, step in enumerate(plan) if step["terminateds"][0]]
+    longest = max(range(1, len(ends)), key=lambda i: ends[i] - ends[i - 1])
+    done = ends[longest - 1] + (1 if when == "begin" else 3)  # rows before the one that is not finished
+    storage, twin = kind.make(lanes=1, memory="shared"), kind.make(lanes=1, memory="ram")
+    writer = storage.writer()
+    for step in plan[:done]:
+        writer.add(**step)
+        twin.add(**step)
+    half_write(writer._part._replay, when)
+    writer._control.reclaim(writer._given_by, writer._part._replay.whole.recover)  # as whoever finds it dead does
+    writer._control.peers.leave(writer._given_by)
+    assert len(storage) == done
+    with storage.writer() as following:
+        for step in others:
+            following.add(**step)
+    for step in others:
+        twin.add(**step)
+    assert_same_rows(storage, twin)
+
+
+def half_write(ring, when):
+    """Change everything that a write of one more row changes, but the number of rows."""
+    written, slot = int(ring.written[0]), int(ring.current[0])
+    place, after = written % ring.rows, (written + 1) % ring.rows
+    if when == "break":
+        for leaf, table in zip(ring.leaves, ring.finals, strict=True):
+            table[slot] = ring.blocks[leaf.field.name][0, place]
+        ring.episodes[slot, 1] = written
+    if when in ("begin", "break"):
+        slot = int(ring.free_slots[int(ring.free_count[0]) - 1, 0])
+        ring.free_count[0] -= 1
+        ring.episodes[slot] = torch.tensor([written, -1, 0, 0])
+        ring.current[0], ring.after_end[0] = slot, -1
+        for leaf in ring.leaves:
+            ring.blocks[leaf.field.name][0, place] = 99
+    for column in ring.columns:
+        ring.blocks[column.name][0, place] = 99
+    ring.blocks["episode"][0, place] = slot
+    for leaf, table in zip(ring.leaves, ring.finals, strict=True):
+        target = table[slot] if when == "end" else ring.blocks[leaf.field.name][0, after]
+        target.fill_(98)
+    if when == "end":
+        ring.episodes[slot, 2] = 1
+        ring.episodes[slot, 1] = written + 1
+        ring.current[0] = -1
+
+
+def test_lanes_of_a_dead_writer_are_given_to_the_next_and_those_of_a_live_one_are_not():
+    storage, plan = REPLAY.make(lanes=4, memory="shared"), REPLAY.plan(range(4), 20)
+    parts = [[part_of(step, lanes) for step in plan] for lanes in (range(2), range(2, 4))]
+    dead, _ = start_and_hold(storage.writer(2, name="dead"), parts[0][:4])
+    alive, go_on = start_and_hold(storage.writer(2, name="alive"), parts[1][:4], parts[1][4:])
+    kill(dead)
+    with pytest.raises(InvalidInputError, match=r'"alive" \(process \d+\) has \[2, 3\]'):
+        storage.writer(range(1, 4))
+    writer = storage.writer(2, name="next")  # it looks who lives by itself
+    assert writer.lanes == range(2)
+    assert storage.lost_writers == 1
+    for step in parts[0]:
+        writer.add(**step)
+    go_on.set()
+    join(alive)
+    writer.close()
+    assert len(storage) == 2 * 20 + 2 * 4 + 2 * 20
+    assert storage.lost_writers == 1
+    REPLAY.check(storage.sample())
+    storage.close()
+
+
+def test_writers_killed_at_any_moment_leave_every_batch_whole():
+    """Twelve times one of three is killed wherever it is, and its lane is given to the next."""
+    storage = REPLAY.make(lanes=3, steps=40, memory="shared", batch_size=256)
+    plans = [REPLAY.plan([lane], 200, seed=lane) for lane in range(3)]
+    writers, once = [storage.writer(1) for _ in range(3)], [FORK.Event() for _ in range(3)]
+    processes = [start("fork", write_plan, *job, None, event) for *job, event in zip(writers, plans, once, strict=True)]
+    assert all(event.wait(DEADLINE) for event in once)
+    for number in range(12):
+        REPLAY.check(storage.sample())
+        lane = number % 3
+        kill(processes[lane])
+        with pytest.warns(RuntimeWarning, match="died"):
+            assert storage.lost_writers == number + 1
+        REPLAY.check(storage.sample())
+        written = FORK.Event()
+        processes[lane] = start("fork", write_plan, writers[lane], plans[lane], None, written)
+        assert written.wait(DEADLINE)
+    storage.close()
+    join(*processes)
+
+
+def test_a_death_is_told_by_sample_as_well(monkeypatch):
+    monkeypatch.setattr("rlstore.shared_replay._SWEEP_SECONDS", 0.0)
+    storage = REPLAY.make(lanes=1, memory="shared")
+    process, _ = start_and_hold(storage.writer(), REPLAY.plan([0], 9))
+    storage.sample()
+    kill(process)
+    with pytest.warns(RuntimeWarning, match="its environments are free for another writer"):
+        storage.sample()
+    storage.sample()  # it is said once
+    storage.close()
+
+
+def test_a_maker_that_is_gone_is_told_to_the_writers(monkeypatch):
+    monkeypatch.setattr("rlstore.replay_writer._LOOK_SECONDS", 0.0)
+    ours, theirs = FORK.Pipe()
+    done, step = FORK.Event(), REPLAY.plan([0], 9)
+
+    def make():
+        storage = REPLAY.make(lanes=1, memory="shared", timeout=1.0)
+        theirs.send_bytes(pickle.dumps(storage.writer()))
+        done.wait(DEADLINE)
+
+    maker = FORK.Process(target=make)
+    maker.start()
+    assert ours.poll(DEADLINE)
+    sent = ours.recv_bytes()
+    writer = pickle.loads(sent)
+    writer.add(**step[0])
+    kill(maker)
+    with pytest.raises(PeerLostError, match=rf"maker \(process {maker.pid}\) of this storage is gone; nothing was"):
+        write_plan(writer, step[1:2] * 300, 1)
+    with pytest.raises(PeerLostError, match=f"process {maker.pid}"):
+        pickle.loads(sent)
+
+
+# ------------------------------------------------------------------------------------------------- hands
+
+
+def test_a_writer_goes_from_hand_to_hand_and_is_one_hands_at_a_time():
+    storage, plan = REPLAY.make(lanes=1, steps=64, memory="shared"), REPLAY.plan([0], 40)
+    writer = storage.writer(name="w")
+    writer.add(**plan[0])
+    first, go_on = start_and_hold(writer, plan[1:10], plan[10:20])
+    with pytest.raises(InvalidInputError, match=rf'given away: writer "w" \(process {first.pid}\) has \[0\].*Nothing'):
+        writer.add(**plan[1])
+    second = start("fork", write_plan, writer, plan[20:], 1)
+    second.join(DEADLINE)
+    assert second.exitcode == 1  # the first one has it
+    go_on.set()
+    join(first)
+    third, _ = start_and_hold(writer, plan[20:30])
+    kill(third)
+    with pytest.warns(RuntimeWarning, match="died"):
+        assert storage.lost_writers == 1
+    join(start("fork", write_plan, writer, plan[30:], 1))
+    assert storage.lost_writers == 1
+    assert sorted(storage.get_all_buffer_data()["actions"].flatten().tolist()) == sorted(
+        int(step["actions"][0]) for step in plan
+    )
+    storage.close()
+
+
+def test_a_lane_has_one_writer():
+    storage = REPLAY.make(lanes=3, memory="shared")
+    writer = storage.writer(range(1, 2), name="middle")
+    for lanes in (None, range(3), range(1, 2), 2):
+        with pytest.raises(InvalidInputError, match=rf'"middle" \(process {os.getpid()}\) has \[1\]'):
+            storage.writer(lanes)
+    left, right = storage.writer(1), storage.writer(1)
+    assert (left.lanes, right.lanes, left.num_envs) == (range(1), range(2, 3), 1)
+    writer.close()
+    assert storage.writer(1).lanes == range(1, 2)
+
+
+def test_a_writer_that_is_let_go_gives_its_lanes_back():
+    storage, plan = REPLAY.make(memory="ram"), REPLAY.plan(range(2), 9)
+    writer = storage.writer()
+    writer.add(**plan[0])
+    del writer
+    with storage.writer() as writer:
+        writer.add(**plan[0])
+    writer.close()  # again
+    with pytest.raises(StorageClosedError, match="this writer is closed; nothing was written"):
+        writer.add(**plan[1])
+    storage.add(**plan[2])
+    assert (len(storage), storage.lost_writers) == (6, 0)
+
+
+def test_writers_that_nothing_here_holds_reach_the_processes_that_they_were_given_to():
+    """The usual loop: each is made, given to a process and let go before that process has added anything."""
+    storage, plan = REPLAY.make(lanes=3, memory="shared"), REPLAY.plan([0], 20)
+    added, go_on = [FORK.Event() for _ in range(3)], FORK.Event()
+    processes = [start("fork", add_and_wait, storage.writer(1), plan, event, go_on) for event in added]
+    assert all(event.wait(DEADLINE) for event in added)
+    with pytest.raises(InvalidInputError, match="no 1 lanes in a row are free"):
+        storage.writer(1)
+    go_on.set()
+    join(*processes)
+    assert (len(storage), storage.lost_writers) == (60, 0)
+    with storage.writer() as writer:
+        assert writer.num_envs == 3
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", SHARED, ids=repr)
+@pytest.mark.parametrize("memory", ["ram", "shared"])
+def test_nothing_but_its_writers_adds_while_there_are_any(kind, memory):
+    plan = kind.plan(range(2), 9)
+    storage, source = kind.make(memory=memory), kind.make(memory="ram")
+    source.add(**plan[0])
+    data = source.get_all_buffer_data()
+    with storage.writer(1):
+        for call in (lambda: storage.add(**plan[0]), lambda: storage.insert_data_slice(data)):
+            with pytest.raises(InvalidInputError, match=r"added by its writers.*Nothing was written"):
+                call()
+        with pytest.raises(InvalidInputError, match="size cannot change while there are writers"):
+            storage.update_storage_parameter("storage_size", 8)
+        assert (len(storage), storage.storage_size) == (0, 64)
+    storage.add(**plan[0])
+    storage.insert_data_slice(data)
+    assert len(storage) == 4
+    for either in (storage, source):
+        either.close()
+
+
+@pytest.mark.parametrize("memory", ["ram", "device", "mapped"])
+def test_a_writer_of_memory_that_is_not_shared_stays_in_its_process(memory, tmp_path):
+    where = {"path": tmp_path / "rows"} if memory == "mapped" else {}
+    storage = REPLAY.make(memory=memory, **where)
+    with storage.writer() as writer:
+        told = re.escape('works in its own process alone; give the storage memory="shared"')
+        with pytest.raises(InvalidInputError, match=told):
+            pickle.dumps(writer)
+        writer.add(**REPLAY.plan(range(2), 9)[0])
+    assert len(storage) == 2
+    storage.close()
+
+
+def test_a_closed_writer_stays_closed_when_it_is_pickled():
+    storage = REPLAY.make(memory="shared")
+    writer = storage.writer()
+    writer.close()
+    with pytest.raises(StorageClosedError, match="closed"):
+        pickle.loads(pickle.dumps(writer)).add(**REPLAY.plan(range(2), 9)[0])
+    assert len(storage) == 0
+
+
+def test_kept_snapshots_do_not_go_with_writers(tmp_path):
+    kind = SHARED[1]
+    storage = kind.make(save_snapshot=True, snapshot_dir=tmp_path / "kept")
+    with pytest.raises(InvalidInputError, match="save_snapshot"):
+        storage.writer()
+    storage.close()
+
+
+def test_copies_have_no_writers_and_hold_what_was_there():
+    storage, plan = REPLAY.make(memory="shared"), REPLAY.plan(range(2), 40)
+    with storage.writer() as writer:
+        for step in plan:
+            writer.add(**step)
+        for other in (copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))):
+            assert_same(leaves(other.get_all_buffer_data()), leaves(storage.get_all_buffer_data()))
+            other.add(**plan[0])
+            with pytest.raises(InvalidInputError, match="own process alone"):
+                pickle.dumps(other.writer())
+            other.close()
+    storage.close()
+
+
+def test_a_copy_of_a_shared_storage_can_be_saved_and_taken_up(tmp_path):
+    storage, plan = REPLAY.make(memory="shared"), REPLAY.plan(range(2), 200)
+    for step in plan:
+        storage.add(**step)
+    copied = copy.deepcopy(storage)
+    copied.save(tmp_path / "copy")
+    loaded = type(storage).load(tmp_path / "copy")
+    assert_same_rows(loaded, copied)
