@@ -139,11 +139,13 @@ class SharedReplay(ReplayBase):
         count = lanes if mask is None else int(as_tensor(mask, "mask").count_nonzero())
         if not control.limiter.insert(count, self.timeout):
             raise self._late("added", "sampled")
-        before = self._ring_of().rows_written
+        before = int(self._ring_of().written.sum())
         try:
             super()._put(values)
         finally:
-            left_out = count - (self._ring_of().rows_written - before)  # all if it was refused; reset steps if not
+            left_out = count - (
+                int(self._ring_of().written.sum()) - before
+            )  # all if it was refused; reset steps if not
             if left_out:
                 control.limiter.count_inserts(-left_out)
 
