@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlstore.engine.checks import check_name
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.limiter import RateLimit
 from rlstore.engine.schema import as_tensor
@@ -46,6 +47,7 @@ class SharedReplay(ReplayBase):
             name: What errors and warnings call it.
         """
         ring, control = self._ring_of(), self._controlled()
+        check_name("writer()", name)
         if getattr(self, "save_snapshot", False):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         part = control.free_lanes(lanes)

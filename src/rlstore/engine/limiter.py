@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_positive
 from rlstore.engine.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import Limiter as SharedLimiter
@@ -40,11 +42,10 @@ class RateLimit:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.samples_per_insert) and self.samples_per_insert > 0):
-            raise InvalidInputError(f"samples_per_insert is {self.samples_per_insert!r}; it must be above 0")
-        if isinstance(self.min_size, bool) or int(self.min_size) != self.min_size or self.min_size < 1:
-            raise InvalidInputError(f"min_size is {self.min_size!r}; it must be a whole number of at least 1")
-        if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):
+        if not _is_above_0(self.samples_per_insert):
+            raise InvalidInputError(f"samples_per_insert is {self.samples_per_insert!r}; it must be a number above 0")
+        check_positive("RateLimit()", min_size=self.min_size)
+        if self.tolerance is not None and not _is_above_0(self.tolerance):
             raise InvalidInputError(f"tolerance is {self.tolerance!r}; it must be above 0, or None")
 
     def resolved(self, inserts: int, samples: int) -> RateLimit:
@@ -85,6 +86,11 @@ class RateLimit:
         if self.tolerance is None:
             raise InvalidInputError("the tolerance is not known yet; ask resolved()")
         return self.tolerance
+
+
+def _is_above_0(value: object) -> bool:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return is_number and math.isfinite(float(value)) and float(value) > 0  # type: ignore[arg-type]
 
 
 class Limiter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,8 +116,11 @@ class SlotQueue:
             if any(self._enter(place) for place in range(self._count, 2 * self._count + 64)):
                 return
             raise InvalidInputError("the queue holds None as often as it can. Nothing was changed.")
-        if isinstance(index, bool) or not 0 <= index < self._count or int(index) != index:
-            raise InvalidInputError(f"{index!r} is no slot of this queue, which has 0 to {self._count - 1}")
+        is_whole = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+        if not is_whole or not 0 <= index < self._count:
+            raise InvalidInputError(
+                f"{index!r} is no slot of this queue, which has 0 to {self._count - 1}. Nothing was changed."
+            )
         if not self._enter(int(index)):
             raise InvalidInputError(f"slot {index} is in the queue already. Nothing was changed.")
 
