@@ -14,7 +14,7 @@ from torch import Tensor
 from rlstore.distributed_actor import ActorHandle, check_row
 from rlstore.distributed_learner import Learner
 from rlstore.distributed_memory import InitialStates, RolloutStorages
-from rlstore.engine.checks import check_device, check_positive, check_seconds
+from rlstore.engine.checks import check_device, check_name, check_positive, check_seconds
 from rlstore.engine.slots import State
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError
@@ -206,6 +206,7 @@ class DistributedStorage(SavedDistributed):
         Args:
             name: How errors and warnings call it; the process's number is always told.
         """
+        check_name("actor()", name)
         return ActorHandle(self._ready_memory(), name, self.timeout)
 
     def learner(

@@ -30,9 +30,10 @@ class Rollout:
     @property
     def slot(self) -> int:
         """The slot's number."""
-        if self._slot is None:
+        if self._slot is None or not self._member.is_writing(self._slot):
             raise NotReadyError(
-                "this rollout was committed or abandoned, and is no longer this actor's: reserve another"
+                "this rollout was committed or abandoned, or its actor was closed: it is no longer this actor's. "
+                "Nothing was written. Reserve another."
             )
         return self._slot
 

@@ -75,6 +75,7 @@ class DistributedBase(Storage):
             Member(memory.handoff, "maker", None, self.timeout) for _ in range(3)
         )
         _ = self._inserter.number  # the first to join is the one that made the memory
+        memory.maker = self._inserter  # handles of this process keep it, though the storage be let go of
         self._memory, self._views = memory, None
         self._gather = RolloutGather(memory)
 

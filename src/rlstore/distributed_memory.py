@@ -13,7 +13,7 @@ from torch import Tensor
 from rlstore.distributed_fields import RolloutFields
 from rlstore.engine.capacity import free_ram
 from rlstore.engine.gather import LARGE_BYTES, gather_slots
-from rlstore.engine.handoff import Handoff
+from rlstore.engine.handoff import Handoff, Member
 from rlstore.engine.memory import Recycler, allocate_empty, allocate_huge
 from rlstore.engine.segment import Segment
 from rlstore.errors import DoesNotFitError
@@ -49,6 +49,7 @@ class RolloutMemory:
             segment = Segment.create(needed)
         self.segment = segment
         self.handoff = Handoff(segment, count)
+        self.maker: Member | None = None  # in the process that made it
         with torch.inference_mode(False):
             pieces = [
                 segment.carve((count, line), torch.uint8)[:, :size].view(dtype).view(count, *shape)

@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
 
     rows: Tensor
     weights: Tensor | None = None
-    others: Tensor | None = None  # rows of which something else is gathered: where sequences begin, goals come from
+    others: Tensor | None = None  # rows to gather something else from: where sequences begin, or goals come from
 
 
 class ReplayBase(Storage):

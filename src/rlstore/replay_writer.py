@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
+from torch import Tensor
+
 from rlstore.engine.backing import Backing
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.lane_control import LaneControl
@@ -105,7 +107,8 @@ class ReplayWriter:
                 f"and {limiter.sampled} sampled, at {limiter.limit}. The {control.describe_maker()} lives and has to "
                 "sample more first. Nothing was written."
             )
-        ring, before = self._part._replay, self._part._replay.rows_written
+        written: Tensor = self._part._replay.written
+        before = int(written.sum())
         try:
             with control.turn:
                 control.enter(first, self._given_by, self._timeout)
@@ -114,7 +117,7 @@ class ReplayWriter:
                 finally:
                     control.leave(first)
         finally:
-            left_out = count - (ring.rows_written - before)  # all if it was refused; reset steps if not
+            left_out = count - (int(written.sum()) - before)  # all if it was refused; reset steps if not
             if left_out:
                 control.limiter.count_inserts(-left_out)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlstore.engine.checks import check_name
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
@@ -45,6 +46,7 @@ class SharedReplay(ReplayBase):
             name: What errors and warnings call it.
         """
         ring, control = self._ring_of(), self._controlled()
+        check_name("writer()", name)
         if getattr(self, "save_snapshot", False):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         part = control.free_lanes(lanes)
@@ -137,11 +139,13 @@ class SharedReplay(ReplayBase):
         count = count_of(values[2 * leaves + len(self._fields.columns) + 2], lanes)
         if not control.limiter.insert(count, self.timeout):
             raise self._late("added", "sampled")
-        before = self._ring_of().rows_written
+        before = int(self._ring_of().written.sum())
         try:
             super()._put(values)
         finally:
-            left_out = count - (self._ring_of().rows_written - before)  # all if it was refused; reset steps if not
+            left_out = count - (
+                int(self._ring_of().written.sum()) - before
+            )  # all if it was refused; reset steps if not
             if left_out:
                 control.limiter.count_inserts(-left_out)
 

@@ -78,6 +78,14 @@ def _act_then_hold(handle, numbers, holding) -> None:
     holding.recv()
 
 
+def make_and_fail(given) -> None:
+    """A learner's process: gives an actor's handle away, and ends without closing its storage."""
+    storage = make()
+    given.send(storage.actor())
+    given.recv()
+    raise SystemExit(1)
+
+
 @contextmanager
 def actor_in_the_middle(handle, numbers=()):
     """An actor process that has committed these rollouts and is writing another; its process and that slot."""

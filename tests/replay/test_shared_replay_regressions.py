@@ -21,6 +21,7 @@ from rlstore import (
     RateLimit,
     ReplayStorage,
     SequenceReplayStorage,
+    SlotQueue,
     Storage,
     StorageClosedError,
     WaitTimeoutError,
@@ -267,3 +268,21 @@ def test_saved_while_a_batch_ahead_was_overwritten(tmp_path: Path) -> None:
     resumed.sample()
     resumed.close()
     storage.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda storage: storage.writer("all"), "lanes are 'all'"),
+        (lambda storage: storage.writer(0.5), "lanes are 0.5"),
+        (lambda storage: storage.writer([0]), r"lanes are \[0\]"),
+        (lambda storage: storage.writer(name=5), "name is 5"),
+        (lambda storage: RateLimit("4"), "samples_per_insert is '4'"),  # type: ignore[arg-type]
+        (lambda storage: RateLimit(4, min_size=None), "min_size is None"),  # type: ignore[arg-type]
+        (lambda storage: RateLimit(4, tolerance="x"), "tolerance is 'x'"),  # type: ignore[arg-type]
+        (lambda storage: SlotQueue(2).put("a"), "'a' is no slot"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(make: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        make(limited("shared", None))

@@ -34,6 +34,12 @@ def check_seconds(owner: str, **times: object) -> None:
             raise InvalidInputError(f"{name} is {seconds!r}; {owner} needs a number of seconds that is not negative")
 
 
+def check_name(owner: str, name: object) -> None:
+    """Refuse what is no name: a string, or None."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidInputError(f"name is {name!r}; {owner} needs a string, or None")
+
+
 def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of whole numbers that are not negative."""
     try:

@@ -216,11 +216,6 @@ class EpisodeRing:
         return int((self._written - self._begun).clip(max=self.steps).sum())
 
     @property
-    def rows_written(self) -> int:
-        """The rows that were ever written."""
-        return int(self._written.sum())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all blocks and tables."""
         apart = [self.blocks[name] for name, _, _ in self._layout.apart]

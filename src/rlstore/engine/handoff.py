@@ -205,6 +205,10 @@ class Member:
         if not self.handoff.slots.give(slot, State.WRITING, State.FULL, self.number):
             raise StorageError(f"slot {slot} is not being written by this handle, and cannot be committed")
 
+    def is_writing(self, slot: int) -> bool:
+        """True if a slot is this member's to write, in this process."""
+        return self._pid == os.getpid() and self.handoff.slots.owner(slot) == self._number
+
     def abandon(self, slot: int, count: int = 1) -> None:
         """The slot was not written after all: it is free again."""
         if self.handoff.slots.give(slot, State.WRITING, State.FREE, self.number):
@@ -328,6 +332,8 @@ class Member:
 
 
 def _leave(handoff: Handoff, number: int) -> None:
+    if number == MAKER:
+        handoff.close()  # also where its process ends with an error: actors need not find out that nobody reads
     written, _ = handoff.slots.reclaim(number)
     handoff.add(_ABANDONED, written)
     handoff.turn.reclaim(number)

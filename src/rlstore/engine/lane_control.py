@@ -69,7 +69,8 @@ class LaneControl:
             return wanted
         if wanted is None:
             return range(self.lanes)
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= self.lanes:
+        is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
+        if not is_whole or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
         free = 0
         for lane in range(self.lanes):

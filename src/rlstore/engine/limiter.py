@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,12 +42,11 @@ class RateLimit:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {"samples_per_insert": self.samples_per_insert, "tolerance": self.tolerance}
-        for name, value in given.items():
-            is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-            if not (is_number and math.isfinite(value) and value > 0) and (value is not None or name != "tolerance"):
-                raise InvalidInputError(f"{name} is {value!r}; RateLimit needs a number above 0")
+        if not _is_above_0(self.samples_per_insert):
+            raise InvalidInputError(f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0")
         check_positive("RateLimit", min_size=self.min_size)
+        if self.tolerance is not None and not _is_above_0(self.tolerance):
+            raise InvalidInputError(f"tolerance is {self.tolerance!r}; RateLimit needs a number above 0, or None")
 
     def resolved(self, inserts: int, samples: int) -> RateLimit:
         """The limit with a tolerance that lets calls of these sizes go ahead.
@@ -88,6 +86,11 @@ class RateLimit:
         if self.tolerance is None:
             raise InvalidInputError("the tolerance is not known yet; ask resolved()")
         return self.tolerance
+
+
+def _is_above_0(value: object) -> bool:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return is_number and math.isfinite(float(value)) and float(value) > 0  # type: ignore[arg-type]
 
 
 class Limiter:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,13 +131,12 @@ class SlotQueue:
             if any(self._enter(place) for place in range(self._count, 2 * self._count + 64)):
                 return
             raise InvalidInputError("the queue holds None as often as it can. Nothing was changed.")
-        try:
-            place = -1 if isinstance(index, bool) else operator.index(index)
-        except TypeError:
-            place = -1
-        if not 0 <= place < self._count:
-            raise InvalidInputError(f"{index!r} is no slot of this queue, which has 0 to {self._count - 1}")
-        if not self._enter(place):
+        is_whole = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+        if not is_whole or not 0 <= index < self._count:
+            raise InvalidInputError(
+                f"{index!r} is no slot of this queue, which has 0 to {self._count - 1}. Nothing was changed."
+            )
+        if not self._enter(int(index)):
             raise InvalidInputError(f"slot {index} is in the queue already. Nothing was changed.")
 
     def _enter(self, place: int) -> bool:
