@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from benchmarks import (
     decoupled,
     footprint,
+    handoff,
     recurrent,
     replay_nstep_pixels,
     replay_pixels,
@@ -36,6 +38,8 @@ WORKLOADS = {
     "replay_sequences": replay_sequences.workload,
     "replay_pixels": replay_pixels.workload,
     "replay_nstep_pixels": replay_nstep_pixels.workload,
+    "handoff": handoff.workload,
+    "handoff_written": partial(handoff.workload, writes=True),
 }
 BYTES = "bytes"
 OUTPUT = Path("out/bench.json")
