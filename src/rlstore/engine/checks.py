@@ -73,10 +73,3 @@ def check_seed(owner: str, seed: object) -> int:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**63:
         raise InvalidInputError(f"seed is {seed!r}; {owner} needs a whole number from 0 up to 2**63 - 1, or None")
     return int(seed)
-
-
-def check_seconds(owner: str, name: str, value: object) -> float:
-    """A span of time, above 0 and at most a million seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
-        raise InvalidInputError(f"{name} is {value!r}; {owner} needs seconds, above 0 and at most 1e6")
-    return float(value)
