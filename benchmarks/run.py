@@ -16,6 +16,7 @@ from benchmarks import (
     decoupled,
     footprint,
     handoff,
+    ray_replay,
     recurrent,
     replay_nstep_pixels,
     replay_pixels,
@@ -40,6 +41,8 @@ WORKLOADS = {
     "replay_nstep_pixels": replay_nstep_pixels.workload,
     "handoff": handoff.workload,
     "handoff_written": partial(handoff.workload, writes=True),
+    "ray_pixels": ray_replay.pixels,
+    "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
 OUTPUT = Path("out/bench.json")
