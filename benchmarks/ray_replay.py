@@ -30,7 +30,7 @@ SHARDS = WRITERS = 2
 PREFETCH = 2
 # Calls of the writers that may be open while batches are taken.
 INSERTS = 4
-OBJECT_STORE = 1 << 30
+OBJECT_STORE = 256 << 20
 
 Batch = Mapping[str, Tensor]
 
