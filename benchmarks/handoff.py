@@ -4,8 +4,8 @@ The learner takes batches one after the other and does nothing with them. In one
 they are, so that the time is that of the hand-off and of making batches. In the other they write each rollout first,
 which takes them a copy; on a machine of few cores that time is the learner's too.
 
-Actors are processes of their own, so the clock is the wall's. They stop when every slot is full, and thus do not disturb
-the contenders whose turn it is.
+Actors are processes of their own, so the clock is the wall's. They stop when every slot is full, and thus do not
+disturb the contenders whose turn it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from torch import Tensor
@@ -116,7 +117,7 @@ class Handoff(Contender):
 
 
 def storage() -> DistributedStorage:
-    frames = Box(0, 255, FRAMES, "uint8")
+    frames = Box(0, 255, FRAMES, np.uint8)
     made = DistributedStorage(frames, Discrete(ACTIONS), "cpu", STEPS, SLOTS, BATCH)
     for slot in range(SLOTS):
         copy_into({key: made.storages[key][slot] for key in made.storages}, rollout(slot))
@@ -154,9 +155,7 @@ def _act_natively(values: Rollouts | None, actor: Any) -> None:
         return
 
 
-def _act_with_queues(
-    values: Rollouts | None, free: Any, full: Any, slots: Mapping[str, Any]
-) -> None:
+def _act_with_queues(values: Rollouts | None, free: Any, full: Any, slots: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     while (slot := free.get()) is not None:
         if values is not None:
@@ -239,6 +238,9 @@ class Copy(Contender):
             if self._new_memory:
                 self._target = torch.frombuffer(mmap.mmap(-1, len(self._source)), dtype=torch.uint8)
             self._target.copy_(self._source)
+
+    def rest(self) -> None:
+        time.sleep(REST)  # as the others do: whoever has rested is served first on a busy machine
 
 
 def check(writes: bool, evidence: Mapping[str, Mapping[str, Tensor]]) -> None:

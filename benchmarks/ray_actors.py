@@ -1,4 +1,4 @@
-"""What the workloads with Ray run in processes of the cluster: writers, and the actors of the contenders that are not ours."""
+"""What the workloads with Ray run in the cluster's processes: writers, and the actors of those that are not ours."""
 
 from __future__ import annotations
 

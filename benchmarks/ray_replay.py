@@ -233,4 +233,6 @@ def pixels() -> Workload:
 
 def vectors() -> Workload:
     """Small batches, where calls are all there is."""
-    return _workload("ray_vector", "observations 17, actions 6", VectorSource(), 20_000, 4 * (2 * 17 + 6 + 2), rounds=15)
+    return _workload(
+        "ray_vector", "observations 17, actions 6", VectorSource(), 20_000, 4 * (2 * 17 + 6 + 2), rounds=15
+    )

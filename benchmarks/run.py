@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from benchmarks import (
     rollout,
     small_batches,
 )
-from benchmarks.harness import run_alone
+from benchmarks.harness import Workload, run_alone
 
-WORKLOADS = {
+WORKLOADS: dict[str, Callable[[], Workload]] = {
     "rollout": rollout.workload,
     "recurrent": recurrent.workload,
     "small_batches": small_batches.workload,
