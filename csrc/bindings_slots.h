@@ -24,7 +24,7 @@ inline Deadline deadline_in(double seconds) {
   return Deadline(seconds);
 }
 
-// Memory, int64: the ticket, four events, three unused, and a word for each slot.
+// Memory, int64: the ticket, four events, slots written, slots read, one unused, and a word for each slot.
 class SlotTableObject {
  public:
   static constexpr size_t kHead = 8;
@@ -57,7 +57,7 @@ class SlotTableObject {
     size_t count;
     int64_t* words = shared_words(memory, kHead, &count);
     return SlotTable(reinterpret_cast<uint64_t*>(words + kHead), count - kHead, reinterpret_cast<uint64_t*>(words),
-                     reinterpret_cast<Event*>(words + 1));
+                     reinterpret_cast<Event*>(words + 1), reinterpret_cast<uint64_t*>(words + 5));
   }
   static SlotState state(int number) {
     if (number < 0 || number > 3) throw nb::value_error("a slot has four states");

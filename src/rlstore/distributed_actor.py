@@ -96,7 +96,7 @@ class ActorHandle:
         """A free slot to write, as soon as there is one.
 
         Args:
-            timeout: Seconds to wait at most; None takes the storage's.
+            timeout: Seconds to wait at most, 0 for no wait; None takes the storage's.
 
         Raises:
             PeerLostError: (a ConnectionError) if the process that made the storage is gone, or at the deadline if

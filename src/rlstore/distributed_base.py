@@ -115,6 +115,8 @@ class DistributedBase(Storage):
         return (full + len(self._looked or self._held)) * self.max_size + len(self._lanes) * self._step
 
     def __repr__(self) -> str:
+        if "_looked" not in self.__dict__:
+            return object.__repr__(self)
         name = f"{type(self).__name__}({self.num_storages} slots of {self.max_size} steps on {self.device}"
         if self._memory is None:
             return f"{name}: waits for its first sample)"
@@ -176,7 +178,9 @@ class DistributedBase(Storage):
         handoff = self._open_memory().handoff
         for slot in self._lanes:
             self._inserter.abandon(slot, 0)
-        self._server.release([*self._held, *self._server.try_collect(handoff.count)], served=False)
+        served, dropped = handoff.served, [*self._held, *self._server.try_collect(handoff.count)]
+        self._server.release(dropped)
+        handoff.set_counts(served, handoff.abandoned, handoff.reclaimed)
         self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
 
     @contextmanager
