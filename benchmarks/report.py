@@ -27,6 +27,7 @@ PACKAGES = (
     "cpprb",
     "rlox",
     "tianshou",
+    "ray",
 )
 
 

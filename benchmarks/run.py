@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.table import Table
 from benchmarks import (
     decoupled,
     footprint,
+    handoff,
+    ray_replay,
     recurrent,
     replay_nstep_pixels,
     replay_pixels,
@@ -24,9 +27,9 @@ from benchmarks import (
     rollout,
     small_batches,
 )
-from benchmarks.harness import run_alone
+from benchmarks.harness import Workload, run_alone
 
-WORKLOADS = {
+WORKLOADS: dict[str, Callable[[], Workload]] = {
     "rollout": rollout.workload,
     "recurrent": recurrent.workload,
     "small_batches": small_batches.workload,
@@ -36,6 +39,10 @@ WORKLOADS = {
     "replay_sequences": replay_sequences.workload,
     "replay_pixels": replay_pixels.workload,
     "replay_nstep_pixels": replay_nstep_pixels.workload,
+    "handoff": handoff.workload,
+    "handoff_written": partial(handoff.workload, writes=True),
+    "ray_pixels": ray_replay.pixels,
+    "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
 OUTPUT = Path("out/bench.json")
