@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -27,8 +26,6 @@ from rlstore.storage import BatchDict
 
 # Calls with priorities that may be open; then update() waits for the oldest.
 _OPEN_UPDATES = 8
-# What a shard told with its last draw is good for so long; after that it is asked anew.
-_TOLD_SECONDS = 0.05
 
 
 class ServedLearner:
@@ -58,7 +55,6 @@ class ServedLearner:
         self._health, self._output = Health(connection), Output(device)
         self._random = np.random.default_rng(check_seed("learner()", seed))
         self._random_lock = threading.Lock()
-        self._told: dict[int, tuple[Totals, float]] = {}  # by shard, and when
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
         self._ahead: deque[Future[BatchDict]] = deque()
         self._updates: deque[tuple[Any, int, int]] = deque()
@@ -134,7 +130,7 @@ class ServedLearner:
         if len(self._served.shards) == 1:
             counts, chances = [size] * len(shards), [1.0] * len(shards)
         else:
-            asked = self._totals(shards)
+            asked = self._ask(shards, "totals")
             shards = [shard for shard, told in asked if told.total > 0]
             totals = [told.total for _, told in asked if told.total > 0]
             if not shards:
@@ -150,12 +146,8 @@ class ServedLearner:
             return None
         return parts, [shard for shard, _, _ in wanted], [chance for _, _, chance in wanted]
 
-    def _totals(self, shards: list[int]) -> list[tuple[int, Totals]]:
-        """What draws from each shard are in proportion to, as it told with a draw of just now, or tells."""
-        now, known = time.monotonic(), dict(self._told)
-        if all(shard in known and now - known[shard][1] < _TOLD_SECONDS for shard in shards):
-            return [(shard, known[shard][0]) for shard in shards]
-        refs = [self._served.shards[shard].totals.remote() for shard in shards]
+    def _ask(self, shards: list[int], method: str) -> list[tuple[int, Totals]]:
+        refs = [getattr(self._served.shards[shard], method).remote() for shard in shards]
         return [pair for pair in zip(shards, self._collect(shards, refs), strict=True) if pair[1] is not None]
 
     def _collect(self, shards: list[int], refs: list[Any]) -> list[Any]:

@@ -52,7 +52,7 @@ class Draw(NamedTuple):
     """A shard's part of a batch.
 
     ``priorities`` are p_i of the rows, or None where draws are uniform; ``total`` is their sum over the shard, and
-    ``beta`` the exponent of the weights, both as they were at the draw. ``totals`` are what the next one has to know.
+    ``beta`` the exponent of the weights, both as they were at the draw.
     """
 
     parts: list[Packed]
@@ -61,7 +61,6 @@ class Draw(NamedTuple):
     priorities: Array | None
     total: float
     beta: float
-    totals: Totals
 
 
 class Shard:
@@ -196,11 +195,8 @@ class Shard:
         """What draws are in proportion to."""
         storage = self._open()
         with self._lock:
-            return self._totals(storage)
-
-    def _totals(self, storage: Storage) -> Totals:
-        held = self._held(storage)
-        return Totals(float(storage.draw_total) if len(storage) else float(held), held)
+            held = self._held(storage)
+            return Totals(float(storage.draw_total) if len(storage) else float(held), held)
 
     @ray.method(concurrency_group="draw")
     def draw(self, count: int) -> Draw:
@@ -214,9 +210,8 @@ class Shard:
                 priorities = storage.priorities(rows).numpy()
                 total, beta = storage.priority_total, storage.current_beta
             self._facts.sampled += count
-            totals = self._totals(storage)
         parts = [pack(batch) for batch in batches]
-        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta, totals)
+        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta)
 
     @ray.method(concurrency_group="draw")
     def update(self, rows: Array, generations: Array, priorities: Array) -> None:
