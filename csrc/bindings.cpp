@@ -12,6 +12,7 @@
 
 #include "bindings_draws.h"
 #include "bindings_gather.h"
+#include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
@@ -320,6 +321,7 @@ NB_MODULE(_native, m) {
   m.def("make_event", &make_event);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
+  m.def("gather_slots", &gather_slots_binding);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
   m.def("discounted_returns", &discounted_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import misuse_replay  # noqa: F401  (for its calls)
+import misuse_rollouts  # noqa: F401  (for its calls)
 import torch
 from misuse import EDGES, MISUSES, OUTPUTS
 

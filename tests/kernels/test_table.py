@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import test_against_reference  # noqa: F401  (for its marks)
+import test_gather_slots  # noqa: F401  (for its marks)
 import test_replay_draws  # noqa: F401  (for its marks)
 import test_replay_gather  # noqa: F401  (for its marks)
 import test_replay_ring  # noqa: F401  (for its marks)

@@ -47,6 +47,23 @@ def gather_rows(
     return outs
 
 
+def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
+    """The rollouts of some slots side by side: ``result[t, i] = source[slots[i], t]``.
+
+    Args:
+        sources: Blocks ``[slots, rows, *shape]`` on the CPU, each slot contiguous.
+        slots: Slot numbers, int64 ``[n]``.
+        empty: What makes the results.
+
+    Returns:
+        New tensors ``[rows, n, *shape]``.
+    """
+    count = len(slots)
+    outs = tuple(empty((source.shape[1], count, *source.shape[2:]), source.dtype, slots.device) for source in sources)
+    kernel("gather_slots", slots.device.type)(sources, slots, outs)
+    return outs
+
+
 def gather_batches(
     sources: tuple[Tensor, ...],
     rows: Tensor,

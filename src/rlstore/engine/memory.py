@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from torch import Tensor
 
 # The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
 KEEP_BYTES = 256 << 20
+_HUGE_PAGE = 2 << 20
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
@@ -32,15 +35,34 @@ def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
+def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`allocate_empty`, in pages of 2 MiB where the system gives them: for large outputs that serve again."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE_PAGE or device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return allocate_empty(shape, dtype, device)
+    # One page more, of which what comes before the first boundary is never touched.
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        first = -whole.data_ptr() % _HUGE_PAGE
+        made = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=first)
+        return made.view(tuple(shape)).data  # no view of another tensor: those that hold the memory are counted
+
+
 class Recycler:
     """Hands out CPU tensors whose memory may have served before, and is held by nobody now.
 
     Fresh memory costs a page fault every four kilobytes, which takes longer than gathering into it. So the outputs of
     an update are remembered, and their memory serves again once the caller has let go of all of it: of the tensors, of
     views of them, of arrays and graphs that hold them.
+
+    Args:
+        allocate: What makes fresh memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocator = allocate_empty) -> None:
+        self._allocate = allocate
         self._spares: dict[tuple[torch.Size, torch.dtype], deque[Tensor]] = {}
         self._used: set[int] = set()  # ids of the spares that have served since begin()
         self._addresses: dict[int, int] = {}  # of each spare; one that moved is shared with another process
@@ -65,7 +87,7 @@ class Recycler:
             if spare.data_ptr() == self._addresses[id(spare)] and _count_holders(spare) == _UNHELD:
                 self._used.add(id(spare))
                 return spare.detach()  # a tensor of its own on the same memory, by which a holder is seen
-        fresh = allocate_empty(shape, dtype, device)
+        fresh = self._allocate(shape, dtype, device)
         if self._bytes + fresh.nbytes > KEEP_BYTES:
             return fresh
         spares.append(fresh)
@@ -75,7 +97,7 @@ class Recycler:
         return fresh.detach()
 
     def __getstate__(self) -> dict[str, object]:
-        return Recycler().__dict__  # a copy makes outputs of its own
+        return Recycler(self._allocate).__dict__  # a copy makes outputs of its own
 
 
 class Arena:

@@ -48,6 +48,7 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "Priorities": {"cpu": _native.Priorities},
     "draw_units": {"cpu": _native.draw_units},
     "gather": {"cpu": _native.gather},
+    "gather_slots": {"cpu": _native.gather_slots},
     "gae": {"cpu": _native.gae},
     "discounted_returns": {"cpu": _native.discounted_returns},
     "n_step_returns": {"cpu": _native.n_step_returns},

@@ -74,6 +74,12 @@ def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...
         target.copy_(source.flatten(0, 1).index_select(0, rows))
 
 
+def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, targets: tuple[Tensor, ...]) -> None:
+    """``targets[k][t, i] = sources[k][slots[i], t]``: the rollouts of some slots, side by side."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source.index_select(0, slots).transpose(0, 1).reshape(target.shape))
+
+
 def gae(
     rewards: Tensor,
     values: Tensor,
