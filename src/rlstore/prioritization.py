@@ -48,6 +48,11 @@ class PriorityStorage(OffPolicyStorage):
         self._catch_up()
         return 0.0 if self._priorities is None else self._priorities.total
 
+    @property
+    def draw_total(self) -> float:
+        """What draws are in proportion to: the sum of all ``p_i``; without priorities, what can be drawn."""
+        return super().draw_total if self._priorities is None else self._priorities.total
+
     def priorities(self, rows: Any) -> Tensor:
         """``p_i`` of rows that are held, float32 ``[n]``."""
         ring, ids = self._ring_of(), as_tensor(rows, "rows").to("cpu", torch.int64)

@@ -130,6 +130,13 @@ class SequenceReplayStorage(PriorityStorage):
         )
 
     @property
+    def draw_total(self) -> float:
+        """What draws are in proportion to: the windows, or with priorities their sum."""
+        if self._replay is None:
+            return 0.0
+        return float(len(self._windows)) if self._priorities is None else super().draw_total
+
+    @property
     def _length(self) -> int:
         return self.burn_in + self.sequence_length
 

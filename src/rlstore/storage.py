@@ -233,6 +233,11 @@ class Storage(ABC):
         """Transitions held now, over all environments."""
         return 0 if self._ring is None else self._ring.size * self._ring.lanes
 
+    @property
+    def draw_total(self) -> float:
+        """What draws are in proportion to, over everything held: transitions here, windows or priorities elsewhere."""
+        return float(len(self))
+
     def __bool__(self) -> bool:
         """True, also when empty: ``if storage`` asks whether there is one."""
         return True

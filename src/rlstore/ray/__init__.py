@@ -1,0 +1,35 @@
+"""Any storage served from a Ray cluster, and a queue of rollouts across machines: ``pip install rlstore[ray]``.
+
+::
+
+    served = serve(PrioritizedReplayStorage.create_factory(1_000_000, space, actions, num_envs=8), shards=4)
+    with served.writer(num_envs=8) as writer:      # in any task or actor: the handle is picklable
+        writer.add(sample)
+    with served.learner(batch_size=256) as learner:
+        for batch in learner:
+            learner.update(batch["rows"], priorities)
+"""
+
+try:
+    import ray as _ray  # noqa: F401
+except ImportError as error:  # pragma: no cover - run by a test in a process of its own
+    raise ImportError("rlstore.ray needs Ray, which is not installed: pip install rlstore[ray]") from error
+
+from rlstore.ray.learner import ReplayLearner
+from rlstore.ray.reports import QueueReport, ServedReport, ShardReport
+from rlstore.ray.rollout_queue import RolloutLearner, RolloutQueue, rollout_queue
+from rlstore.ray.serving import ServedStorage, serve
+from rlstore.ray.writer import ReplayWriter
+
+__all__ = [
+    "QueueReport",
+    "ReplayLearner",
+    "ReplayWriter",
+    "RolloutLearner",
+    "RolloutQueue",
+    "ServedReport",
+    "ServedStorage",
+    "ShardReport",
+    "rollout_queue",
+    "serve",
+]

@@ -1,0 +1,244 @@
+"""A shard: an actor with a storage in it.
+
+Inserts come in one thread and draws in others, one step or one draw at a time (``_lock``): a draw waits for a step, never
+for a whole call of steps, and a batch is sent while the next one is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+
+from rlstore.errors import SnapshotError
+from rlstore.on_policy import OnPolicyStorage
+from rlstore.prioritization import PriorityStorage
+from rlstore.ray.calls import this_node, was_restarted
+from rlstore.ray.lanes import LaneWriter, can_split, count_lanes
+from rlstore.ray.ledger import NAMESPACE, Facts, ledger_name
+from rlstore.ray.places import Place
+from rlstore.ray.shard_folder import ShardFolder
+from rlstore.ray.steps import Steps, each_step
+from rlstore.ray.wire import Array, Packed, pack
+from rlstore.storage import BatchDict, Storage
+
+
+class Totals(NamedTuple):
+    """What draws from a shard are in proportion to, and how many transitions it holds."""
+
+    total: float
+    held: int
+
+
+class Draw(NamedTuple):
+    """A shard's part of a batch.
+
+    ``priorities`` are p_i of the rows, or None where draws are uniform; ``total`` is their sum over the shard, and
+    ``beta`` the exponent of the weights, both as they were at the draw.
+    """
+
+    parts: list[Packed]
+    rows: Array
+    generation: int
+    priorities: Array | None
+    total: float
+    beta: float
+
+
+class Shard:
+    """The actor.
+
+    Args:
+        index: Which shard it is.
+        factory: Makes the storage.
+        name: Of the served storage, by which the ledger is found.
+        seed: Of everything that the storage draws.
+        snapshot_dir: Where snapshots go, or None.
+        snapshot_every: Transitions between snapshots, or None.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        factory: Callable[..., Storage],
+        name: str,
+        seed: int,
+        snapshot_dir: str | None,
+        snapshot_every: int | None,
+    ) -> None:
+        self._ledger, self._every = ray.get_actor(ledger_name(name), NAMESPACE), snapshot_every
+        self._folder = None if snapshot_dir is None else ShardFolder(snapshot_dir, index)
+        self._lock = threading.Lock()
+        self._writers: dict[str, LaneWriter] = {}
+        self._late, self._snapshots, self._saved_at = 0, 0, 0
+        self._kept: tuple[int, Any] = (0, None)
+        self._facts = Facts(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
+        self._storage: Storage | None = None
+        self._failure: Exception | None = None
+        try:
+            self._begin(factory, seed)
+        except Exception as error:  # told to whoever calls: an actor that fails to start could only say that it did
+            self._failure = error
+            return
+        self._tell()
+
+    def _begin(self, factory: Callable[..., Storage], seed: int) -> None:
+        try:
+            found = None if self._folder is None else self._folder.load(factory)
+        except SnapshotError as error:
+            if not was_restarted():
+                raise
+            found, self._facts.said = None, f"the snapshot could not be read ({error})"
+        if found is not None:
+            self._storage, numbers = found
+            self._facts.inserted = self._saved_at = numbers["inserted"]
+            self._facts.restored = self._held(self._storage)
+        else:
+            self._storage = factory("cpu", None, None)
+            if "_generator" in vars(self._storage):  # else a class with randomness of its own
+                self._storage.seed(int(np.random.SeedSequence([seed, self._facts.shard]).generate_state(1)[0]))
+
+    def ready(self) -> Facts:
+        """The shard works; else an error that says why not."""
+        self._open()
+        return self._news()
+
+    def _open(self) -> Storage:
+        if self._failure is not None:
+            raise self._failure
+        assert self._storage is not None
+        return self._storage
+
+    def _held(self, storage: Storage) -> int:
+        """Transitions held; a class that does not tell its length is taken to hold all it was given."""
+        return len(storage) or (self._facts.inserted if type(storage).__len__ is Storage.__len__ else 0)
+
+    def _news(self) -> Facts:
+        storage = self._open()
+        with self._lock:
+            return replace(self._facts, lanes=count_lanes(storage), splits=can_split(storage), held=self._held(storage))
+
+    def _tell(self) -> None:
+        self._ledger.tell.remote(self._news())
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def insert(self, writer: str, place: Place, steps: Steps) -> tuple[int, Exception | None]:
+        """Store steps ``[steps, envs, ...]`` of a writer's lanes.
+
+        Returns:
+            The transitions stored; and the error if a step was refused. Those before it are stored then, and it and
+            those behind it are not.
+        """
+        storage, stored, refused = self._open(), 0, None
+        try:
+            if writer not in self._writers:
+                self._writers[writer] = LaneWriter(storage, place.first, place.stop, place.whole)
+            for sample, count in each_step(steps):
+                with self._lock:
+                    self._writers[writer].insert(sample)
+                    self._facts.inserted += count
+                stored += count
+        except Exception as error:
+            refused = error
+        self._tell()
+        if self._every is not None and self._facts.inserted - self._saved_at >= self._every:
+            self.save()
+        return stored, refused
+
+    def forget(self, writer: str) -> None:
+        """A writer is closed."""
+        self._writers.pop(writer, None)
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    @ray.method(concurrency_group="draw")
+    def totals(self) -> Totals:
+        """What draws are in proportion to."""
+        storage = self._open()
+        with self._lock:
+            held = self._held(storage)
+            return Totals(float(storage.draw_total) if len(storage) else float(held), held)
+
+    @ray.method(concurrency_group="draw")
+    def draw(self, count: int) -> Draw:
+        """``count`` rows, drawn as the storage draws them."""
+        storage = self._open()
+        with self._lock:
+            batches = list(_batches(storage, count))
+            rows = torch.cat([batch.pop("rows", torch.full((0,), -1)).flatten() for batch in batches])
+            priorities, total, beta = None, 0.0, 0.0
+            if isinstance(storage, PriorityStorage) and storage.alpha > 0:
+                priorities = storage.priorities(rows).numpy()
+                total, beta = storage.priority_total, storage.current_beta
+            self._facts.sampled += count
+        parts = [pack(batch) for batch in batches]
+        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta)
+
+    @ray.method(concurrency_group="draw")
+    def update(self, rows: Array, generations: Array, priorities: Array) -> None:
+        """Set priorities; those for another life of this shard are dropped and counted, as are overwritten rows."""
+        storage = self._open()
+        mine = generations == self._facts.generation
+        with self._lock:
+            self._late += int((~mine).sum())
+            if mine.any():
+                update: Any = storage.update  # type: ignore[attr-defined]
+                update(torch.from_numpy(rows[mine]), torch.from_numpy(priorities[mine]))
+
+    # ---------------------------------------------------------------------------------------------- the whole
+
+    def each(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the storage."""
+        storage = self._open()
+        with self._lock:
+            result = getattr(storage, method)(*args, **kwargs)
+        self._tell()
+        return list(result) if isinstance(result, Iterator) else result
+
+    def save(self) -> int:
+        """Write a snapshot; gives the transitions ever inserted that it knows of."""
+        storage = self._open()
+        if self._folder is None:
+            raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
+        with self._lock:
+            inserted = self._facts.inserted
+            self._folder.save(storage, {"inserted": inserted})
+            self._saved_at = inserted
+            self._snapshots += 1
+        self._ledger.save.remote()
+        return inserted
+
+    @ray.method(concurrency_group="draw")
+    def describe(self) -> tuple[Facts, int, int]:
+        """The facts, priorities that came too late, and snapshots written."""
+        storage = self._open()
+        late = storage.stale_updates if isinstance(storage, PriorityStorage) else 0
+        return self._news(), self._late + late, self._snapshots
+
+    @ray.method(concurrency_group="draw")
+    def keep(self, version: int, kept: Any) -> None:
+        """Keep what the ledger knows, in case that it is lost."""
+        if version > self._kept[0]:
+            self._kept = version, kept
+
+    @ray.method(concurrency_group="draw")
+    def recall(self) -> tuple[Any, Facts]:
+        """What the ledger knew, and the facts."""
+        return self._kept[1], self._news()
+
+
+def _batches(storage: Storage, count: int) -> Iterator[BatchDict]:
+    """``count`` rows in as few batches as the storage can give: a rollout gives no row twice in one."""
+    most = len(storage) if isinstance(storage, OnPolicyStorage) else count
+    while count > 0:
+        size = min(count, max(most, 1))
+        yield next(iter(storage.generate_batches(1, size, 1)))
+        count -= size

@@ -1,0 +1,183 @@
+"""Writing into a served storage: steps are gathered, and sent in few calls of which several are under way at once."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections import deque
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
+from rlstore.ray.calls import Deadline, answer, is_done
+from rlstore.ray.connection import Connection
+from rlstore.ray.places import Place
+from rlstore.ray.steps import StepBuffer
+from rlstore.storage import Sample
+
+
+class _Sent(NamedTuple):
+    """Steps on their way: first a permit is asked for, then they are sent."""
+
+    buffer: StepBuffer
+    permit: Any
+
+
+class ReplayWriter:
+    """Writes the steps of some environments into one shard; made by ``served.writer()``, for one process.
+
+    Steps are copied when they are added, and sent ``batch_steps`` at a time. At most ``max_in_flight`` such calls are
+    open: then ``add`` waits for the oldest. If the shard is lost, what was on its way to it is lost, and counted (in
+    :attr:`lost`, and in ``served.report()``); the writer waits for the shard to come back and goes on.
+
+    Args:
+        connection: The served storage.
+        num_envs: The environments of each sample; None for all of a shard's.
+        batch_steps: Steps sent in one call.
+        max_in_flight: Calls that may be open.
+    """
+
+    def __init__(self, connection: Connection, num_envs: int | None, batch_steps: int, max_in_flight: int) -> None:
+        self._served, self._name = connection, uuid.uuid4().hex
+        self._batch_steps, self._most = batch_steps, max_in_flight
+        place = connection.ask_ledger("place", self._name, num_envs, connection.deadline)
+        self._place: Place = place
+        self._shard, self._who = connection.shards[place.shard], connection.who(place.shard)
+        envs = place.stop - place.first
+        self._buffer = StepBuffer(batch_steps, envs or None)
+        self._spares: list[StepBuffer] = []
+        self._waiting: deque[_Sent] = deque()  # for a permit
+        self._sent: deque[tuple[StepBuffer, Any]] = deque()  # for the shard's answer
+        self._closed = False
+        self.added, self.lost = 0, 0
+
+    @property
+    def place(self) -> Place:
+        """The shard, and which of its lanes."""
+        return self._place
+
+    def add(self, sample: Sample) -> None:
+        """Add one step of all environments of this writer, in the words of the vocabulary (:mod:`rlstore.storage`).
+
+        The first sample fixes the form of those that follow. What only the storage can refuse, a wrong shape in the first
+        sample for instance, is raised by the ``add`` or ``flush`` that hears of it.
+        """
+        self._check_open()
+        before = self._buffer.transitions
+        self._buffer.add(sample)
+        self.added += self._buffer.transitions - before
+        if self._buffer.is_full:
+            self._post()
+        self._advance()
+
+    def flush(self) -> None:
+        """Send what is gathered, and wait until the shard has all of it."""
+        self._check_open()
+        if self._buffer.steps:
+            self._post()
+        while self._waiting or self._sent:
+            self._finish_oldest()
+
+    def close(self) -> None:
+        """Send the rest, and give the place back. Calling it again does nothing."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._served.ledger.leave.remote(self._name)
+            self._shard.forget.remote(self._name)
+
+    def __enter__(self) -> ReplayWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageClosedError("this writer is closed; make a new one with served.writer()")
+
+    # ---------------------------------------------------------------------------------------------- on the way
+
+    def _post(self) -> None:
+        """Ask for a permit for what is gathered, and go on with an empty buffer."""
+        while len(self._waiting) + len(self._sent) >= self._most:
+            self._finish_oldest()
+        ledger, full = self._served.ledger, self._buffer
+        permit = ledger.permit_insert.remote(self._name, full.transitions, self._served.deadline)
+        self._waiting.append(_Sent(full, permit))
+        self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs)
+
+    def _advance(self) -> None:
+        """Send what has its permit, and take the answers that are there; wait for nothing."""
+        while self._waiting and is_done(self._waiting[0].permit):
+            self._send()
+        while self._sent and is_done(self._sent[0][1]):
+            self._take_answer()
+
+    def _finish_oldest(self) -> None:
+        if self._sent:
+            self._take_answer()
+        elif self._waiting:
+            self._send()
+
+    def _send(self) -> None:
+        """Send the oldest that waits for its permit, when it has it."""
+        buffer, permit = self._waiting.popleft()
+        try:
+            # The ledger has the same deadline, and says why it was not kept; so it may answer first.
+            answer(permit, self._served.who_keeps_the_ledger, self._served.deadline + 1)
+        except PeerLostError:
+            # A ledger that is being restarted forgets who waited: ask once more.
+            self._served.ask_ledger("permit_insert", self._name, buffer.transitions, self._served.deadline)
+        except BaseException:
+            self._count_lost(buffer, 0)
+            raise
+        self._sent.append((buffer, self._shard.insert.remote(self._name, self._place, buffer.packed())))
+
+    def _take_answer(self) -> None:
+        buffer, ref = self._sent.popleft()
+        try:
+            stored, refused = answer(ref, self._who, self._served.deadline)
+        except PeerLostError as error:
+            self._count_lost(buffer, buffer.transitions)
+            self._wait_for_shard(error)
+            return
+        except BaseException:
+            self._count_lost(buffer, buffer.transitions)
+            raise
+        if refused is not None:
+            self._count_lost(buffer, buffer.transitions - stored, stored)
+            raise refused
+        self._spare(buffer)
+
+    def _count_lost(self, buffer: StepBuffer, permitted: int, stored: int = 0) -> None:
+        lost = buffer.transitions - stored
+        self.lost += lost
+        self._served.ledger.lose.remote(lost, 0, permitted)
+        self._spare(buffer)
+
+    def _spare(self, buffer: StepBuffer) -> None:
+        buffer.clear()
+        self._spares.append(buffer)
+
+    def _wait_for_shard(self, error: PeerLostError) -> None:
+        """Go on when the shard is back. What else was on its way is lost too, or is answered."""
+        warnings.warn(
+            f"{error}. What was on its way to it is lost; this writer waits for it to be started again", stacklevel=5
+        )
+        deadline = Deadline(self._served.deadline)
+        while True:
+            try:
+                answer(self._shard.ready.remote(), self._who, deadline.left)
+                return
+            except (PeerLostError, WaitTimeoutError) as again:
+                if not deadline.left:
+                    raise PeerLostError(
+                        f"{self._who} was lost and did not come back within {deadline.seconds:g} s ({again})"
+                    ) from error
+                self._served.pause(deadline)
