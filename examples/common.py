@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +80,32 @@ def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
         ended = infos["_final_obs"]
         successors[ended] = np.stack(infos["final_obs"][ended])
     return torch.from_numpy(successors)
+
+
+@contextmanager
+def actors(act: Callable[..., None], arguments: Sequence[tuple[Any, ...]], close: Callable[[], None]) -> Iterator[None]:
+    """Run ``act`` in a process of its own for each tuple of arguments, until the end of the block.
+
+    ``close`` is what lets ``act`` come to its end; who does not is terminated.
+    """
+    spawn = torch.multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=act, args=given, name=f"actor {i}") for i, given in enumerate(arguments)]
+    # Ctrl-C is for the learner, which then ends the actors; they inherit that they do not listen to it.
+    listening = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.signal(signal.SIGINT, listening)
+    try:
+        yield
+    finally:
+        close()
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.terminate()
+                process.join()
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -174,12 +202,16 @@ class Run:
 
     def count(self, rewards: Array, ended: Array) -> None:
         """Take note of one step in every environment."""
-        self.env_steps += len(rewards)
         self._open_returns += rewards
-        for episode_return in self._open_returns[ended]:
+        self.note(len(rewards), self._open_returns[ended])
+        self._open_returns[ended] = 0.0
+
+    def note(self, steps: int, returns: Iterable[float]) -> None:
+        """Take note of steps, in whatever environments, and of the returns of the episodes that ended in them."""
+        self.env_steps += steps
+        for episode_return in returns:
             self._recent.append(float(episode_return))
             self.curve.append((self.env_steps, float(episode_return)))
-        self._open_returns[ended] = 0.0
 
     def show(self, loss: float) -> None:
         """Take note of an update's loss and renew the progress line; without a terminal, print one now and then."""
