@@ -96,7 +96,7 @@ class ActorHandle:
         """A free slot to write, as soon as there is one.
 
         Args:
-            timeout: Seconds to wait at most; None takes the storage's.
+            timeout: Seconds to wait at most, 0 for no wait; None takes the storage's.
 
         Raises:
             PeerLostError: (a ConnectionError) if the process that made the storage is gone, or at the deadline if
@@ -104,8 +104,8 @@ class ActorHandle:
             WaitTimeoutError: (a TimeoutError) at the deadline, if nobody is gone.
             StorageClosedError: (a RuntimeError) if the storage was closed.
         """
-        if timeout is not None:
-            check_seconds("reserve()", timeout=timeout)
+        if timeout is not None and timeout != 0:
+            check_seconds("reserve()", "timeout", timeout)
         return Rollout(self._memory, self._member, self._member.reserve(timeout))
 
     @contextmanager

@@ -38,9 +38,9 @@ class DistributedBase(Storage):
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
-        check_seconds(owner, timeout=timeout)
+        seconds = check_seconds(owner, "timeout", timeout)
         super().__init__(num_steps, device, seed=seed)
-        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), float(timeout)
+        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), seconds
         self.state_shapes = check_state_shapes(owner, state_shapes)
         self.observation_space: SpaceLike | None = None
         self.action_space: SpaceLike | None = None
@@ -115,6 +115,8 @@ class DistributedBase(Storage):
         return (full + len(self._looked or self._held)) * self.max_size + len(self._lanes) * self._step
 
     def __repr__(self) -> str:
+        if "_looked" not in self.__dict__:
+            return object.__repr__(self)
         name = f"{type(self).__name__}({self.num_storages} slots of {self.max_size} steps on {self.device}"
         if self._memory is None:
             return f"{name}: waits for its first sample)"

@@ -192,8 +192,7 @@ class DistributedTrainer(DistributedBase):
         """
         owner = type(self).__name__
         if parameter_name == "timeout":
-            check_seconds(owner, timeout=new_parameter_value)
-            self.timeout = float(new_parameter_value)
+            self.timeout = check_seconds(owner, "timeout", new_parameter_value)
             return
         if parameter_name not in ("batch_size", "num_steps", "num_storages"):
             raise UnknownParameterError(

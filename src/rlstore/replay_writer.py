@@ -102,7 +102,7 @@ class ReplayWriter:
                 "sample more first. Nothing was written."
             )
         try:
-            control.enter(first, self._timeout)
+            control.enter(first, self._given_by, self._timeout)
             try:
                 put(self._part)
             finally:
@@ -164,5 +164,5 @@ def _nothing() -> None:
 
 def _finish(control: LaneControl, ring: EpisodeRing, peer: int) -> None:
     """End a writer in good order: cut its episodes off, give its lanes back."""
-    control.reclaim(peer, ring.recover)
+    control.give_back(peer, ring.recover)
     control.peers.leave(peer)

@@ -27,13 +27,6 @@ def check_fraction(owner: str, **fractions: object) -> None:
             raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number between 0 and 1")
 
 
-def check_seconds(owner: str, **times: object) -> None:
-    """Refuse what is no time to wait: a number of seconds of at least 0, or infinity."""
-    for name, seconds in times.items():
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not float(seconds) >= 0:
-            raise InvalidInputError(f"{name} is {seconds!r}; {owner} needs a number of seconds that is not negative")
-
-
 def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of whole numbers that are not negative."""
     try:

@@ -191,12 +191,8 @@ class EpisodeRing:
 
     def _follow_whole(self, whole: EpisodeRing) -> None:
         """Take the tables of the whole, which may have grown for another part."""
-        self.episodes, self.free_slots, self.finals, self.starts = (
-            whole.episodes,
-            whole.free_slots,
-            whole.finals,
-            whole.starts,
-        )
+        self.episodes, self.free_slots = whole.episodes, whole.free_slots
+        self.finals, self.starts = whole.finals, whole.starts
         self._bind_tables()
 
     # ---------------------------------------------------------------------------------------------- counting
@@ -400,19 +396,34 @@ class EpisodeRing:
             self._extend_tables(slots)
         if any(name.startswith("start ") for name in names):
             self._make_starts()
-        for name, block in self.blocks.items():
-            read_into(name, block[:, : shape(name)[1]])
+        read_into("counters", self.counters)
+        moved = [self._read_block(name, block, shape(name)[1], read_into) for name, block in self.blocks.items()]
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for leaf, table in zip(self.leaves, tables, strict=True):
                 if table is not None and f"{kind} {leaf.field.name}" in names:
                     read_into(f"{kind} {leaf.field.name}", table[:slots])
-        read_into("counters", self.counters)
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
         self._free_from(slots // self.lanes)  # a folder that was taken up, or shared memory, may have more
+        if any(moved):
+            after_end = self.after_end.clone()
+            self.rebuild()
+            self.after_end.copy_(after_end)
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()
+
+    def _read_block(self, name: str, block: Tensor, extent: int, read_into: Callable[[str, Tensor], None]) -> bool:
+        """Fill a block; True if its rows lay elsewhere, in a ring of ``extent`` rows, as in another kind of memory."""
+        if extent == min(int(self.counters[0].max()) + 1, self.rows):
+            read_into(name, block[:, :extent])
+            return False
+        there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
+        read_into(name, there)
+        for lane, written in enumerate(self.counters[0].tolist()):
+            times = torch.arange(max(0, written + 1 - min(extent, self.rows)), written + 1)
+            block[lane, times % self.rows] = there[lane, times % extent].to(block.device)
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies

@@ -20,6 +20,7 @@ from rlstore.kernels import await_event, event_count, exchange_word, make_event
 _PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
 _NOBODY = 0
+_PEER, _FINISHING = 0xFFFF, 1 << 16  # the word of a lane: its writer, and that this one is giving it back
 
 
 class LaneControl:
@@ -80,32 +81,38 @@ class LaneControl:
             recover: Puts a lane in order whose writer is dead.
             given_by: A peer that hands them over.
         """
-        self.peers.sweep(lambda dead: self.reclaim(dead, recover))
+        self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
         for lane in lanes:
             place = _BOARD + lane
             if not any(exchange_word(self._words, place, holder, peer) for holder in {_NOBODY, given_by}):
-                taken = self._taken(lanes)
-                self.release(peer)
+                taken = self._taken(range(lane, lane + 1))
+                for claimed in range(lanes.start, lane):
+                    exchange_word(self._words, _BOARD + claimed, peer, _NOBODY)
                 raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
 
     def _taken(self, lanes: range) -> str:
-        holders = {int(self._writers[lane]) for lane in lanes} - {_NOBODY}
+        writers = self._writers & _PEER
         return "; ".join(
-            f"{self.peers.describe(peer)} has {[lane for lane in lanes if self._writers[lane] == peer]}"
-            for peer in sorted(holders)
+            f"{self.peers.describe(peer)} has {[lane for lane in lanes if writers[lane] == peer]}"
+            for peer in sorted({int(writers[lane]) for lane in lanes} - {_NOBODY})
         )
 
-    def release(self, peer: int) -> None:
-        """Let go of a peer's lanes, which are in order."""
-        for lane in np.flatnonzero(self._writers == peer).tolist():
-            exchange_word(self._words, _BOARD + lane, peer, _NOBODY)
+    def give_back(self, peer: int, recover: Callable[[int], None]) -> None:
+        """Put the lanes of a peer of this process in order, and let go of them."""
+        self.reclaim(peer, recover, peer | _FINISHING)
 
-    def reclaim(self, dead: int, recover: Callable[[int], None]) -> None:
-        """Put the lanes of a dead peer in order, and let go of them."""
-        for lane in np.flatnonzero(self._writers == dead).tolist():
-            recover(lane)
-            self._busy[lane] = 0
-            exchange_word(self._words, _BOARD + lane, dead, _NOBODY)
+    def reclaim(self, dead: int, recover: Callable[[int], None], by: int | None = None) -> None:
+        """Put the lanes of a dead peer in order, and let go of them.
+
+        Meanwhile they are those of ``by``, a peer of this process (None: the maker): nobody else puts them in order,
+        and if this process dies too, somebody will.
+        """
+        holder = int(self._board[_MAKER]) if by is None else by
+        for lane in np.flatnonzero(self._writers & _PEER == dead).tolist():
+            if exchange_word(self._words, _BOARD + lane, int(self._writers[lane]), holder):
+                recover(lane)
+                self._busy[lane] = 0
+                exchange_word(self._words, _BOARD + lane, holder, _NOBODY)
 
     @property
     def has_writers(self) -> bool:
@@ -114,10 +121,11 @@ class LaneControl:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def enter(self, lane: int, seconds: float) -> None:
-        """Begin a write into the lanes from ``lane`` on; it waits while there is a pause.
+    def enter(self, lane: int, peer: int, seconds: float) -> None:
+        """Begin a peer's write into its lanes, from ``lane`` on; it waits while there is a pause.
 
         Raises:
+            InvalidInputError: If the lanes were handed to another process.
             StorageClosedError: If the storage was closed.
             PeerLostError: If the process that made it died.
             WaitTimeoutError: If the pause lasted longer than ``seconds``.
@@ -126,9 +134,12 @@ class LaneControl:
         while True:
             seen = event_count(self._words, _CHANGED)
             exchange_word(self._words, place, 0, 1)
-            if not self._board[_PAUSED] and not self._board[_CLOSED]:
+            if not self._board[_PAUSED] and not self._board[_CLOSED] and self._writers[lane] == peer:
                 return
             self.leave(lane)
+            if self._writers[lane] != peer:
+                taken = self._taken(range(lane, lane + 1)) or "nobody has them"
+                raise InvalidInputError(f"these environments are not this writer's now: {taken}. Nothing was written.")
             if self._board[_CLOSED]:
                 raise StorageClosedError("the storage was closed; nothing was written")
             end = time.monotonic() + seconds if end is None else end
