@@ -81,7 +81,8 @@ class ReplayBase(Storage):
         self.pin_memory = bool(options.get("pin_memory", False))
         self.fetch_every = options.get("fetch_every", 1000)
         check_positive(owner, fetch_every=self.fetch_every)
-        self.timeout = check_seconds(owner, "timeout", options.get("timeout", 60.0))
+        self.timeout = float(options.get("timeout", 60.0))
+        check_seconds(owner, timeout=self.timeout)
         self._autoreset = check_autoreset(owner, options.get("autoreset"))
         self._memory, self._path = options.get("memory", self._default_memory), options.get("path")
         if self._memory not in MEMORIES:

@@ -27,6 +27,13 @@ def check_fraction(owner: str, **fractions: object) -> None:
             raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number between 0 and 1")
 
 
+def check_seconds(owner: str, **times: object) -> None:
+    """Refuse what is no time to wait: a number of seconds of at least 0, or infinity."""
+    for name, seconds in times.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not float(seconds) >= 0:
+            raise InvalidInputError(f"{name} is {seconds!r}; {owner} needs a number of seconds that is not negative")
+
+
 def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """A shape as a tuple of whole numbers that are not negative."""
     try:
@@ -66,10 +73,3 @@ def check_seed(owner: str, seed: object) -> int:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**63:
         raise InvalidInputError(f"seed is {seed!r}; {owner} needs a whole number from 0 up to 2**63 - 1, or None")
     return int(seed)
-
-
-def check_seconds(owner: str, name: str, value: object) -> float:
-    """A span of time, above 0 and at most a million seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
-        raise InvalidInputError(f"{name} is {value!r}; {owner} needs seconds, above 0 and at most 1e6")
-    return float(value)
