@@ -40,7 +40,7 @@ REPORT_EVERY = 25  # steps of an actor
 
 def epsilon_of(actor: int) -> float:
     """How random an actor is: from 0.4 for the first to 0.4 ** 8 for the last."""
-    return EPSILON ** (1 + EPSILON_SPREAD * actor / (NUM_ACTORS - 1))
+    return float(EPSILON ** (1 + EPSILON_SPREAD * actor / (NUM_ACTORS - 1)))
 
 
 def play(actor: int, network: QNetwork, writer: ReplayWriter, learner: Connection, seed: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 from common import HideVelocities, Result, Run, actors, arguments, make_envs, report
+from recurrent_ppo import OBS_SCALE
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
@@ -49,18 +50,22 @@ State = tuple[Tensor, ...]
 Rows = dict[str, Tensor]
 
 
+def environments(memory: str) -> gym.vector.SyncVectorEnv:
+    """An actor's environments."""
+    return make_envs(ENVS_PER_ACTOR, wrapper=HideVelocities if memory == "lstm" else None)
+
+
 class ActorCritic(nn.Module):
-    """A policy and a value, each with a network of its own, and with ``memory="lstm"`` with a memory of its own."""
+    """A policy and a value on top of one network, which with ``memory="lstm"`` remembers."""
 
     def __init__(self, memory: str) -> None:
         super().__init__()
-        inputs = 2 if memory == "lstm" else 4
-        self.encoders = nn.ModuleList(nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh()) for _ in range(2))
-        make: Callable[[int, int], nn.Module] = nn.LSTM if memory == "lstm" else nn.Linear
-        self.cores = nn.ModuleList(make(HIDDEN, HIDDEN) for _ in range(2))
+        self.scale = OBS_SCALE if memory == "lstm" else torch.ones(4)
+        self.encoder = nn.Sequential(nn.Linear(len(self.scale), HIDDEN), nn.Tanh())
+        self.core = nn.LSTM(HIDDEN, HIDDEN) if memory == "lstm" else nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
         self.policy, self.value = nn.Linear(HIDDEN, 2), nn.Linear(HIDDEN, 1)
         nn.init.orthogonal_(self.policy.weight, 0.01)
-        self.state_shapes = ((1, HIDDEN),) * 4 if memory == "lstm" else ()
+        self.state_shapes = ((1, HIDDEN),) * 2 if memory == "lstm" else ()
 
     def fresh_state(self, sequences: int) -> State:
         """The state before an episode's first step."""
@@ -71,23 +76,16 @@ class ActorCritic(nn.Module):
 
         ``begins`` says where an episode begins: nothing is remembered from before.
         """
-        features = [encoder(obs) for encoder in self.encoders]
-        if state:
-            features, state = self._remember(features, ~begins.unsqueeze(-1), state)
+        features = self.encoder(obs * self.scale)
+        if isinstance(self.core, nn.LSTM):
+            outputs = []
+            for t, goes_on in enumerate(~begins.unsqueeze(-1)):
+                output, state = self.core(features[t : t + 1], (state[0] * goes_on, state[1] * goes_on))
+                outputs.append(output)
+            features = torch.cat(outputs)
         else:
-            features = [core(x).tanh() for core, x in zip(self.cores, features, strict=True)]
-        return self.policy(features[0]), self.value(features[1]).squeeze(-1), state
-
-    def _remember(self, features: list[Tensor], goes_on: Tensor, state: State) -> tuple[list[Tensor], State]:
-        outputs: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for t in range(len(goes_on)):
-            kept = [part * goes_on[t] for part in state]
-            state = ()
-            for i, core in enumerate(self.cores):
-                output, after = core(features[i][t : t + 1], (kept[2 * i], kept[2 * i + 1]))
-                outputs[i].append(output)
-                state += after
-        return [torch.cat(output) for output in outputs], state
+            features = self.core(features)
+        return self.policy(features), self.value(features).squeeze(-1), state
 
 
 class Player:
@@ -95,19 +93,11 @@ class Player:
 
     def __init__(self, memory: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self.envs = make_envs(ENVS_PER_ACTOR, wrapper=HideVelocities if memory == "lstm" else None)
-        self.network = ActorCritic(memory)
+        self.envs, self.network = environments(memory), ActorCritic(memory)
         self.state = self.network.fresh_state(ENVS_PER_ACTOR)
-        nothing = torch.zeros(ENVS_PER_ACTOR)
-        self.seen: Rows = {
-            "obs": torch.from_numpy(self.envs.reset(seed=1000 * seed)[0]),
-            "reward": nothing,
-            "terminated": nothing.bool(),
-            "truncated": nothing.bool(),
-            "episode_return": nothing,
-            "episode_step": nothing.int(),
-            "last_action": nothing.long(),
-        }
+        obs, zeros = torch.from_numpy(self.envs.reset(seed=1000 * seed)[0]), torch.zeros(ENVS_PER_ACTOR)
+        self.seen: Rows = {"obs": obs, "reward": zeros, "episode_return": zeros}
+        self.seen |= {"terminated": zeros.bool(), "truncated": zeros.bool()}
 
     @torch.inference_mode()
     def rollouts(self) -> Iterator[tuple[Rows, State]]:
@@ -115,28 +105,21 @@ class Player:
         rows, before = list[Rows](), self.state
         for _ in range(NUM_STEPS):
             begins = self.seen["terminated"] | self.seen["truncated"]
-            logits, values, self.state = self.network(self.seen["obs"].unsqueeze(0), begins.unsqueeze(0), self.state)
+            logits, _, self.state = self.network(self.seen["obs"].unsqueeze(0), begins.unsqueeze(0), self.state)
             actions = Categorical(logits=logits[0], validate_args=False).sample()
-            rows.append({**self.seen, "policy_outputs": logits[0], "baseline": values[0], "action": actions})
-            self.seen = self._step(actions)
-        rows.append({**rows[-1], **self.seen})  # the learner reads nothing of what the actor does in the last row
+            rows.append({**self.seen, "policy_outputs": logits[0], "action": actions})
+            self._step(actions, begins)
+        rows.append({**rows[-1], **self.seen})  # what is done in the last row, the next rollout tells in its first
         together = {key: torch.stack([row[key] for row in rows], dim=1) for key in rows[0]}
         for i in range(ENVS_PER_ACTOR):
             yield {key: value[i] for key, value in together.items()}, tuple(part[:, i : i + 1] for part in before)
 
-    def _step(self, actions: Tensor) -> Rows:
+    def _step(self, actions: Tensor, begins: Tensor) -> None:
         obs, rewards, terminated, truncated, _ = self.envs.step(actions.numpy())
-        goes_on = ~(self.seen["terminated"] | self.seen["truncated"])
         reward = torch.from_numpy(rewards).float()
-        return {
-            "obs": torch.from_numpy(obs.copy()),  # the environments write their next ones into the same memory
-            "reward": reward,
-            "terminated": torch.from_numpy(terminated),
-            "truncated": torch.from_numpy(truncated),
-            "episode_return": self.seen["episode_return"] * goes_on + reward,
-            "episode_step": self.seen["episode_step"] * goes_on + 1,
-            "last_action": actions,
-        }
+        self.seen |= {"obs": torch.from_numpy(obs), "reward": reward}
+        self.seen |= {"terminated": torch.from_numpy(terminated), "truncated": torch.from_numpy(truncated)}
+        self.seen["episode_return"] = self.seen["episode_return"] * ~begins + reward
 
 
 def update(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: RolloutBatch) -> float:
@@ -193,11 +176,10 @@ def play(handle: ActorHandle, shared: ActorCritic, memory: str, seed: int) -> No
 @contextmanager
 def on_this_machine(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batches, Publish]]:
     """Actors in other processes: an iterator over their rollouts, and how they get the learner's weights."""
-    env = gym.make("CartPole-v1")
-    env = HideVelocities(env) if memory == "lstm" else env
+    envs = environments(memory)
     storage = DistributedStorage(
-        env.observation_space,
-        env.action_space,
+        envs.single_observation_space,
+        envs.single_action_space,
         num_steps=NUM_STEPS,
         num_storages=NUM_STORAGES,
         batch_size=BATCH_SIZE,
@@ -221,8 +203,8 @@ def on_this_machine(network: ActorCritic, memory: str, seed: int) -> Iterator[tu
 class RayActor:
     """An actor somewhere on the cluster. While it plays in one thread, it takes weights in another."""
 
-    def __init__(self, memory: str, seed: int, weights: Rows) -> None:
-        self.player, self.newest = Player(memory, seed), (0, weights)
+    def __init__(self, memory: str, seed: int) -> None:
+        self.player = Player(memory, seed)
 
     def take(self, version: int, weights: Rows) -> None:
         """Take newer weights, which came through the object store."""
@@ -248,15 +230,15 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
     if is_ours:
         # The actors need this file and those that it imports.
         ray.init(runtime_env={"working_dir": str(Path(__file__).parent)}, log_to_driver=False)
-    queue, kind = rollout_queue(capacity=NUM_STORAGES), ray.remote(max_concurrency=2)(RayActor)
-    weights = ray.put(network.state_dict())
-    players: list[Any] = [kind.remote(memory, seed * NUM_ACTORS + i, weights) for i in range(NUM_ACTORS)]
-    runs = {player.play.remote(queue): f"actor {i}" for i, player in enumerate(players)}
+    queue, kind = rollout_queue(capacity=NUM_STORAGES), ray.remote(RayActor).options(max_concurrency=2)
+    players: list[Any] = [kind.remote(memory, seed * NUM_ACTORS + i) for i in range(NUM_ACTORS)]
+
+    def send(version: int) -> list[Any]:
+        weights = ray.put(network.state_dict())
+        return [player.take.remote(version, weights) for player in players]
 
     def publish(version: int) -> None:
-        weights = ray.put(network.state_dict())
-        for player in players:
-            player.take.remote(version, weights)
+        send(version)
         for run in ray.wait(list(runs), timeout=0)[0]:  # they play for ever, so this one failed
             try:
                 ray.get(run)
@@ -264,6 +246,8 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
                 warnings.warn(f"{runs.pop(run)} is gone: {error}", RuntimeWarning, stacklevel=2)
 
     try:
+        ray.get(send(0))  # all actors are there
+        runs = {player.play.remote(queue): f"actor {i}" for i, player in enumerate(players)}
         with queue.learner(BATCH_SIZE) as learner:
             yield learner, publish
     finally:
