@@ -32,9 +32,9 @@ from rlstore import ActorHandle, DistributedStorage, RolloutBatch, StorageClosed
 from rlstore.engine.returns import vtrace
 
 NUM_ACTORS = 2
-ENVS_PER_ACTOR = 8
+ENVS_PER_ACTOR = 16
 NUM_STEPS = 32  # of a rollout
-BATCH_SIZE = 16  # rollouts
+BATCH_SIZE = 32  # rollouts
 NUM_STORAGES = 2 * BATCH_SIZE  # the fewer, the newer is what the learner gets
 HIDDEN = 64
 LEARNING_RATE = 2e-3
