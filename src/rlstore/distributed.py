@@ -229,9 +229,10 @@ class DistributedStorage(SavedDistributed):
             raise InvalidInputError(f"batch_size is {size}, and num_storages is {memory.count}: it would never be full")
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise InvalidInputError(f"prefetch is {prefetch!r}; learner() needs a whole number that is not negative")
-        seconds = self.timeout if timeout is None else check_seconds("learner()", "timeout", timeout)
+        seconds = self.timeout if timeout is None else timeout
+        check_seconds("learner()", timeout=seconds)
         place = self._torch_device if device is None else check_device("learner()", device)
-        learner = Learner(memory, int(size), place, prefetch, seconds)
+        learner = Learner(memory, int(size), place, prefetch, float(seconds))
         self._learners.add(learner)
         return learner
 

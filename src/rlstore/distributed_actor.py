@@ -104,8 +104,8 @@ class ActorHandle:
             WaitTimeoutError: (a TimeoutError) at the deadline, if nobody is gone.
             StorageClosedError: (a RuntimeError) if the storage was closed.
         """
-        if timeout is not None and timeout != 0:
-            check_seconds("reserve()", "timeout", timeout)
+        if timeout is not None:
+            check_seconds("reserve()", timeout=timeout)
         return Rollout(self._memory, self._member, self._member.reserve(timeout))
 
     @contextmanager

@@ -38,9 +38,9 @@ class DistributedBase(Storage):
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
-        seconds = check_seconds(owner, "timeout", timeout)
+        check_seconds(owner, timeout=timeout)
         super().__init__(num_steps, device, seed=seed)
-        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), seconds
+        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), float(timeout)
         self.state_shapes = check_state_shapes(owner, state_shapes)
         self.observation_space: SpaceLike | None = None
         self.action_space: SpaceLike | None = None

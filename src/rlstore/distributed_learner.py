@@ -58,6 +58,7 @@ class _Work:
                 self._check()
                 self._ready.put(self._batch(math.inf))  # the deadline is the consumer's
         except BaseException as error:
+            self.member.leave()
             self._ready.put(error)  # the consumer is the one to hear of it
 
     def _check(self) -> None:
@@ -68,9 +69,10 @@ class _Work:
         """End the thread, and give back what it holds."""
         self._stopped = True
         self._room.release()
-        if self._thread is not None:
+        if self._thread is None:
+            self.member.leave()
+        elif self._thread is not threading.current_thread():  # where it may be if a learner is let go of
             self._thread.join()
-        self.member.leave()
 
 
 class Learner:

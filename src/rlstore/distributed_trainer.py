@@ -61,7 +61,8 @@ class DistributedTrainer(DistributedBase):
                 f"the sample has {steps.lanes} environments, and this rollout was begun with {len(self._lanes)}. "
                 "Nothing was written."
             )
-        self._carried = steps.write(memory, torch.tensor(self._lanes), self._step, self._carried)
+        with torch.inference_mode(False):
+            self._carried = steps.write(memory, torch.tensor(self._lanes), self._step, self._carried)
         self._step += 1
         if self._step == self.max_size:
             for slot in self._lanes:
@@ -124,7 +125,9 @@ class DistributedTrainer(DistributedBase):
                     if self._held[: len(held)] != held:
                         raise NotReadyError("the rollouts were given up while a generator was still serving them")
                     slots = [held[place] for place in order[first : first + size]]
-                    yield batch_of(memory, self._gather(slots), slots, self._torch_device)
+                    with torch.inference_mode(False):
+                        batch = batch_of(memory, self._gather(slots), slots, self._torch_device)
+                    yield batch
         finally:
             self._serving -= 1
             if self._spent and not self._serving:
@@ -143,7 +146,7 @@ class DistributedTrainer(DistributedBase):
         if self._memory is None:
             return {}
         self._open_memory()
-        with self._all_slots() as slots:
+        with self._all_slots() as slots, torch.inference_mode(False):
             if not slots:
                 return {}
             return slice_of(
@@ -192,7 +195,8 @@ class DistributedTrainer(DistributedBase):
         """
         owner = type(self).__name__
         if parameter_name == "timeout":
-            self.timeout = check_seconds(owner, "timeout", new_parameter_value)
+            check_seconds(owner, timeout=new_parameter_value)
+            self.timeout = float(new_parameter_value)
             return
         if parameter_name not in ("batch_size", "num_steps", "num_storages"):
             raise UnknownParameterError(

@@ -125,7 +125,8 @@ def test_however_many_slots_there_are_they_cost_two_descriptors_and_leave_no_fil
     storage = make(num_storages=300)
     again = pickle.loads(pickle.dumps((storage.storages, storage.init_actor_state_storages)))
     assert len(os.listdir("/proc/self/fd")) == before + 4  # here, and where it was unpickled
-    assert set(os.listdir("/dev/shm")) == names
+    new = set(os.listdir("/dev/shm")) - names  # of other programs, at most
+    assert not any("rlstore" in name or str(os.getpid()) in name for name in new)
     storage.close()
     del storage, again  # there are no circles that would keep the memory for longer
     assert len(os.listdir("/proc/self/fd")) == before

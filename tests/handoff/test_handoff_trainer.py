@@ -347,3 +347,19 @@ def test_nested_observations_and_other_actions_pass_through():
     assert batch["action"].tolist() == [[[0, 2]], [[1, 2]]]
     with pytest.raises(InvalidInputError, match=r'missing \[\'obs\["pair"\]\[1\]'):
         storage.actor().reserve().write(0, obs={"image": [1, 2], "pair": (1,)})
+
+
+def test_what_is_served_in_inference_mode_can_be_used_outside():
+    storage = make(seed=1)
+    with torch.inference_mode():
+        collect(storage)
+        data, batch = storage.get_all_buffer_data(), next(storage.generate_batches(1, 2))
+        act(storage.actor(), [1, 2])
+        rollouts = next(storage.learner(prefetch=0))
+    served = [*data.values(), *batch.values(), *rollouts.values(), *rollouts.states]
+    tensors = [part for part in served if isinstance(part, torch.Tensor)]
+    assert len(tensors) > 20
+    assert not any(tensor.is_inference() for tensor in tensors)
+    weights = torch.ones((), requires_grad=True)
+    (batch["values"] * weights).sum().backward()
+    collect(storage, 9, 1)
