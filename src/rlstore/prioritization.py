@@ -51,6 +51,7 @@ class PriorityStorage(OffPolicyStorage):
     @property
     def draw_total(self) -> float:
         """What draws are in proportion to: the sum of all ``p_i``; without priorities, what can be drawn."""
+        self._catch_up()
         return super().draw_total if self._priorities is None else self._priorities.total
 
     def priorities(self, rows: Any) -> Tensor:

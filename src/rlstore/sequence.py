@@ -134,6 +134,7 @@ class SequenceReplayStorage(PriorityStorage):
         """What draws are in proportion to: the windows, or with priorities their sum."""
         if self._replay is None:
             return 0.0
+        self._catch_up()
         return float(len(self._windows)) if self._priorities is None else super().draw_total
 
     @property

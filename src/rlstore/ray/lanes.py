@@ -1,13 +1,10 @@
-"""Writing into some of the lanes of a storage."""
+"""Writing into a storage, or into some of its lanes."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
 from rlstore.off_policy import OffPolicyStorage
+from rlstore.ray.places import Place
+from rlstore.replay_writer import ReplayWriter
 from rlstore.storage import Sample, Storage
 
 
@@ -19,42 +16,32 @@ def count_lanes(storage: Storage) -> int | None:
 
 def can_split(storage: Storage) -> bool:
     """True if several writers can have lanes of the storage each."""
-    return isinstance(storage, OffPolicyStorage)
+    return isinstance(storage, OffPolicyStorage) and not getattr(storage, "save_snapshot", False)
 
 
 class LaneWriter:
-    """Writes the lanes ``[first, stop)`` of a storage.
+    """Writes the lanes of a place.
 
     Args:
         storage: The storage.
-        first: The first lane.
-        stop: The lane after the last.
-        whole: True if these are all lanes.
+        place: Which lanes; all of them go to the storage itself, which need not be able to split them.
     """
 
-    def __init__(self, storage: Storage, first: int, stop: int, whole: bool) -> None:
-        self._storage, self._first, self._stop, self._whole = storage, first, stop, whole
+    def __init__(self, storage: Storage, place: Place) -> None:
+        self._place, self._target = place, storage
+        self._writer: ReplayWriter | None = None
+        if not place.whole and isinstance(storage, OffPolicyStorage):
+            self._writer = storage.writer(range(place.first, place.stop))
 
     def insert(self, sample: Sample) -> None:
         """Store one step of these lanes."""
-        if self._whole:
-            self._storage.insert_transition(sample)
-            return
-        lanes = count_lanes(self._storage) or 0
-        mask = torch.zeros(lanes, dtype=torch.bool)
-        given = sample.get("masks")
-        mask[self._first : self._stop] = True if given is None else given
-        wide = {name: self._widen(value, lanes, name) for name, value in sample.items() if name != "masks"}
-        self._storage.insert_transition({**wide, "masks": mask})
+        (self._writer or self._target).insert_transition(sample)
 
-    def _widen(self, value: Any, lanes: int, name: str) -> Any:
-        if isinstance(value, Tensor):
-            axis = 1 if name == "hidden_states" else 0
-            wide = value.new_zeros([*value.shape[:axis], lanes, *value.shape[axis + 1 :]])
-            wide.narrow(axis, self._first, self._stop - self._first).copy_(value)
-            return wide
-        if isinstance(value, dict):
-            return {key: self._widen(part, lanes, name) for key, part in value.items()}
-        if isinstance(value, (tuple, list)):
-            return tuple(self._widen(part, lanes, name) for part in value)
-        return value
+    def overlaps(self, place: Place) -> bool:
+        """True if another place has some of these lanes."""
+        return self._place.whole or place.whole or (self._place.first < place.stop and place.first < self._place.stop)
+
+    def close(self) -> None:
+        """Give the lanes back; episodes that go on are cut off."""
+        if self._writer is not None:
+            self._writer.close()

@@ -31,11 +31,12 @@ _OPEN_UPDATES = 8
 class ReplayLearner:
     """Iterates over batches without end; made by ``served.learner()``, for one process.
 
-    A batch is drawn as if all shards were one storage: each shard tells what its draws are in proportion to (transitions,
-    windows, or the sum of priorities), the batch is split multinomially in these proportions, and each shard draws its
-    share. So row i has the chance ``P(i) = (total_s / sum of totals) * (p_i / total_s)``, which is ``p_i`` over the sum of all
-    p. Where batches have ``weights`` they are ``(P(i) * N) ** -beta`` over the largest in the batch. ``rows`` are int64
-    ``[n, 3]``: shard, row, generation.
+    A batch is drawn as if all shards were one storage: each shard tells what its draws are in proportion to
+    (transitions, windows, or the sum of priorities), the batch is split multinomially in these proportions, and each
+    shard draws its share. So row i of shard s has the chance ``P(i) = (total_s / sum of totals) * (p_i / total_s)``,
+    which is ``p_i`` over the sum of all p. Where batches have ``weights`` they are ``(P(i) * N) ** -beta`` over the
+    largest in the batch, with P(i) as it was when the row was drawn. ``rows`` are int64 ``[n, 3]``: shard, row,
+    generation.
 
     ``prefetch`` batches are always under way. The rows of one shard stand together in a batch.
 
@@ -85,7 +86,8 @@ class ReplayLearner:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         if not self._closed:
             self._ahead.append(self._threads.submit(self._fetch))
-        return self._output.hand_out(batch)
+        handed: BatchDict = self._output.hand_out(batch)
+        return handed
 
     def _wanted(self) -> bool:
         return not self._closed and program_goes_on()
@@ -138,11 +140,9 @@ class ReplayLearner:
                 counts = self._random.multinomial(size, chances).tolist()
         wanted = [(shard, count, chance) for shard, count, chance in zip(shards, counts, chances, strict=True) if count]
         refs = [self._served.shards[shard].draw.remote(count) for shard, count, _ in wanted]
-        parts: list[Draw] = []
-        for (shard, _, _), drawn in zip(wanted, self._collect([shard for shard, _, _ in wanted], refs), strict=True):
-            if drawn is not None:
-                parts.append(drawn)
-        if not wanted or len(parts) < len(wanted) or any(len(part.parts) == 0 for part in parts):
+        given = self._collect([shard for shard, _, _ in wanted], refs)
+        parts: list[Draw] = [drawn for drawn in given if drawn is not None]
+        if not wanted or len(parts) < len(wanted):
             return None
         return parts, [shard for shard, _, _ in wanted], [chance for _, _, chance in wanted]
 

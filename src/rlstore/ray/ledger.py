@@ -2,10 +2,9 @@
 
 No data pass through it. It runs in one asyncio loop, so nothing here is ever interrupted between two awaits.
 
-If it is lost, Ray starts it again, and it takes up what it knew from the shards: each keeps the newest copy of the rare
-facts (places, losses, the limit), and its own counts. Permits that were given and not yet used are forgotten, and so are
-at most the losses told since the last copy. If it and every shard are lost together, a served storage with snapshots goes
-on from those, and one without begins anew.
+If it is lost, Ray starts it again, and it takes up what it knew from the shards: each keeps the newest copy of the
+rare facts (places, losses, the limit), and its own counts. Permits that were given and not yet used are forgotten. If
+it and every shard are lost together, a served storage with snapshots goes on from those, and one without begins anew.
 """
 
 from __future__ import annotations

@@ -119,6 +119,6 @@ class Places:
         ]
         error = NotReadyError if self.given else InvalidInputError
         raise error(
-            f"no shard has room for a writer of {wanted} ({'; '.join(having)}). Give the factory a larger num_envs (the "
-            "environments of one shard), make more shards, or close a writer"
+            f"no shard has room for a writer of {wanted} ({'; '.join(having)}). Give the factory a larger num_envs "
+            "(the environments of one shard), make more shards, or close a writer"
         )

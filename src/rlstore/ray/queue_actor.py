@@ -1,4 +1,4 @@
-"""The actor of a rollout queue. It holds references: the rollouts themselves go from their maker's node to the learner's."""
+"""The actor of a rollout queue. It holds references: rollouts go from their maker's node to the learner's."""
 
 from __future__ import annotations
 

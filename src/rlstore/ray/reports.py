@@ -100,8 +100,8 @@ class ServedReport:
     def __str__(self) -> str:
         silent = [shard for shard in self.shards if not shard.answers]
         lines = [
-            f"{len(self.shards)} shards, {self.writers} writers: {self.inserted} transitions inserted, {self.held} held, "
-            f"{self.sampled} sampled",
+            f"{len(self.shards)} shards, {self.writers} writers: {self.inserted} transitions inserted, {self.held} "
+            f"held, {self.sampled} sampled",
             f"lost: {self.lost_in_shards} with shards ({self.restarts} restarts), {self.lost_in_flight} on the way, "
             f"{self.lost_updates} priorities on the way; {self.stale_updates} priorities too late",
         ]

@@ -20,12 +20,12 @@ from rlstore.ray.connection import Connection
 from rlstore.ray.learner import ReplayLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
 from rlstore.ray.reports import ServedReport, ShardReport
-from rlstore.ray.shard import Shard
+from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.writer import ReplayWriter
 from rlstore.storage import Storage
 
-# A shard is restarted wherever there is room; as good as no CPU is reserved for it, so that there always is. (Ray spreads
-# only actors that ask for something.) A call is never repeated behind our back: what it carried might be stored twice.
+# A shard is restarted wherever there is room; as good as no CPU is reserved for it, so that there always is. (Ray
+# spreads only actors that ask for something.) No call is repeated behind our back: its steps might be stored twice.
 _SHARD_OPTIONS: Mapping[str, Any] = {
     "num_cpus": 0.001,
     "max_restarts": -1,
@@ -53,13 +53,13 @@ def serve(
 ) -> ServedStorage:
     """Host storages on the Ray cluster that this process is connected to, and share the experience out among them.
 
-    A shard that is lost is started again by Ray on a node that lives, restored from its newest snapshot if it has one; the
-    others serve on, and what was lost is counted. The actors end with the process that called this, or by
+    A shard that is lost is started again by Ray on a node that lives, restored from its newest snapshot if it has one;
+    the others serve on, and what was lost is counted. The actors end with the process that called this, or by
     :meth:`ServedStorage.shutdown`.
 
     Args:
-        factory: What ``create_factory`` of a storage gives. Its size and ``num_envs`` are those of one shard; the number of
-            environments is the most that its writers can have together.
+        factory: What ``create_factory`` of a storage gives. Its size and ``num_envs`` are those of one shard; the
+            writers of a shard share its environments.
         shards: Storages, each in an actor of its own, spread over the nodes.
         rate_limit: Samples for each insert, held over all writers and learners; None for no limit.
         snapshot_dir: Where the shards keep snapshots: a folder that every node can see. What is there is restored.
@@ -89,11 +89,13 @@ def serve(
     ledger = ledger_class.options(**_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE).remote(
         name, shards, rate_limit, folder, deadline
     )
-    shard_class: Any = ray.remote(concurrency_groups={"draw": 2})(Shard)
+    make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
+    shard_class = make_class(Shard)
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
+    packed = packed_factory(factory)
     handles = tuple(
         shard_class.options(**options, name=shard_name(name, index)).remote(
-            index, factory, name, root, folder, snapshot_every
+            index, packed, name, root, folder, snapshot_every
         )
         for index in range(shards)
     )
@@ -153,7 +155,7 @@ class ServedStorage:
         return ReplayLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every shard's storage, as ``each("before_gradients", actor)`` of rollouts; all must answer."""
+        """Call a method of every shard's storage, as ``each("before_gradients", actor)``; all must answer."""
         served = self._connection
         refs = [shard.each.remote(method, args, kwargs) for shard in served.shards]
         return [answer(ref, served.who(index), served.deadline) for index, ref in enumerate(refs)]

@@ -1,7 +1,7 @@
 """A shard: an actor with a storage in it.
 
-Inserts come in one thread and draws in others, one step or one draw at a time (``_lock``): a draw waits for a step, never
-for a whole call of steps, and a batch is sent while the next one is drawn.
+Inserts come in one thread and draws in others, one step or one draw at a time (``_lock``): a draw waits for a step,
+never for a whole call of steps, and a batch is sent while the next one is drawn.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import ray
 import torch
 
-from rlstore.errors import SnapshotError
+from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.on_policy import OnPolicyStorage
 from rlstore.prioritization import PriorityStorage
 from rlstore.ray.calls import this_node, was_restarted
@@ -28,6 +29,16 @@ from rlstore.ray.shard_folder import ShardFolder
 from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.storage import BatchDict, Storage
+
+
+def packed_factory(factory: Callable[..., Storage]) -> bytes:
+    """A factory as a shard takes it.
+
+    Small, so that Ray keeps it with the actor: a large one, as the bounds of images make it, would lie in the object
+    store and could be missing when the shard is started again.
+    """
+    pickler: Any = ray.cloudpickle
+    return zlib.compress(pickler.dumps(factory))
 
 
 class Totals(NamedTuple):
@@ -57,7 +68,7 @@ class Shard:
 
     Args:
         index: Which shard it is.
-        factory: Makes the storage.
+        factory: What makes the storage, as :func:`packed_factory` gives it.
         name: Of the served storage, by which the ledger is found.
         seed: Of everything that the storage draws.
         snapshot_dir: Where snapshots go, or None.
@@ -67,23 +78,25 @@ class Shard:
     def __init__(
         self,
         index: int,
-        factory: Callable[..., Storage],
+        factory: bytes,
         name: str,
         seed: int,
         snapshot_dir: str | None,
         snapshot_every: int | None,
     ) -> None:
-        self._ledger, self._every = ray.get_actor(ledger_name(name), NAMESPACE), snapshot_every
+        self._ledger: Any = ray.get_actor(ledger_name(name), NAMESPACE)
+        self._every = snapshot_every
         self._folder = None if snapshot_dir is None else ShardFolder(snapshot_dir, index)
         self._lock = threading.Lock()
         self._writers: dict[str, LaneWriter] = {}
+        self._gone: set[str] = set()
         self._late, self._snapshots, self._saved_at = 0, 0, 0
         self._kept: tuple[int, Any] = (0, None)
         self._facts = Facts(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
         self._storage: Storage | None = None
         self._failure: Exception | None = None
         try:
-            self._begin(factory, seed)
+            self._begin(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
         except Exception as error:  # told to whoever calls: an actor that fails to start could only say that it did
             self._failure = error
             return
@@ -104,6 +117,9 @@ class Shard:
             self._storage = factory("cpu", None, None)
             if "_generator" in vars(self._storage):  # else a class with randomness of its own
                 self._storage.seed(int(np.random.SeedSequence([seed, self._facts.shard]).generate_state(1)[0]))
+
+        if getattr(self._storage, "rate_limit", None) is not None:
+            raise InvalidInputError("the factory's storage has a rate_limit of its own; give it to serve() instead")
 
     def ready(self) -> Facts:
         """The shard works; else an error that says why not."""
@@ -139,8 +155,7 @@ class Shard:
         """
         storage, stored, refused = self._open(), 0, None
         try:
-            if writer not in self._writers:
-                self._writers[writer] = LaneWriter(storage, place.first, place.stop, place.whole)
+            self._open_lanes(storage, writer, place)
             for sample, count in each_step(steps):
                 with self._lock:
                     self._writers[writer].insert(sample)
@@ -153,9 +168,22 @@ class Shard:
             self.save()
         return stored, refused
 
+    def _open_lanes(self, storage: Storage, writer: str, place: Place) -> None:
+        if writer in self._writers:
+            return
+        if writer in self._gone:
+            raise PeerLostError("this writer was closed, or its place was given to another one; make a new writer")
+        for other in [name for name, lanes in self._writers.items() if lanes.overlaps(place)]:
+            self.forget(other)  # the ledger has given its lanes away
+        self._writers[writer] = LaneWriter(storage, place)
+
     def forget(self, writer: str) -> None:
         """A writer is closed."""
-        self._writers.pop(writer, None)
+        lanes = self._writers.pop(writer, None)
+        if lanes is not None:
+            with self._lock:
+                lanes.close()
+            self._gone.add(writer)
 
     # ---------------------------------------------------------------------------------------------- reading
 

@@ -1,4 +1,4 @@
-"""Steps on their way from a writer to a shard: stacked ``[steps, envs, ...]``, one array for each tensor of a sample."""
+"""Steps on their way from a writer to a shard: stacked ``[steps, envs, ...]``, an array for each tensor of a sample."""
 
 from __future__ import annotations
 

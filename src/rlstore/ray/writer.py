@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 import warnings
 from collections import deque
@@ -14,6 +15,9 @@ from rlstore.ray.connection import Connection
 from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
+
+# Asking Ray costs more than adding a step.
+_LOOK_SECONDS = 0.005
 
 
 class _Sent(NamedTuple):
@@ -48,7 +52,7 @@ class ReplayWriter:
         self._spares: list[StepBuffer] = []
         self._waiting: deque[_Sent] = deque()  # for a permit
         self._sent: deque[tuple[StepBuffer, Any]] = deque()  # for the shard's answer
-        self._closed = False
+        self._closed, self._looked = False, 0.0
         self.added, self.lost = 0, 0
 
     @property
@@ -59,8 +63,8 @@ class ReplayWriter:
     def add(self, sample: Sample) -> None:
         """Add one step of all environments of this writer, in the words of the vocabulary (:mod:`rlstore.storage`).
 
-        The first sample fixes the form of those that follow. What only the storage can refuse, a wrong shape in the first
-        sample for instance, is raised by the ``add`` or ``flush`` that hears of it.
+        The first sample fixes the form of those that follow. What only the storage can refuse, a wrong shape in the
+        first sample for instance, is raised by the ``add`` or ``flush`` that hears of it.
         """
         self._check_open()
         before = self._buffer.transitions
@@ -113,7 +117,10 @@ class ReplayWriter:
         self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs)
 
     def _advance(self) -> None:
-        """Send what has its permit, and take the answers that are there; wait for nothing."""
+        """Now and then: send what has its permit, and take the answers that are there; wait for nothing."""
+        if not (self._waiting or self._sent) or time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
         while self._waiting and is_done(self._waiting[0].permit):
             self._send()
         while self._sent and is_done(self._sent[0][1]):
