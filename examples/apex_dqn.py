@@ -24,7 +24,7 @@ import torch
 from common import Result, Run, actors, arguments, make_envs, report
 from dqn import CARTPOLE, QNetwork, act, update
 
-from rlstore import PrioritizedReplayStorage, RateLimit, StorageClosedError
+from rlstore import PeerLostError, PrioritizedReplayStorage, RateLimit, StorageClosedError
 from rlstore.replay_writer import ReplayWriter
 
 NUM_ACTORS = 3
@@ -48,7 +48,7 @@ def play(actor: int, network: QNetwork, writer: ReplayWriter, learner: Connectio
     envs, rng = make_envs(ENVS_PER_ACTOR), np.random.default_rng((seed, actor))
     obs, _ = envs.reset(seed=1000 * seed + ENVS_PER_ACTOR * actor)
     open_returns, returns, steps = np.zeros(ENVS_PER_ACTOR), list[float](), 0
-    with writer, suppress(StorageClosedError):  # the learner has finished
+    with writer, suppress(StorageClosedError, PeerLostError, BrokenPipeError):  # the learner has finished, or is gone
         while True:
             actions = act(network, obs, epsilon_of(actor), rng)
             next_obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -75,8 +75,8 @@ def hear(connections: list[Connection], run: Run) -> None:
 def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
     """Train until the threshold is reached or the steps are used up."""
     torch.manual_seed(seed)
-    with gym.make("CartPole-v1") as env:
-        obs_space, action_space = env.observation_space, env.action_space
+    envs = make_envs(1)
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
     assert isinstance(obs_space, gym.spaces.Box)
     assert isinstance(action_space, gym.spaces.Discrete)
     network = QNetwork(obs_space, int(action_space.n))

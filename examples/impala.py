@@ -24,11 +24,10 @@ from typing import Any
 import gymnasium as gym
 import torch
 from common import HideVelocities, Result, Run, actors, arguments, make_envs, report
-from recurrent_ppo import OBS_SCALE
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from rlstore import ActorHandle, DistributedStorage, RolloutBatch, StorageClosedError
+from rlstore import ActorHandle, DistributedStorage, PeerLostError, RolloutBatch, StorageClosedError
 from rlstore.engine.returns import vtrace
 
 NUM_ACTORS = 2
@@ -37,12 +36,13 @@ NUM_STEPS = 32  # of a rollout
 BATCH_SIZE = 32  # rollouts
 NUM_STORAGES = 2 * BATCH_SIZE  # the fewer, the newer is what the learner gets
 HIDDEN = 64
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 3e-3
 GAMMA = 0.99
 LAM = 0.95
 ENTROPY_WEIGHT = 0.005
 MAX_GRAD_NORM = 0.5
-REWARD_SCALE = 1 - GAMMA  # brings the returns to [0, 1]
+REWARD_SCALE = 0.1  # brings the returns to [0, 10]
+OBS_SCALES = {"none": (1.0, 1.0, 1.0, 1.0), "lstm": (1 / 2.4, 1 / 0.21)}  # the latter bring what is seen to [-1, 1]
 
 THRESHOLDS = {"none": 475.0, "lstm": 400.0}
 
@@ -60,7 +60,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, memory: str) -> None:
         super().__init__()
-        self.scale = OBS_SCALE if memory == "lstm" else torch.ones(4)
+        self.scale = torch.tensor(OBS_SCALES[memory])
         self.encoder = nn.Sequential(nn.Linear(len(self.scale), HIDDEN), nn.Tanh())
         self.core = nn.LSTM(HIDDEN, HIDDEN) if memory == "lstm" else nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
         self.policy, self.value = nn.Linear(HIDDEN, 2), nn.Linear(HIDDEN, 1)
@@ -141,7 +141,6 @@ def update(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Rollou
         gamma=GAMMA,
         lam=LAM,
     )
-    advantages = advantages / (advantages.std() + 1e-6)
     policy_loss = -(log_prob * advantages).mean()
     value_loss = (values[:-1] - targets).pow(2).mean()
     loss: Tensor = policy_loss + value_loss - ENTROPY_WEIGHT * policy.entropy().mean()
@@ -162,7 +161,7 @@ Publish = Callable[[int], None]
 def play(handle: ActorHandle, shared: ActorCritic, memory: str, seed: int) -> None:
     """An actor process: rollouts by the newest weights, until the learner closes the storage."""
     player = Player(memory, seed)
-    with handle, suppress(StorageClosedError):
+    with handle, suppress(StorageClosedError, PeerLostError):  # the learner has finished, or is gone
         while True:
             version = handle.published
             player.network.load_state_dict(shared.state_dict())
@@ -239,7 +238,7 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
 
     def publish(version: int) -> None:
         send(version)
-        for run in ray.wait(list(runs), timeout=0)[0]:  # they play for ever, so this one failed
+        for run in ray.wait(list(runs), timeout=0)[0] if runs else ():  # they play for ever, so this one failed
             try:
                 ray.get(run)
             except ray.exceptions.RayError as error:
