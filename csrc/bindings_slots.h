@@ -24,7 +24,7 @@ inline Deadline deadline_in(double seconds) {
   return Deadline(seconds);
 }
 
-// Memory, int64: the ticket, four events, three unused, and a word for each slot.
+// Memory, int64: the ticket, four events, slots written, slots read, one unused, and a word for each slot.
 class SlotTableObject {
  public:
   static constexpr size_t kHead = 8;
@@ -57,7 +57,7 @@ class SlotTableObject {
     size_t count;
     int64_t* words = shared_words(memory, kHead, &count);
     return SlotTable(reinterpret_cast<uint64_t*>(words + kHead), count - kHead, reinterpret_cast<uint64_t*>(words),
-                     reinterpret_cast<Event*>(words + 1));
+                     reinterpret_cast<Event*>(words + 1), reinterpret_cast<uint64_t*>(words + 5));
   }
   static SlotState state(int number) {
     if (number < 0 || number > 3) throw nb::value_error("a slot has four states");
@@ -110,9 +110,13 @@ inline int64_t add_to_word(nb::handle memory, int64_t index, int64_t value) {
   return __atomic_fetch_add(shared_word(memory, index), value, __ATOMIC_ACQ_REL);
 }
 
-// memory[index] = value if it was `expected`, for all processes at once.
+// memory[index] = value if it was `expected`, for all processes at once. What the caller reads next is read after it: of two
+// who each set a word and then look at the other's, at least one sees it.
 inline bool exchange_shared_word(nb::handle memory, int64_t index, int64_t expected, int64_t value) {
-  return __atomic_compare_exchange_n(shared_word(memory, index), &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  const bool exchanged =
+      __atomic_compare_exchange_n(shared_word(memory, index), &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  return exchanged;
 }
 
 // Events are words of shared memory too: how often one happened, a wait until it has happened again, and its happening.

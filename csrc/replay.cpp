@@ -20,6 +20,7 @@ struct Found {
   int64_t lane, time, place;
   int64_t slot;
   const Episode* episode;
+  int64_t start;  // of its episode, which may become that of another one while a writer goes on elsewhere
   int64_t stop;   // of its episode, as far as it was written
   int64_t taken;  // steps of its n-step window
   bool at_end;    // the window ends with the episode: what followed is its final observation
@@ -132,7 +133,7 @@ class Gather {
       f.time += static_cast<int64_t>(in_a_row), f.place += static_cast<int64_t>(in_a_row), index += in_a_row, count -= in_a_row;
     }
     for (size_t i = 0; i < count; i++, f.time++, f.place++) {
-      measure(f);
+      if (f.lane >= 0) measure(f);
       write(f, output, index + i);
     }
   }
@@ -195,8 +196,9 @@ class Gather {
     const int64_t told = __atomic_load_n(&f.episode->stop, __ATOMIC_ACQUIRE), written = lanes_.written[f.lane];
     const bool is_over = told >= 0 && told <= written;
     f.stop = is_over ? told : written;
-    // Tables that came from a damaged file must not lead out of memory.
-    if (f.time < f.episode->start || f.time >= f.stop) return refuse(f);
+    f.start = __atomic_load_n(&f.episode->start, __ATOMIC_RELAXED);
+    // Tables that came from a damaged file, or are overwritten at this moment, must not lead out of memory.
+    if (f.time < f.start || f.time >= f.stop) return refuse(f);
     f.taken = std::min(fold_.n_step, f.stop - f.time);
     f.at_end = is_over && f.time + f.taken == f.stop;
     // What follows the newest row stands where the next row goes: if that breaks the episode off, it is overwritten.
@@ -214,7 +216,7 @@ class Gather {
       case Part::kDiscounts: return write_discount(f, output, index);
       case Part::kTerminated: output.memory[index] = f.lane >= 0 && f.at_end && (f.episode->end & kTerminated); return;
       case Part::kTruncated: output.memory[index] = f.lane >= 0 && f.at_end && (f.episode->end & kTruncated); return;
-      case Part::kFirst: output.memory[index] = f.lane >= 0 && f.episode->start == f.time; return;
+      case Part::kFirst: output.memory[index] = f.lane >= 0 && f.start == f.time; return;
       case Part::kHeld: output.memory[index] = f.lane >= 0; return;
     }
   }
@@ -292,7 +294,7 @@ class Gather {
       const int64_t at = time - (depth - 1 - j);
       int64_t run = 1;  // frames that lie one after another
       const char* frame;
-      if (at < f.episode->start) {
+      if (at < f.start) {
         frame = padding_frame(f, leaf, at);
       } else if (is_final && at == time) {
         frame = leaf.finals + f.slot * bytes;
@@ -317,9 +319,9 @@ class Gather {
     if (f.episode->padding == kKept && leaf.starts) {
       // The first stack was [starts..., first frame]: start - 1 is the newest of them.
       const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
-      return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.episode->start - 1 - at)) * static_cast<int64_t>(bytes);
+      return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.start - 1 - at)) * static_cast<int64_t>(bytes);
     }
-    if (f.episode->padding == kRepeated) return leaf.block.at(f.lane, place_of(f, f.episode->start));
+    if (f.episode->padding == kRepeated) return leaf.block.at(f.lane, place_of(f, f.start));
     if (zeros_.size() < bytes) zeros_.assign(bytes, 0);
     return zeros_.data();
   }

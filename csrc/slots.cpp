@@ -59,7 +59,14 @@ bool SlotTable::give(int64_t slot, SlotState from, SlotState to, uint64_t owner)
   const uint64_t here = __atomic_load_n(word, __ATOMIC_ACQUIRE);
   if (state_of(here) != from || owner_of(here) != owner) return false;
   const uint64_t ticket = __atomic_add_fetch(ticket_, 1, __ATOMIC_ACQ_REL);
-  if (!exchange_word(word, here, make_word(ticket, 0, to))) return false;
+  // Counted right before, and not after the wake-up, at which this process may well be put aside, and killed.
+  const bool written = from == SlotState::kWriting && to == SlotState::kFull, read = from == SlotState::kReading && to == SlotState::kFree;
+  uint64_t* done = written ? done_ : read ? done_ + 1 : nullptr;
+  if (done) __atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL);
+  if (!exchange_word(word, here, make_word(ticket, 0, to))) {
+    if (done) __atomic_sub_fetch(done, 1, __ATOMIC_ACQ_REL);
+    return false;
+  }
   events_[static_cast<size_t>(to)].happen(1);
   return true;
 }

@@ -19,9 +19,10 @@ class SlotTable {
   static constexpr uint64_t kOwners = uint64_t{1} << 16;
 
   // words: [count], written by anyone with an exchange (acquire and release). ticket: counts the hand-offs, an atomic
-  // addition. events: [4], one for each state that a slot can come into.
-  SlotTable(uint64_t* words, size_t count, uint64_t* ticket, Event* events)
-      : words_(words), count_(count), ticket_(ticket), events_(events) {}
+  // addition. events: [4], one for each state that a slot can come into. done: [2], slots that were written and given on
+  // as full, and that were read and given on as free; atomic additions.
+  SlotTable(uint64_t* words, size_t count, uint64_t* ticket, Event* events, uint64_t* done)
+      : words_(words), count_(count), ticket_(ticket), events_(events), done_(done) {}
 
   size_t count() const { return count_; }
 
@@ -45,6 +46,7 @@ class SlotTable {
   size_t count_;
   uint64_t* ticket_;
   Event* events_;
+  uint64_t* done_;
 };
 
 }  // namespace rlstore

@@ -24,7 +24,8 @@ void Windows::finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t old
 }
 
 void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vector<int64_t>* added, std::vector<int64_t>* dropped) {
-  const int64_t stop = time + 1, oldest = std::max(lanes.begun[lane], stop - lanes.steps);
+  // Of all that is written, not up to this row: what is dropped again in the same go must not be added.
+  const int64_t stop = time + 1, oldest = lanes.oldest(lane);
   while (heads_[lane] < tails_[lane] && start_at(lanes, lane, heads_[lane]) < oldest)
     dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
   if (across_) {

@@ -6,12 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
 # The worked examples in tests/cases are imported as `cases`, from wherever pytest is started.
 sys.path.insert(0, str(Path(__file__).parent))
 
+pytest.register_assert_rewrite("distributed_actors", "distributed_ids", "distributed_torture")
 torch.set_num_threads(1)
 # A person's run looks for new failures each time. That of CI is always the same, so that it speaks of the change alone.
 settings.register_profile(

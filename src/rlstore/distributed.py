@@ -242,7 +242,7 @@ class DistributedStorage(SavedDistributed):
         handoff.sweep()
         counts, peers = handoff.slots.counts(), handoff.peers
         return HandoffReport(
-            committed=handoff.served + counts[State.FULL] + counts[State.READING],
+            committed=handoff.committed,
             served=handoff.served,
             abandoned=handoff.abandoned,
             reclaimed=handoff.reclaimed,

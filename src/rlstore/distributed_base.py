@@ -178,7 +178,9 @@ class DistributedBase(Storage):
         handoff = self._open_memory().handoff
         for slot in self._lanes:
             self._inserter.abandon(slot, 0)
-        self._server.release([*self._held, *self._server.try_collect(handoff.count)], served=False)
+        served, dropped = handoff.served, [*self._held, *self._server.try_collect(handoff.count)]
+        self._server.release(dropped)
+        handoff.set_counts(served, handoff.abandoned, handoff.reclaimed)
         self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
 
     @contextmanager

@@ -243,8 +243,9 @@ class OffPolicyStorage(SavedReplay):
             raise InvalidInputError(f"rewards is {tuple(first.shape)}; give [steps, envs, ...]. Nothing was changed.")
         if self._replay is None:
             self.init_tensors({name: _at(value, 0) for name, value in new_data.items()})
+        self._require_no_writers()
         ring, count = self._ring_of(), len(self._fields.observations)
-        values = self._fit_steps(new_data, (first.shape[0],), ring.lanes)
+        values, before = self._fit_steps(new_data, (first.shape[0],), ring.lanes), ring.rows_written
         if self._ahead is not None:
             self._ahead.settle()
         for step in range(first.shape[0]):
@@ -254,6 +255,7 @@ class OffPolicyStorage(SavedReplay):
             ring.write((*row, *row[count : 2 * count], None))
             self._added += 1
             self._follow()
+        self._count_slice(ring.rows_written - before)
 
     def _fit_steps(self, data: Sample, lead: tuple[int, ...], lanes: int) -> tuple[Tensor | None, ...]:
         """The values of steps ``[*lead, envs, ...]`` as a ring takes them, or an error; nothing is written."""

@@ -366,9 +366,14 @@ class ReplayBase(Storage):
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
-        if self._ahead is not None and size == self.batch_size and not self._closed:
+        if self._ahead is not None and size == self.batch_size and self._prepares_ahead:
             return self._batch(*self._finished(*self._ahead.take(self._added, partial(self._draw_checked, size))))
         return self._batch(*self._take(size))
+
+    @property
+    def _prepares_ahead(self) -> bool:
+        """False if rows may change while a thread gathers them."""
+        return not self._closed
 
     def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:
         """A batch of ``size``: what was drawn, and its tensors."""

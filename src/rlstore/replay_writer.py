@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
@@ -15,7 +16,7 @@ from rlstore.engine.segment import Segment
 from rlstore.errors import InvalidInputError, StorageClosedError, WaitTimeoutError
 from rlstore.replay_spaces import ReplayFields
 
-_LOOK_EVERY = 256  # adds between two looks at whether the storage's maker lives
+_LOOK_SECONDS = 1.0  # between two looks at whether the storage's maker lives
 
 
 class ReplayWriter:
@@ -30,7 +31,7 @@ class ReplayWriter:
     ) -> None:
         self._kind, self._part, self._control = kind, part, control
         self.lanes, self.name, self._timeout = lanes, name, timeout
-        self._process, self._closed, self._adds, self._given_by = 0, False, 0, 0
+        self._process, self._closed, self._looked, self._given_by = 0, False, 0.0, 0
         self._begin()
 
     def _begin(self) -> None:
@@ -91,8 +92,8 @@ class ReplayWriter:
         if self._process != os.getpid():
             self._begin()
         control, first = self._control, self.lanes.start
-        self._adds += 1
-        if self._adds % _LOOK_EVERY == 0:
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._looked = time.monotonic()
             control.check_maker()
         if not control.limiter.insert(count, self._timeout, self._look):
             limiter = control.limiter
@@ -101,15 +102,18 @@ class ReplayWriter:
                 f"and {limiter.sampled} sampled, at {limiter.limit}. The {control.describe_maker()} lives and has to "
                 "sample more first. Nothing was written."
             )
+        ring, before = self._part._replay, self._part._replay.rows_written
         try:
-            control.enter(first, self._given_by, self._timeout)
-            try:
-                put(self._part)
-            finally:
-                control.leave(first)
-        except BaseException:
-            control.limiter.take_back(count)
-            raise
+            with control.turn:
+                control.enter(first, self._given_by, self._timeout)
+                try:
+                    put(self._part)
+                finally:
+                    control.leave(first)
+        finally:
+            left_out = count - (ring.rows_written - before)  # all if it was refused; reset steps if not
+            if left_out:
+                control.limiter.count_inserts(-left_out)
 
     def _look(self) -> None:
         self._control.check_maker()
@@ -136,19 +140,19 @@ class ReplayWriter:
                 ' give the storage memory="shared"'
             )
         recipe = (ring.leaves, ring.columns, ring.steps, ring.whole.lanes, ring.autoreset)
-        given = (self.lanes, self.name, self._timeout, self._given_by)
+        given = (self.lanes, self.name, self._timeout, self._given_by, self._closed)
         segments: tuple[Segment, Segment] = (ring.backing.segment, self._control.segment)
         return {"kind": self._kind, "fields": self._part._fields, "ring": recipe, "given": given, "segments": segments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._kind = state["kind"]
-        self.lanes, self.name, self._timeout, self._given_by = state["given"]
+        self.lanes, self.name, self._timeout, self._given_by, self._closed = state["given"]
         leaves, columns, steps, lanes, autoreset = state["ring"]
         blocks, board = state["segments"]
         ring = EpisodeRing(leaves, columns, steps, lanes, Backing.attach(self._kind.__name__, blocks), autoreset)
         self._part = writing_part(self._kind, state["fields"], ring.part(self.lanes))
         self._control = LaneControl(lanes, board)
-        self._process, self._closed, self._adds = 0, False, 0
+        self._process, self._looked = 0, 0.0
 
 
 def writing_part(kind: type[Any], fields: ReplayFields, ring: EpisodeRing) -> Any:

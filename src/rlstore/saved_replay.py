@@ -58,6 +58,7 @@ class SavedReplay(SharedReplay):
         if self._replay is None:
             return numbers, tensors
         prepared = [] if self._ahead is None else self._ahead.prepared()
+        prepared = [job for job in prepared if job[2] is not None]  # a writer overwrote it; it would be drawn anew
         numbers["prepared"] = [{"added": added, "tensors": len(batch)} for _, added, batch in prepared]
         for index, (drawn, _, batch) in enumerate(prepared):
             parts = {name: value for name, value in drawn._asdict().items() if value is not None}

@@ -20,6 +20,7 @@ from rlstore.replay_base import Drawn, ReplayBase
 from rlstore.replay_writer import ReplayWriter, writing_part
 
 _SWEEP_SECONDS = 0.5  # between two looks at whether the writers live
+_FIRST_SECONDS = 0.01  # between two looks for the first row, which is counted and not yet there
 
 
 class SharedReplay(ReplayBase):
@@ -37,7 +38,8 @@ class SharedReplay(ReplayBase):
         and a batch never holds a row that was overwritten while it was read. If a writer dies, what it had finished
         stays, the episode that it was in is cut off there, and its environments are free for another writer.
 
-        While there are writers, ``add`` of the storage itself is refused.
+        While there are writers, ``add`` of the storage itself is refused. In other memory than "shared" writers are for
+        threads of this process: they wait while a batch is read, and no batch is prepared ahead.
 
         Args:
             lanes: The environments that it alone adds: a range, the next free ones of a number, or (None) all.
@@ -47,6 +49,8 @@ class SharedReplay(ReplayBase):
         if getattr(self, "save_snapshot", False):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         part = control.free_lanes(lanes)
+        if self._ahead is not None and not ring.is_shared:
+            self._ahead.clear()
         writing = writing_part(type(self), self._fields, ring.part(part))
         return ReplayWriter(type(self), writing, control, part, name, self.timeout)
 
@@ -107,12 +111,17 @@ class SharedReplay(ReplayBase):
     # ---------------------------------------------------------------------------------------------- the limit
 
     def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit on samples for each insert, while others run; None lets everything go ahead."""
+        """Change the limit on samples for each insert, while others run; None lets everything go ahead.
+
+        It holds from now on: what was added and sampled before counts as in balance.
+        """
         if limit is not None and not isinstance(limit, RateLimit):
             raise InvalidInputError(f"rate_limit is {limit!r}; give a rlstore.RateLimit, or None. Nothing was changed.")
-        if limit is not None:
-            limit = limit.resolved(self._ring_of().lanes, self.batch_size)
-        self._controlled().limiter.set(limit)
+        if limit is None:
+            self._controlled().limiter.set(None)
+            return
+        at_once = self.batch_size * (1 + self.num_workers)  # the first call draws the batches ahead too
+        self._controlled().limiter.begin(limit.resolved(self._ring_of().lanes, at_once))
 
     @property
     def rate_limit(self) -> RateLimit | None:
@@ -124,30 +133,79 @@ class SharedReplay(ReplayBase):
         if control is None:
             super()._put(values)
             return
-        if control.has_writers:
-            raise InvalidInputError(
-                "the environments of this storage are added by its writers; add through one of them, or close them. "
-                "Nothing was written."
-            )
+        self._require_no_writers()
         lanes, leaves = self._ring_of().lanes, len(self._fields.leaves)
         mask = values[2 * leaves + len(self._fields.columns) + 2]
         count = lanes if mask is None else int(as_tensor(mask, "mask").count_nonzero())
         if not control.limiter.insert(count, self.timeout):
             raise self._late("added", "sampled")
+        before = self._ring_of().rows_written
         try:
             super()._put(values)
-        except BaseException:
-            control.limiter.take_back(count)
-            raise
+        finally:
+            left_out = count - (self._ring_of().rows_written - before)  # all if it was refused; reset steps if not
+            if left_out:
+                control.limiter.count_inserts(-left_out)
+
+    def _count_slice(self, rows: int) -> None:
+        """Rows came that nobody had to wait for; nor has anybody to wait because of them."""
+        if self._control is None:
+            return
+        limiter, limit = self._control.limiter, self._control.limiter.limit
+        limiter.count_inserts(rows)
+        if limit is not None:
+            limiter.begin(limit)
+
+    def _require_no_writers(self) -> None:
+        control = self._control
+        if control is None or not control.has_writers:
+            return
+        self._sweep()
+        if control.has_writers:
+            raise InvalidInputError(
+                "the environments of this storage are added by its writers; add through one of them, or close them. "
+                "Nothing was written."
+            )
+
+    @property
+    def _is_apart(self) -> bool:
+        """True if writers overwrite what this process reads, with no rows to spare: both must not go on at once."""
+        return self._control is not None and not self._ring_of().is_shared and self._control.has_writers
+
+    @property
+    def _prepares_ahead(self) -> bool:
+        return super()._prepares_ahead and not self._is_apart
+
+    def _take(self, size: int) -> tuple[Drawn, tuple[Tensor, ...]]:
+        if not self._is_apart:
+            return super()._take(size)
+        self._admit(size)  # it may wait for the writers
+        with self._paused():
+            drawn = self._draw_admitted(size)
+            return self._finished(drawn, self._prepare(drawn))
 
     def _draw_checked(self, size: int) -> Drawn:
         if self._control is None:
             return super()._draw_checked(size)
+        self._admit(size)
+        return self._draw_admitted(size)
+
+    def _admit(self, size: int) -> None:
+        """Wait until a batch of ``size`` may be drawn, and take in what was added."""
         self._catch_up()
-        limit = self._control.limiter.limit
+        limit = self._controlled().limiter.limit
         if limit is not None:
             self._wait_to_sample(size, limit)
-        return super()._draw_checked(size)
+
+    def _draw_admitted(self, size: int) -> Drawn:
+        limiter = self._controlled().limiter
+        was_counted = limiter.is_on
+        try:
+            return super()._draw_checked(size)
+        except BaseException:
+            if was_counted:
+                limiter.take_back_samples(size)
+            raise
 
     def _wait_to_sample(self, size: int, limit: RateLimit) -> None:
         control = self._controlled()
@@ -156,15 +214,19 @@ class SharedReplay(ReplayBase):
                 f"a batch of {size} is more than the rate limit's tolerance of {limit.tolerance}; both sides could "
                 "wait for each other. Nothing was drawn."
             )
-        lost = control.peers.lost_count("writer")
-        if not control.limiter.sample(size, self.timeout, self._sweep):
-            if control.peers.lost_count("writer") > lost or (
-                control.peers.lost("writer") and not control.peers.here("writer")
-            ):
-                names = ", ".join(control.peers.describe(peer) for peer in control.peers.lost("writer")[-3:])
-                raise PeerLostError(f"nothing was added for {self.timeout} seconds, and these writers died: {names}")
-            raise self._late("sampled", "added")
-        self._catch_up()
+        lost, end = control.peers.lost_count("writer"), time.monotonic() + self.timeout
+        while control.limiter.sample(size, max(end - time.monotonic(), 0.0), self._sweep):
+            self._catch_up()
+            if self._ring_of().size or not control.has_writers or time.monotonic() > end:
+                return
+            # Inserts are counted before they are written: the very first may not be there yet.
+            control.limiter.take_back_samples(size)
+            control.limiter.await_insert(_FIRST_SECONDS)
+        died = control.peers.lost("writer")
+        if control.peers.lost_count("writer") > lost or (died and not control.peers.here("writer")):
+            names = ", ".join(control.peers.describe(peer) for peer in died[-3:])
+            raise PeerLostError(f"nothing was added for {self.timeout} seconds, and these writers died: {names}")
+        raise self._late("sampled", "added")
 
     def _late(self, done: str, awaited: str) -> WaitTimeoutError:
         limiter, peers = self._controlled().limiter, self._controlled().peers
@@ -195,6 +257,8 @@ class SharedReplay(ReplayBase):
         """Make the storage empty."""
         with self._paused():
             super().reset()
+            if self._control is not None:
+                self._control.limiter.set_counts(0, 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that is needed to go on exactly; writers wait meanwhile. See :meth:`Storage.save`."""
@@ -211,13 +275,14 @@ class SharedReplay(ReplayBase):
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no writers, and counts for itself.
-        return {**self.__dict__, "_control": None}
+        # A copy has no writers, and goes on counting for itself.
+        return {**self.__dict__, "_control": None, "limit state": self._limit_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        limited = state.pop("limit state")
         self.__dict__.update(state)
-        if self._replay is not None and self._options.get("rate_limit") is not None:
-            self.set_rate_limit(self._options["rate_limit"])
+        if not self._closed:
+            self._set_limit_state(limited)
 
     def _limit_state(self) -> list[Any] | None:
         """The limit that holds and its counts, as plain values."""

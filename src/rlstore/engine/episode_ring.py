@@ -155,7 +155,8 @@ class EpisodeRing:
         self._inner: EpisodeRing | None = None
         if self.backing.kind == "shared" and self._whole is None:
             self._inner = self.part(range(self.lanes))  # what this process writes with
-            self.written = self.written.clone()
+            with torch.inference_mode(False):
+                self.written = self.written.clone()
         # The same memory, which Python reads faster through numpy.
         self._written, self._begun = self.written.numpy(), self.begun.numpy()
 
@@ -213,6 +214,11 @@ class EpisodeRing:
         if self.lanes == 1:
             return min(int(self._written.item()) - int(self._begun.item()), self.steps)
         return int((self._written - self._begun).clip(max=self.steps).sum())
+
+    @property
+    def rows_written(self) -> int:
+        """The rows that were ever written."""
+        return int(self._written.sum())
 
     @property
     def nbytes(self) -> int:

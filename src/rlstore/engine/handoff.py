@@ -24,7 +24,7 @@ MAKER = 1  # the number of the peer that made the memory: the first that joins
 _LOOK_SECONDS = 1.0
 
 # Words that all processes add to or (the first two) set.
-_CLOSED, _PUBLISHED, _SERVED, _ABANDONED, _RECLAIMED = range(5)
+_CLOSED, _PUBLISHED, _ABANDONED, _RECLAIMED = range(4)
 _WORDS = 8
 
 
@@ -81,7 +81,12 @@ class Handoff:
     @property
     def served(self) -> int:
         """Rollouts that were read and released."""
-        return int(self._numbers[_SERVED])
+        return self.slots.read
+
+    @property
+    def committed(self) -> int:
+        """Rollouts that were completed."""
+        return self.slots.written
 
     @property
     def abandoned(self) -> int:
@@ -94,8 +99,10 @@ class Handoff:
         return int(self._numbers[_RECLAIMED])
 
     def set_counts(self, served: int, abandoned: int, reclaimed: int) -> None:
-        """Go on from counts that were saved; only while nobody else counts."""
-        self._numbers[_SERVED : _RECLAIMED + 1] = served, abandoned, reclaimed
+        """Go on from counts that were saved, with the rollouts that are here; only while nobody else counts."""
+        counts = self.slots.counts()
+        self.slots.set_counts(served + counts[State.FULL] + counts[State.READING], served)
+        self._numbers[_ABANDONED : _RECLAIMED + 1] = abandoned, reclaimed
 
     def add(self, word: int, count: int) -> None:
         """Add to a count, for all processes at once."""
@@ -154,7 +161,7 @@ class Member:
         self.handoff, self.role, self.name, self.timeout = handoff, role, name, timeout
         self._number, self._pid = 0, 0
         self._end: Finalize | None = None
-        self._mourned: set[int] = set()  # the dead that no longer explain why nothing comes
+        self._mourned: set[int] = set()  # the dead that no longer explain why it waits
         self._looked = 0.0  # when it last looked for the dead
 
     @property
@@ -184,7 +191,9 @@ class Member:
         """
         seconds = self.timeout if seconds is None else seconds
         end = time.monotonic() + seconds
-        return self._take(self.handoff.slots, State.FREE, State.WRITING, end, self._check_maker, self._none_free)
+        slot = self._take(self.handoff.slots, State.FREE, State.WRITING, end, self._check_maker, self._none_free)
+        self._mourned.update(self.handoff.peers.lost("learner"))
+        return slot
 
     def try_reserve(self) -> int | None:
         """A free slot, now this member's to write, or None if there is none now."""
@@ -203,7 +212,7 @@ class Member:
 
     def _check_maker(self) -> None:
         peers = self.handoff.peers
-        if self.role == "actor" and not peers.is_here(MAKER):
+        if self.role == "actor" and not peers.is_alive(MAKER):
             raise PeerLostError(f"the {peers.describe(MAKER)}, which made the storage, is gone: nobody reads any more")
 
     def _none_free(self) -> StorageError:
@@ -267,10 +276,10 @@ class Member:
             taken.append(slot)
         return taken
 
-    def release(self, slots: list[int], *, served: bool = True) -> None:
+    def release(self, slots: list[int]) -> None:
         """The slots are read: they are free."""
-        given = [slot for slot in slots if self.handoff.slots.give(slot, State.READING, State.FREE, self.number)]
-        self.handoff.add(_SERVED, len(given) if served else 0)
+        for slot in slots:
+            self.handoff.slots.give(slot, State.READING, State.FREE, self.number)
 
     def put_back(self) -> None:
         """What this member was reading is full again, at its old place (and what it was writing is free)."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,8 @@ class LaneControl:
     def __init__(self, lanes: int, segment: Segment | None = None, *, shared: bool = True) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
+        # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
+        self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
         if shared and segment is None:
             self.segment = Segment.create(Segment.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
@@ -48,6 +52,8 @@ class LaneControl:
         self._busy: Any = self._words[_BOARD + lanes :].numpy()
         if segment is None:
             self._board[_MAKER] = self.peers.join("maker")
+            # Before multiprocessing waits for its children at the end: they would write on and on for nobody.
+            Finalize(self, _close, args=(self._words, self.limiter), exitpriority=15)
 
     # ---------------------------------------------------------------------------------------------- claims
 
@@ -109,7 +115,8 @@ class LaneControl:
         """
         holder = int(self._board[_MAKER]) if by is None else by
         for lane in np.flatnonzero(self._writers & _PEER == dead).tolist():
-            if exchange_word(self._words, _BOARD + lane, int(self._writers[lane]), holder):
+            word = int(self._writers[lane])  # by now another may have put it in order, and a new writer have it
+            if word & _PEER == dead and exchange_word(self._words, _BOARD + lane, word, holder):
                 recover(lane)
                 self._busy[lane] = 0
                 exchange_word(self._words, _BOARD + lane, holder, _NOBODY)
@@ -170,7 +177,7 @@ class LaneControl:
     @contextmanager
     def pause(self, seconds: float, sweep: Callable[[], object]) -> Iterator[None]:
         """Hold all writers back while the block runs; ``sweep`` finds those that died in the middle of a write."""
-        self._board[_PAUSED] = 1
+        exchange_word(self._words, _PAUSED, 0, 1)
         make_event(self._words, _CHANGED)
         end = time.monotonic() + seconds
         try:
@@ -193,14 +200,18 @@ class LaneControl:
 
     def close(self) -> None:
         """Nobody may write any more; whoever waits is told."""
-        self._board[_CLOSED] = 1
-        make_event(self._words, _CHANGED)
-        self.limiter.wake_all()
+        _close(self._words, self.limiter)
 
     @property
     def is_closed(self) -> bool:
         """True once the storage was closed."""
         return bool(self._board[_CLOSED])
+
+
+def _close(words: torch.Tensor, limiter: Limiter) -> None:
+    exchange_word(words, _CLOSED, 0, 1)
+    make_event(words, _CHANGED)
+    limiter.wake_all()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor
 from rlstore.engine.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import Limiter as SharedLimiter
-from rlstore.kernels import add_to_word
+from rlstore.kernels import add_to_word, await_event, event_count
 
 _ON, _RATIO, _LEAST, _SLACK = range(4)
+_INSERTED = 6  # the word of the event that something was inserted
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RateLimit:
             return RateLimit(self.samples_per_insert, self.min_size, 2 * need)
         if self.tolerance < need:
             raise InvalidInputError(
-                f"tolerance is {self.tolerance:g}; with inserts of {inserts} and batches of {samples} at "
+                f"tolerance is {self.tolerance:g}; with {inserts} inserts and {samples} samples in one call at "
                 f"{self.samples_per_insert:g} samples an insert it must be at least {need:g}, or both sides could wait "
                 "for each other"
             )
@@ -138,9 +139,29 @@ class Limiter:
         self._counts[:] = inserted, sampled
         self.wake_all()
 
-    def take_back(self, count: int) -> None:
-        """Inserts that were counted did not happen."""
-        add_to_word(self._memory, 0, -count)
+    def begin(self, limit: RateLimit) -> None:
+        """Hold what goes ahead from now on to a limit: what went ahead before it was set counts as in balance."""
+        self._rule[_ON] = 0
+        self._counts[1] = max(0, round((self.inserted - limit.min_size) * limit.samples_per_insert))
+        self.set(limit)
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a limit."""
+        return bool(self._rule[_ON])
+
+    def count_inserts(self, count: int) -> None:
+        """So many inserts were made without asking; below 0: inserts that were counted did not happen."""
+        add_to_word(self._memory, 0, count)
+        self.wake_all()
+
+    def take_back_samples(self, count: int) -> None:
+        """Samples that were counted did not happen."""
+        add_to_word(self._memory, 1, -count)
+
+    def await_insert(self, seconds: float) -> None:
+        """Wait until something more is inserted, or for so many seconds."""
+        await_event(self._memory, _INSERTED, event_count(self._memory, _INSERTED), seconds)
 
     def wake_all(self) -> None:
         """Let everyone who waits look again."""

@@ -58,7 +58,7 @@ class Peers:
             if self._table[peer, _PID] == 0 and exchange_word(self._words, peer * _WORDS + _PID, 0, pid):
                 return peer
         for status in (_LEFT, _LOST):
-            for peer in range(1, MOST):
+            for peer in range(2, MOST):  # the first is the maker's, who is asked after even when it has left
                 if self._table[peer, _STATUS] == status and self._exchange_status(peer, status, _REUSED):
                     if status == _LOST:
                         add_to_word(self._words, int(self._table[peer, _ROLE]), 1)
@@ -73,10 +73,14 @@ class Peers:
         """End a peer of this process in good order; it must hold nothing any more."""
         self._exchange_status(peer, _HERE, _LEFT)
 
+    def is_alive(self, peer: int) -> bool:
+        """True if the process of a peer lives, though the peer may have left."""
+        line = self._table[peer]
+        return bool(process_start(int(line[_PID])) == line[_STARTED])
+
     def is_here(self, peer: int) -> bool:
         """True if a peer takes part and its process lives."""
-        line = self._table[peer]
-        return bool(line[_STATUS] == _HERE) and process_start(int(line[_PID])) == line[_STARTED]
+        return bool(self._table[peer, _STATUS] == _HERE) and self.is_alive(peer)
 
     def sweep(self, reclaim: Callable[[int], None]) -> list[int]:
         """Find the peers whose process died, and take from them what they held.

@@ -37,7 +37,8 @@ class Priorities:
         self.leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
-        self._seen = ring.written.clone()
+        with torch.inference_mode(False):
+            self._seen = ring.written.clone()
         self._kernel: Any = None
         self.kernel.rebuild()
 

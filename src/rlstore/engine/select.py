@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.episode_ring import EpisodeRing
-from rlstore.engine.memory import allocate_empty
+from rlstore.engine.memory import allocate, allocate_empty
 from rlstore.kernels import kernel
 
 _CPU = torch.device("cpu")
@@ -60,8 +60,8 @@ class Windows:
     def __init__(self, ring: EpisodeRing, length: int, stride: int, *, across: bool = False) -> None:
         self.length = length
         self._ring, self._stride, self._across = ring, stride, across
-        self._queue = torch.zeros(ring.lanes, ring.steps, dtype=torch.int64)
-        self._counters = torch.zeros(4, ring.lanes, dtype=torch.int64)
+        self._queue = allocate((ring.lanes, ring.steps), torch.int64, _CPU)
+        self._counters = allocate((4, ring.lanes), torch.int64, _CPU)
         self._kernel: Any = None
         self.rebuild()
 

@@ -14,6 +14,7 @@ from rlstore.errors import InvalidInputError, WaitTimeoutError
 from rlstore.kernels import SlotTable
 
 _HEAD = 8  # words before those of the slots
+_WRITTEN, _READ = 5, 6  # of them
 # The longest sleep in one go: then signals are looked at, and whether those that are waited for still live.
 SLICE_SECONDS = 0.2
 
@@ -38,7 +39,7 @@ class Slots:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self._words = memory[_HEAD:].numpy()
+        self._head, self._words = memory[:_HEAD].numpy(), memory[_HEAD:].numpy()
         self._table = SlotTable(memory)
 
     @staticmethod
@@ -80,6 +81,20 @@ class Slots:
         """How many slots are in each state, at one glance that others may change meanwhile."""
         states = (self._words & 3).tolist()
         return {state: states.count(state) for state in State}
+
+    @property
+    def written(self) -> int:
+        """How often a slot was written and given on as full."""
+        return int(self._head[_WRITTEN])
+
+    @property
+    def read(self) -> int:
+        """How often a slot was read and given on as free."""
+        return int(self._head[_READ])
+
+    def set_counts(self, written: int, read: int) -> None:
+        """Go on from other counts; only while nobody else counts."""
+        self._head[_WRITTEN], self._head[_READ] = written, read
 
     def wake_all(self) -> None:
         """Let everyone who waits look again."""

@@ -53,7 +53,7 @@ class WindowIndex:
             lanes = (self._seen < self._ring.written).nonzero().flatten()
             if len(lanes) == 0:
                 break
-            oldest = torch.maximum(self._ring.begun, self._seen + 1 - self._ring.steps)
+            oldest = self._ring.oldest()  # of all that is written: what is dropped in the same go must not be added
             self._drop(lanes, oldest, dropped)
             self._take_in(lanes, oldest, added)
             self._seen[lanes] += 1

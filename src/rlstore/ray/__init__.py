@@ -15,20 +15,20 @@ try:
 except ImportError as error:  # pragma: no cover - run by a test in a process of its own
     raise ImportError("rlstore.ray needs Ray, which is not installed: pip install rlstore[ray]") from error
 
-from rlstore.ray.learner import ReplayLearner
+from rlstore.ray.learner import ServedLearner
 from rlstore.ray.reports import QueueReport, ServedReport, ShardReport
-from rlstore.ray.rollout_queue import RolloutLearner, RolloutQueue, rollout_queue
+from rlstore.ray.rollout_queue import QueueLearner, RolloutQueue, rollout_queue
 from rlstore.ray.serving import ServedStorage, serve
-from rlstore.ray.writer import ReplayWriter
+from rlstore.ray.writer import ServedWriter
 
 __all__ = [
+    "QueueLearner",
     "QueueReport",
-    "ReplayLearner",
-    "ReplayWriter",
-    "RolloutLearner",
     "RolloutQueue",
+    "ServedLearner",
     "ServedReport",
     "ServedStorage",
+    "ServedWriter",
     "ShardReport",
     "rollout_queue",
     "serve",

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlstore.errors import (
     InvalidInputError,
@@ -27,6 +28,11 @@ LOST = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
 )
+
+
+class GoneForGoodError(PeerLostError):
+    """An actor that Ray will not start again: it was shut down."""
+
 
 # A thread that waits looks this often whether it is still wanted.
 _SLICE_SECONDS = 0.5
@@ -77,6 +83,8 @@ def answer(ref: Any, who: str, seconds: float, wanted: Callable[[], bool] | None
         return ray.get(ref, timeout=deadline.left)
     except exceptions.GetTimeoutError as error:
         raise WaitTimeoutError(f"{who} did not answer within {seconds:g} s") from error
+    except exceptions.ActorDiedError as error:
+        raise GoneForGoodError(f"{who} is gone for good: {first_line(error)}") from error
     except LOST as error:
         raise PeerLostError(f"{who} is gone: {first_line(error)}") from error
     except exceptions.RayTaskError as error:
@@ -128,3 +136,9 @@ def this_node() -> str:
     context = ray.get_runtime_context()
     address: Any = ray.util.get_node_ip_address  # without annotations in Ray
     return f"{address()} {context.get_node_id()[:8]}"
+
+
+def on_this_node() -> Any:
+    """A place for a small actor: this node, with which all would end anyway, or another one if it must be."""
+    node = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=True)

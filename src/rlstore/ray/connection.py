@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rlstore.errors import PeerLostError
-from rlstore.ray.calls import Deadline, answer
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer
 
 # Between two questions to an actor that says at once that it is gone. Ray has no way to be told when it is back.
 _PAUSE_SECONDS = 0.2
@@ -45,14 +46,18 @@ class Connection:
         """Seconds after which a learner goes on without a shard that does not answer."""
         return max(self.deadline / 6, 0.5)
 
-    def ask_ledger(self, method: str, *args: Any) -> Any:
-        """Call the ledger; while it is being started again, again, until the deadline."""
+    def ask_ledger(self, method: str, *args: Any, wanted: Callable[[], bool] | None = None) -> Any:
+        """Call the ledger; while it is being started again, again, until the deadline.
+
+        It has the same deadline for permits, and says why it was not kept; so it may answer first.
+        """
         deadline = Deadline(self.deadline + 1)
         while True:
             try:
-                return answer(getattr(self.ledger, method).remote(*args), self.who_keeps_the_ledger, deadline.left)
-            except PeerLostError:
-                if not deadline.left:
+                ref = getattr(self.ledger, method).remote(*args)
+                return answer(ref, self.who_keeps_the_ledger, deadline.left, wanted)
+            except PeerLostError as error:
+                if not deadline.left or isinstance(error, GoneForGoodError):
                     raise
                 self.pause(deadline)
 

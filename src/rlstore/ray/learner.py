@@ -28,7 +28,7 @@ from rlstore.storage import BatchDict
 _OPEN_UPDATES = 8
 
 
-class ReplayLearner:
+class ServedLearner:
     """Iterates over batches without end; made by ``served.learner()``, for one process.
 
     A batch is drawn as if all shards were one storage: each shard tells what its draws are in proportion to
@@ -62,7 +62,7 @@ class ReplayLearner:
 
     # ---------------------------------------------------------------------------------------------- batches
 
-    def __iter__(self) -> ReplayLearner:
+    def __iter__(self) -> ServedLearner:
         return self
 
     def __next__(self) -> BatchDict:
@@ -95,7 +95,7 @@ class ReplayLearner:
     def _fetch(self) -> BatchDict:
         """One batch, in a thread of its own."""
         served, size = self._served, self._size
-        news = served.ask_ledger("permit_sample", size, served.deadline)
+        news = served.ask_ledger("permit_sample", size, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
@@ -239,9 +239,16 @@ class ReplayLearner:
         finally:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
+            for future in self._ahead:
+                future.add_done_callback(self._return_permit)
             self._ahead.clear()
 
-    def __enter__(self) -> ReplayLearner:
+    def _return_permit(self, future: Future[BatchDict]) -> None:
+        """A batch that was drawn ahead and is not served does not count for the rate limit."""
+        if not future.cancelled() and future.exception() is None:
+            self._served.ledger.return_sample.remote(self._size)
+
+    def __enter__(self) -> ServedLearner:
         return self
 
     def __exit__(

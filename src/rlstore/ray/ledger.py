@@ -2,9 +2,10 @@
 
 No data pass through it. It runs in one asyncio loop, so nothing here is ever interrupted between two awaits.
 
-If it is lost, Ray starts it again, and it takes up what it knew from the shards: each keeps the newest copy of the
-rare facts (places, losses, the limit), and its own counts. Permits that were given and not yet used are forgotten. If
-it and every shard are lost together, a served storage with snapshots goes on from those, and one without begins anew.
+It runs on the node of whoever serves the storage. If it is lost, Ray starts it again, and it takes up what it knew
+from the shards: each keeps the newest copy of the rare facts (places, losses, the limit), and its own counts. Permits
+that were given and not yet used are forgotten, and so are the counts of a shard that is lost at the same time. If all
+are lost together, a served storage with snapshots goes on from those, and one without begins anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,15 @@ class Ledger:
         self._serve_lines()
 
     async def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again."""
+        """Change the limit; whoever waits looks again.
+
+        Whether its tolerance is enough is looked at anew with each call that comes: those who made large ones may be
+        gone.
+        """
+        largest = [max((count for count, _ in line.waiting), default=1) for line in (self._inserts, self._samples)]
         if limit is not None:
-            limit.resolved(self._inserts.largest, self._samples.largest)
+            _resolved(limit, *largest)
+        self._inserts.largest, self._samples.largest = largest
         self._limit = limit
         self._serve_lines()
         self._share()
@@ -217,7 +224,7 @@ class Ledger:
         other = self._samples if line is self._inserts else self._inserts
         if count > line.largest and self._limit is not None:
             sizes = (count, other.largest) if line is self._inserts else (other.largest, count)
-            self._limit.resolved(*sizes)  # an error if both sides could wait for each other
+            _resolved(self._limit, *sizes)  # an error if both sides could wait for each other
         line.largest = max(line.largest, count)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((count, future))
@@ -244,7 +251,7 @@ class Ledger:
         inserted, sampled = self._inserts.granted, self._samples.granted
         if self._limit is None:
             return line is self._inserts or inserted > 0
-        limit = self._limit.resolved(self._inserts.largest, self._samples.largest)
+        limit = _resolved(self._limit, self._inserts.largest, self._samples.largest)
         allows = limit.allows_insert if line is self._inserts else limit.allows_sample
         return allows(inserted, sampled, count)
 
@@ -346,6 +353,17 @@ class Ledger:
         for counts in self._shards:
             self._places.describe(counts.facts.shard, counts.facts.lanes, counts.facts.splits)
         self._places.take(kept.places)
+
+
+def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:
+    """The limit for calls of these sizes.
+
+    A writer's call holds many steps, so the least tolerance with which one of both sides can always go on is taken
+    where none is given, and not twice as much.
+    """
+    if limit.tolerance is None:
+        limit = replace(limit, tolerance=max(inserts * limit.samples_per_insert, float(samples)))
+    return limit.resolved(inserts, samples)
 
 
 _RECOVER_SECONDS = 5.0

@@ -101,6 +101,15 @@ class QueueActor:
         known.outstanding = max(known.outstanding - settled, 0)
         self._drop(stale)
 
+    async def give_back(self, learner: str, entries: list[Entry]) -> None:
+        """A learner that is closed gives back what it had fetched ahead; it comes first again."""
+        known = self._learners.setdefault(learner, _Learner())
+        known.outstanding = max(known.outstanding - len(entries), 0)
+        fresh = [entry for entry in entries if not self._is_stale(entry.version)]
+        self._drop(len(entries) - len(fresh))
+        self._entries.extendleft(reversed(fresh))
+        self._wake()
+
     async def publish(self, version: int, told: Told) -> Told:
         """There is a newer policy: rollouts that are stale now make room."""
         self._hear(told._replace(version=max(version, told.version)))

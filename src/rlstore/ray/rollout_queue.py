@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_positive
 from rlstore.engine.schema import as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError, PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, answer, answers, check_seconds, program_goes_on
+from rlstore.errors import InvalidInputError, NotReadyError, PeerLostError, WaitTimeoutError
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer, answers, check_seconds, on_this_node, program_goes_on
 from rlstore.ray.output import Output
 from rlstore.ray.queue_actor import Entry, QueueActor, Told
 from rlstore.ray.reports import QueueReport
@@ -28,6 +28,8 @@ from rlstore.rollout_batch import RolloutBatch
 
 _OPTIONS: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "max_concurrency": 10_000}
 _PAUSE_SECONDS = 0.2
+# A learner that waits looks this often whether it was closed.
+_SLICE_SECONDS = 0.2
 
 
 def rollout_queue(capacity: int = 16, max_staleness: int | None = None, deadline: float = 60.0) -> RolloutQueue:
@@ -51,7 +53,7 @@ def rollout_queue(capacity: int = 16, max_staleness: int | None = None, deadline
     if not ray.is_initialized():
         raise NotReadyError("this process is not connected to a Ray cluster; call ray.init() first")
     queue_class: Any = ray.remote(QueueActor)
-    actor = queue_class.options(**_OPTIONS).remote(capacity, max_staleness)
+    actor = queue_class.options(**_OPTIONS, scheduling_strategy=on_this_node()).remote(capacity, max_staleness)
     queue = RolloutQueue(actor, f"rollout queue {uuid.uuid4().hex[:8]}", capacity, max_staleness, deadline)
     queue.report()  # it has been started
     return queue
@@ -100,7 +102,7 @@ class RolloutQueue:
         """Tell that there is a newer policy."""
         self._hear(self._ask(lambda: self._actor.publish.remote(int(version), self._told)))
 
-    def learner(self, batch_size: int, prefetch: int = 1, device: str | torch.device = "cpu") -> RolloutLearner:
+    def learner(self, batch_size: int, prefetch: int = 1, device: str | torch.device = "cpu") -> QueueLearner:
         """Batches of rollouts.
 
         Args:
@@ -109,7 +111,7 @@ class RolloutQueue:
             device: Where batches are served.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
-        return RolloutLearner(self, batch_size, prefetch, check_device("learner()", device))
+        return QueueLearner(self, batch_size, prefetch, check_device("learner()", device))
 
     def report(self) -> QueueReport:
         """What was put, served, dropped and lost."""
@@ -126,8 +128,8 @@ class RolloutQueue:
         while True:
             try:
                 return answer(call(), self._name, deadline.left)
-            except PeerLostError:
-                if not deadline.left:
+            except PeerLostError as error:
+                if not deadline.left or isinstance(error, GoneForGoodError):
                     raise
                 time.sleep(min(_PAUSE_SECONDS, deadline.left))
 
@@ -152,10 +154,14 @@ class _Fetched(NamedTuple):
     """A rollout that is on this node."""
 
     packed: Packed
-    version: int
+    entry: Entry
+
+    @property
+    def version(self) -> int:
+        return self.entry.version
 
 
-class RolloutLearner:
+class QueueLearner:
     """Iterates over batches of rollouts without end, the oldest first; made by ``queue.learner()``, for one process.
 
     Args:
@@ -170,12 +176,12 @@ class RolloutLearner:
         self._output, self._client = Output(device), uuid.uuid4().hex
         # One thread, so that rollouts stay in their order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlstore-rollouts")
-        self._ahead: deque[Future[tuple[list[_Fetched], RolloutBatch]]] = deque()
+        self._ahead: deque[Future[tuple[list[_Fetched], RolloutBatch | None]]] = deque()
         self._messages: list[str] = []
         self._served = self._lost = 0
         self._closed = False
 
-    def __iter__(self) -> RolloutLearner:
+    def __iter__(self) -> QueueLearner:
         return self
 
     def __next__(self) -> RolloutBatch:
@@ -191,16 +197,19 @@ class RolloutLearner:
             self._ahead.append(self._thread.submit(self._fetch, []))
         try:
             rollouts, batch = self._ahead.popleft().result()
-            fresh = [rollout for rollout in rollouts if not self._queue._is_stale(rollout.version)]
-            while len(fresh) < len(rollouts):  # a newer policy was published since
+            fresh = self._fresh(rollouts)
+            while batch is not None and len(fresh) < len(rollouts):  # a newer policy was published since
                 self._confirm(0, len(rollouts) - len(fresh), len(rollouts) - len(fresh))
                 rollouts, batch = self._thread.submit(self._fetch, fresh).result()
-                fresh = [rollout for rollout in rollouts if not self._queue._is_stale(rollout.version)]
-        except (StorageClosedError, CancelledError):
+                fresh = self._fresh(rollouts)
+        except CancelledError:
             raise StopIteration from None
         finally:
             for message in self._take_messages():
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if batch is None:
+            self._give_back(rollouts)
+            raise StopIteration
         self._served += self._size
         self._confirm(0, 0, self._size)
         if not self._closed:
@@ -208,14 +217,25 @@ class RolloutLearner:
         handed: Any = self._output.hand_out
         return RolloutBatch(handed(dict(batch)), handed(batch.states), batch.versions)
 
-    def close(self) -> None:
-        """Let go of batches that are under way. Calling it again does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._ahead.clear()
+    def _fresh(self, rollouts: list[_Fetched]) -> list[_Fetched]:
+        return [rollout for rollout in rollouts if not self._queue._is_stale(rollout.version)]
 
-    def __enter__(self) -> RolloutLearner:
+    def close(self) -> None:
+        """Give rollouts that were fetched ahead back to the queue. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        ahead = [future for future in self._ahead if not future.cancelled() and future.exception() is None]
+        self._ahead.clear()
+        self._give_back([rollout for future in ahead for rollout in future.result()[0]])
+
+    def _give_back(self, rollouts: list[_Fetched]) -> None:
+        if rollouts:
+            entries = [rollout.entry for rollout in rollouts]
+            self._queue._ask(lambda: self._queue._actor.give_back.remote(self._client, entries))
+
+    def __enter__(self) -> QueueLearner:
         return self
 
     def __exit__(
@@ -233,21 +253,24 @@ class RolloutLearner:
 
     # ---------------------------------------------------------------------------------------------- in the thread
 
-    def _fetch(self, rollouts: list[_Fetched]) -> tuple[list[_Fetched], RolloutBatch]:
-        """A batch that begins with rollouts that are here already."""
+    def _fetch(self, rollouts: list[_Fetched]) -> tuple[list[_Fetched], RolloutBatch | None]:
+        """A batch that begins with rollouts that are here already; without the batch if the learner is closed."""
         rollouts, deadline = list(rollouts), Deadline(self._queue._deadline)
         while len(rollouts) < self._size:
-            entries = self._take(self._size - len(rollouts), deadline)
-            rollouts += self._bring(entries)
+            try:
+                rollouts += self._bring(self._take(self._size - len(rollouts), deadline))
+            except BaseException:
+                self._give_back(rollouts)
+                raise
+            if self._closed:
+                return rollouts, None
         return rollouts, self._stack(rollouts)
 
     def _take(self, count: int, deadline: Deadline) -> list[Entry]:
-        """Some entries of the queue, asked for in slices of time so that a closed learner ends."""
+        """Some entries of the queue, asked for in slices of time so that a closed learner ends; none if it is."""
         queue = self._queue
-        while True:
-            if self._closed or not program_goes_on():
-                raise StorageClosedError("this learner is closed")
-            seconds = min(deadline.left, 0.5)
+        while not self._closed and program_goes_on():
+            seconds = min(deadline.left, _SLICE_SECONDS)
             try:
                 entries, told = queue._ask(
                     lambda seconds=seconds: queue._actor.take.remote(self._client, queue._told, count, seconds)
@@ -261,6 +284,8 @@ class RolloutLearner:
                 ) from error
             queue._hear(told)
             return list(entries)
+        self._closed = True
+        return []
 
     def _bring(self, entries: list[Entry]) -> list[_Fetched]:
         """The rollouts of these entries; those that are gone are counted as lost."""
@@ -272,7 +297,7 @@ class RolloutLearner:
             self._confirm(len(lost), 0, len(lost))
             self._messages.append(f"{len(lost)} rollouts were lost before they were served: {lost[0]}")
         return [
-            _Fetched(given, entry.version)
+            _Fetched(given, entry)
             for given, entry in zip(found, entries, strict=True)
             if not isinstance(given, Exception)
         ]

@@ -15,13 +15,13 @@ import torch
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.limiter import RateLimit
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.ray.calls import answer, answers, check_seconds
+from rlstore.ray.calls import answer, answers, check_seconds, on_this_node
 from rlstore.ray.connection import Connection
-from rlstore.ray.learner import ReplayLearner
+from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
 from rlstore.ray.reports import ServedReport, ShardReport
 from rlstore.ray.shard import Shard, packed_factory
-from rlstore.ray.writer import ReplayWriter
+from rlstore.ray.writer import ServedWriter
 from rlstore.storage import Storage
 
 # A shard is restarted wherever there is room; as good as no CPU is reserved for it, so that there always is. (Ray
@@ -38,6 +38,9 @@ _LEDGER_OPTIONS: Mapping[str, Any] = {
     "max_task_retries": 0,
     "max_concurrency": 10_000,
 }
+
+# Processes that begin import torch first: no deadline that is meant for data should cut them off.
+_START_SECONDS = 120.0
 
 
 def serve(
@@ -86,9 +89,9 @@ def serve(
         Path(folder).mkdir(parents=True, exist_ok=True)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
     ledger_class: Any = ray.remote(Ledger)
-    ledger = ledger_class.options(**_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE).remote(
-        name, shards, rate_limit, folder, deadline
-    )
+    ledger = ledger_class.options(
+        **_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE, scheduling_strategy=on_this_node()
+    ).remote(name, shards, rate_limit, folder, deadline)
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
     shard_class = make_class(Shard)
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
@@ -99,10 +102,16 @@ def serve(
         )
         for index in range(shards)
     )
-    facts = [
-        answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", deadline)
-        for index, handle in enumerate(handles)
-    ]
+    try:
+        seconds = max(deadline, _START_SECONDS)
+        facts = [
+            answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", seconds)
+            for index, handle in enumerate(handles)
+        ]
+    except BaseException:
+        for actor in (*handles, ledger):
+            ray.kill(actor)
+        raise
     return ServedStorage(Connection(name, ledger, handles, tuple(fact.where for fact in facts), deadline))
 
 
@@ -121,7 +130,7 @@ class ServedStorage:
         """How many shards there are."""
         return len(self._connection.shards)
 
-    def writer(self, num_envs: int | None = None, batch_steps: int = 32, max_in_flight: int = 4) -> ReplayWriter:
+    def writer(self, num_envs: int | None = None, batch_steps: int = 32, max_in_flight: int = 4) -> ServedWriter:
         """A writer for some environments of one shard.
 
         Args:
@@ -133,7 +142,7 @@ class ServedStorage:
         check_positive("writer()", batch_steps=batch_steps, max_in_flight=max_in_flight)
         if num_envs is not None:
             check_positive("writer()", num_envs=num_envs)
-        return ReplayWriter(self._connection, num_envs, batch_steps, max_in_flight)
+        return ServedWriter(self._connection, num_envs, batch_steps, max_in_flight)
 
     def learner(
         self,
@@ -142,7 +151,7 @@ class ServedStorage:
         device: str | torch.device = "cpu",
         *,
         seed: int | None = None,
-    ) -> ReplayLearner:
+    ) -> ServedLearner:
         """Batches drawn across all shards.
 
         Args:
@@ -152,7 +161,7 @@ class ServedStorage:
             seed: Of the splits between the shards.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
-        return ReplayLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
+        return ServedLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every shard's storage, as ``each("before_gradients", actor)``; all must answer."""

@@ -87,7 +87,7 @@ class Shard:
         self._ledger: Any = ray.get_actor(ledger_name(name), NAMESPACE)
         self._every = snapshot_every
         self._folder = None if snapshot_dir is None else ShardFolder(snapshot_dir, index)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._writers: dict[str, LaneWriter] = {}
         self._gone: set[str] = set()
         self._late, self._snapshots, self._saved_at = 0, 0, 0
@@ -116,7 +116,9 @@ class Shard:
         else:
             self._storage = factory("cpu", None, None)
             if "_generator" in vars(self._storage):  # else a class with randomness of its own
-                self._storage.seed(int(np.random.SeedSequence([seed, self._facts.shard]).generate_state(1)[0]))
+                again = [self._facts.generation] if was_restarted() else []  # not the same draws once more
+                entropy = np.random.SeedSequence([seed, self._facts.shard, *again])
+                self._storage.seed(int(entropy.generate_state(1)[0]))
 
         if getattr(self._storage, "rate_limit", None) is not None:
             raise InvalidInputError("the factory's storage has a rate_limit of its own; give it to serve() instead")
@@ -155,7 +157,8 @@ class Shard:
         """
         storage, stored, refused = self._open(), 0, None
         try:
-            self._open_lanes(storage, writer, place)
+            with self._lock:
+                self._open_lanes(storage, writer, place)
             for sample, count in each_step(steps):
                 with self._lock:
                     self._writers[writer].insert(sample)

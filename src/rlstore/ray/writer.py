@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 import warnings
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, answer, is_done
+from rlstore.ray.calls import Deadline, GoneForGoodError, answer, is_done, program_goes_on
 from rlstore.ray.connection import Connection
 from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
 
-# Asking Ray costs more than adding a step.
-_LOOK_SECONDS = 0.005
 
-
-class _Sent(NamedTuple):
-    """Steps on their way: first a permit is asked for, then they are sent."""
-
-    buffer: StepBuffer
-    permit: Any
-
-
-class ReplayWriter:
+class ServedWriter:
     """Writes the steps of some environments into one shard; made by ``served.writer()``, for one process.
 
     Steps are copied when they are added, and sent ``batch_steps`` at a time. At most ``max_in_flight`` such calls are
@@ -50,9 +40,10 @@ class ReplayWriter:
         envs = place.stop - place.first
         self._buffer = StepBuffer(batch_steps, envs or None)
         self._spares: list[StepBuffer] = []
-        self._waiting: deque[_Sent] = deque()  # for a permit
-        self._sent: deque[tuple[StepBuffer, Any]] = deque()  # for the shard's answer
-        self._closed, self._looked = False, 0.0
+        # One thread sends, in order, when the ledger permits it; whoever adds steps takes the answers.
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="rlstore-writer")
+        self._open: deque[tuple[StepBuffer, Future[Any]]] = deque()
+        self._closed = False
         self.added, self.lost = 0, 0
 
     @property
@@ -72,15 +63,14 @@ class ReplayWriter:
         self.added += self._buffer.transitions - before
         if self._buffer.is_full:
             self._post()
-        self._advance()
 
     def flush(self) -> None:
         """Send what is gathered, and wait until the shard has all of it."""
         self._check_open()
         if self._buffer.steps:
             self._post()
-        while self._waiting or self._sent:
-            self._finish_oldest()
+        while self._open:
+            self._take_answer()
 
     def close(self) -> None:
         """Send the rest, and give the place back. Calling it again does nothing."""
@@ -90,10 +80,11 @@ class ReplayWriter:
             self.flush()
         finally:
             self._closed = True
+            self._sender.shutdown(wait=False, cancel_futures=True)
             self._served.ledger.leave.remote(self._name)
             self._shard.forget.remote(self._name)
 
-    def __enter__(self) -> ReplayWriter:
+    def __enter__(self) -> ServedWriter:
         return self
 
     def __exit__(
@@ -108,46 +99,31 @@ class ReplayWriter:
     # ---------------------------------------------------------------------------------------------- on the way
 
     def _post(self) -> None:
-        """Ask for a permit for what is gathered, and go on with an empty buffer."""
-        while len(self._waiting) + len(self._sent) >= self._most:
-            self._finish_oldest()
-        ledger, full = self._served.ledger, self._buffer
-        permit = ledger.permit_insert.remote(self._name, full.transitions, self._served.deadline)
-        self._waiting.append(_Sent(full, permit))
+        """Hand what is gathered to the thread, and go on with an empty buffer."""
+        while self._open and (len(self._open) >= self._most or self._is_answered()):
+            self._take_answer()
+        full = self._buffer
+        self._open.append((full, self._sender.submit(self._send, full)))
         self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs)
 
-    def _advance(self) -> None:
-        """Now and then: send what has its permit, and take the answers that are there; wait for nothing."""
-        if not (self._waiting or self._sent) or time.monotonic() - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = time.monotonic()
-        while self._waiting and is_done(self._waiting[0].permit):
-            self._send()
-        while self._sent and is_done(self._sent[0][1]):
-            self._take_answer()
+    def _send(self, buffer: StepBuffer) -> Any:
+        """Send steps when the ledger permits it; in the thread."""
+        served = self._served
+        served.ask_ledger("permit_insert", self._name, buffer.transitions, served.deadline, wanted=program_goes_on)
+        return self._shard.insert.remote(self._name, self._place, buffer.packed())
 
-    def _finish_oldest(self) -> None:
-        if self._sent:
-            self._take_answer()
-        elif self._waiting:
-            self._send()
-
-    def _send(self) -> None:
-        """Send the oldest that waits for its permit, when it has it."""
-        buffer, permit = self._waiting.popleft()
-        try:
-            # The ledger has the same deadline, and says why it was not kept; so it may answer first.
-            answer(permit, self._served.who_keeps_the_ledger, self._served.deadline + 1)
-        except PeerLostError:
-            # A ledger that is being restarted forgets who waited: ask once more.
-            self._served.ask_ledger("permit_insert", self._name, buffer.transitions, self._served.deadline)
-        except BaseException:
-            self._count_lost(buffer, 0)
-            raise
-        self._sent.append((buffer, self._shard.insert.remote(self._name, self._place, buffer.packed())))
+    def _is_answered(self) -> bool:
+        future = self._open[0][1]
+        return future.done() and (future.exception() is not None or is_done(future.result()))
 
     def _take_answer(self) -> None:
-        buffer, ref = self._sent.popleft()
+        """Wait for the answer to the oldest call."""
+        buffer, future = self._open.popleft()
+        try:
+            ref = future.result()
+        except BaseException:
+            self._count_lost(buffer, 0)  # it had no permit
+            raise
         try:
             stored, refused = answer(ref, self._who, self._served.deadline)
         except PeerLostError as error:
@@ -183,7 +159,7 @@ class ReplayWriter:
                 answer(self._shard.ready.remote(), self._who, deadline.left)
                 return
             except (PeerLostError, WaitTimeoutError) as again:
-                if not deadline.left:
+                if not deadline.left or isinstance(again, GoneForGoodError):
                     raise PeerLostError(
                         f"{self._who} was lost and did not come back within {deadline.seconds:g} s ({again})"
                     ) from error

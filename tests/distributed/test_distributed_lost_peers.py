@@ -1,0 +1,319 @@
+"""Actors and learners that die: nobody waits for them for ever, nothing half-written is served, no slot is lost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+from distributed_actors import (
+    UNTIL,
+    fill,
+    learner_of,
+    play,
+    serving_learner,
+    slots,
+    stuck_actor,
+    until,
+    waiting_actor,
+)
+from distributed_ids import DISCRETE, LSTM, rollouts_in
+from distributed_torture import kill_actors, kill_learners
+
+from rlstore import PeerLostError, WaitTimeoutError
+
+pytestmark = pytest.mark.timeout(120)
+SHORT = 0.5  # seconds of a deadline that is meant to pass
+
+
+@pytest.fixture
+def stuck(start):
+    """An actor called "left" that played ``whole`` rollouts, began others and stopped."""
+
+    def begin(storage, *, whole=0, begun=1, rows=3, world=DISCRETE, method="fork"):
+        child = start(stuck_actor, world, storage.actor("left"), whole, begun, rows, method=method)
+        assert child.hear() == "stuck"
+        return child
+
+    return begin
+
+
+# ------------------------------------------------------------------------------------------------- lost actors
+
+
+@pytest.mark.parametrize(
+    ("method", "reaped"),
+    [("fork", True), ("fork", False), ("spawn", False)],
+    ids=["reaped", "zombie", "spawned zombie"],
+)
+def test_the_slot_of_a_killed_actor_is_reclaimed_counted_and_told(stuck, method, reaped):
+    storage = LSTM.make(1)
+    child = stuck(storage, world=LSTM, method=method)
+    assert slots(storage) == (0, 1, 0, 0)
+    child.kill(reap=reaped)
+    with pytest.warns(RuntimeWarning, match=rf'"left".*{child.pid}') as told:
+        play(LSTM, storage.actor("right"), 8)
+    assert len(told) == 1
+    batch = next(learner_of(storage))
+    assert rollouts_in(LSTM, batch, batch.states) == [8]
+    assert slots(storage) == (1, 0, 0, 0)
+    report = storage.report()
+    assert (report.lost_actors, report.lost_learners, report.committed, report.served) == (1, 0, 1, 1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, LSTM.steps, LSTM.steps + 1])
+def test_a_rollout_is_served_only_if_it_was_committed(stuck, rows):
+    """Also not one that was written to its last row."""
+    storage = LSTM.make(4)
+    child = stuck(storage, whole=2, begun=2, rows=rows, world=LSTM)
+    child.kill()
+    batches = learner_of(storage, timeout=SHORT)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for expected in (900, 901):
+            batch = next(batches)
+            assert rollouts_in(LSTM, batch, batch.states) == [expected]
+        with pytest.raises((PeerLostError, WaitTimeoutError)):
+            next(batches)
+    assert [str(child.pid) in str(one.message) for one in told] == [True]
+    assert slots(storage) == (4, 0, 0, 0)
+    assert storage.report().lost_actors == 1
+
+
+def test_the_learner_goes_on_with_those_that_live(stuck, start):
+    storage = DISCRETE.make(4)
+    dead = stuck(storage, begun=2)
+    start(waiting_actor, DISCRETE, storage.actor("right"))
+    dead.kill()
+    served, batches = [], learner_of(storage, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # whoever waits first finds the dead
+        for _ in range(40):
+            served += rollouts_in(DISCRETE, next(batches))
+        report = storage.report()
+    assert served == list(range(80))
+    assert report.lost_actors == 1
+    assert report.free + report.writing + report.full + report.reading == 4
+
+
+def test_a_lost_actor_is_told_once_however_often_is_waited(stuck):
+    storage = DISCRETE.make(2)
+    child = stuck(storage)
+    child.kill()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with pytest.raises((PeerLostError, WaitTimeoutError)):
+                next(learner_of(storage, timeout=SHORT))
+    assert [str(child.pid) in str(one.message) for one in told if one.category is RuntimeWarning] == [True]
+    assert storage.report().lost_actors == 1
+
+
+def test_a_warning_that_is_made_an_error_loses_nothing(stuck):
+    storage = DISCRETE.make(2)
+    stuck(storage, begun=2).kill()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="left"):
+            play(DISCRETE, storage.actor("right"), 1)
+    play(DISCRETE, storage.actor("right"), 2)
+    assert rollouts_in(DISCRETE, next(learner_of(storage))) == [2]
+    report = storage.report()
+    assert report.free + report.writing + report.full + report.reading == 2
+    assert report.lost_actors == 1
+
+
+def test_actors_that_leave_in_peace_are_not_lost(start):
+    storage = DISCRETE.make(3)
+    for first in range(3):
+        child = start(leaving_actor, DISCRETE, storage.actor(), first)
+        child.end()
+    assert rollouts_in(DISCRETE, next(learner_of(storage, 3))) == [0, 1, 2]
+    with pytest.raises(WaitTimeoutError):
+        next(learner_of(storage, timeout=SHORT))
+    assert storage.report().lost_actors == 0
+    assert slots(storage) == (3, 0, 0, 0)
+
+
+def leaving_actor(pipe, world, actor, number):
+    play(world, actor, number)
+
+
+def test_an_actor_that_ends_with_a_rollout_begun_leaves_no_slot_behind(start):
+    storage = DISCRETE.make(1)
+    child = start(forgetful_actor, DISCRETE, storage.actor("left"))
+    child.end()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        play(DISCRETE, storage.actor("right"), 6)
+    assert rollouts_in(DISCRETE, next(learner_of(storage))) == [6]
+    assert slots(storage) == (1, 0, 0, 0)
+
+
+def forgetful_actor(pipe, world, actor):
+    fill(world, actor.reserve(), 7, 2)
+
+
+# ------------------------------------------------------------------------------------------------- lost learners
+
+
+@pytest.fixture
+def holding(start):
+    """A learner that has taken rollouts 0 and 1 and waits for a third."""
+
+    def begin(storage, world=DISCRETE):
+        actor = storage.actor()
+        for number in range(2):
+            play(world, actor, number)
+        child = start(serving_learner, world, storage, 3, 0)
+        until(lambda: slots(storage)[3] == 2, "the learner did not take the rollouts")
+        return child
+
+    return begin
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+def test_the_slots_of_a_killed_learner_are_served_again_in_order(holding, reaped):
+    storage = LSTM.make(4)
+    child = holding(storage, LSTM)
+    child.kill(reap=reaped)
+    with pytest.warns(RuntimeWarning, match=str(child.pid)), pytest.raises(WaitTimeoutError):
+        next(learner_of(storage, 3, timeout=SHORT))
+    report = storage.report()
+    assert (report.lost_learners, report.lost_actors) == (1, 0)
+    assert slots(storage) == (2, 0, 2, 0)
+    actor = storage.actor()
+    for number in (2, 3):
+        play(LSTM, actor, number)
+    batch = next(learner_of(storage, 4))
+    assert rollouts_in(LSTM, batch, batch.states) == [0, 1, 2, 3]
+    assert slots(storage) == (4, 0, 0, 0)
+    assert (storage.report().committed, storage.report().served) == (4, 4)
+
+
+def test_a_deadline_gives_back_what_a_learner_had_taken():
+    """It took two rollouts of three and the third did not come: the two are there for the next wait, in order."""
+    storage = DISCRETE.make(4)
+    actor = storage.actor()
+    for number in range(2):
+        play(DISCRETE, actor, number)
+    batches = learner_of(storage, 3, timeout=SHORT)
+    with pytest.raises(WaitTimeoutError):
+        next(batches)
+    play(DISCRETE, actor, 2)
+    assert rollouts_in(DISCRETE, next(learner_of(storage, 3))) == [0, 1, 2]
+    assert slots(storage) == (4, 0, 0, 0)
+
+
+def test_an_actor_that_waits_for_a_learner_gets_the_name_of_the_dead_one(holding):
+    storage = DISCRETE.make(3)
+    child = holding(storage)
+    actor = storage.actor()
+    last = actor.reserve()
+    child.kill()
+    with pytest.warns(RuntimeWarning, match=str(child.pid)), pytest.raises(PeerLostError, match=str(child.pid)):
+        actor.reserve(timeout=SHORT)
+    assert slots(storage) == (0, 1, 2, 0)
+    last.abandon()
+
+
+def test_a_learner_that_was_replaced_long_ago_is_not_blamed(holding):
+    """An actor got slots since it died: that the next does not come has other reasons."""
+    storage = DISCRETE.make(3)
+    holding(storage).kill()
+    with pytest.warns(RuntimeWarning):
+        storage.report()
+    actor, batches = storage.actor(), learner_of(storage)
+    for number in range(2, 6):
+        play(DISCRETE, actor, number)
+        assert rollouts_in(DISCRETE, next(batches)) == [number - 2]
+    play(DISCRETE, actor, 6)
+    with pytest.raises(WaitTimeoutError, match="learner"):
+        actor.reserve(timeout=SHORT)
+
+
+def test_an_actor_that_was_replaced_long_ago_is_not_blamed(stuck):
+    storage = DISCRETE.make(3)
+    stuck(storage).kill()
+    with pytest.warns(RuntimeWarning):
+        storage.report()
+    actor, batches = storage.actor(), learner_of(storage, timeout=SHORT)
+    for number in range(4):
+        play(DISCRETE, actor, number)
+        assert rollouts_in(DISCRETE, next(batches)) == [number]
+    with pytest.raises(WaitTimeoutError, match="actor"):
+        next(batches)
+
+
+# ------------------------------------------------------------------------------------------------- deadlines
+
+
+def test_a_learner_without_actors_says_so_at_the_deadline():
+    storage = DISCRETE.make(2, timeout=SHORT)
+    began = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match="actor"):
+        next(learner_of(storage))
+    assert time.monotonic() - began >= SHORT * 0.9
+    assert slots(storage) == (2, 0, 0, 0)
+
+
+def test_at_the_deadline_those_who_live_are_named_with_what_they_hold(stuck):
+    storage = DISCRETE.make(3)
+    child = stuck(storage, begun=2)
+    with pytest.raises(WaitTimeoutError, match=rf'"left".*{child.pid}') as caught:
+        next(learner_of(storage, timeout=SHORT))
+    assert isinstance(caught.value, TimeoutError)
+    assert "slot" in str(caught.value)
+    assert slots(storage) == (1, 2, 0, 0)
+    child.clean_up()
+
+
+def test_at_the_deadline_those_who_died_are_named(stuck):
+    storage = DISCRETE.make(3, timeout=SHORT)
+    child = stuck(storage)
+    child.kill()
+    with (
+        pytest.warns(RuntimeWarning, match=str(child.pid)),
+        pytest.raises(PeerLostError, match=rf'"left".*{child.pid}') as caught,
+    ):
+        next(learner_of(storage))
+    assert isinstance(caught.value, ConnectionError)
+    assert slots(storage) == (3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_after_a_deadline_the_learner_can_be_asked_again(prefetch):
+    storage = DISCRETE.make(3)
+    learner = storage.learner(batch_size=1, prefetch=prefetch, timeout=SHORT)
+    for number in range(2):
+        with pytest.raises(WaitTimeoutError):
+            next(iter(learner))
+        play(DISCRETE, storage.actor(), number)
+        assert rollouts_in(DISCRETE, next(iter(learner))) == [number]
+    learner.close()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["reserve's own", "the storage's"])
+def test_an_actor_that_finds_no_free_slot_says_so_at_the_deadline(given):
+    storage = DISCRETE.make(2, timeout=UNTIL if given else SHORT)
+    actor = storage.actor("left")
+    for number in range(2):
+        play(DISCRETE, actor, number)
+    with pytest.raises(WaitTimeoutError, match="learner"):
+        actor.reserve(**({"timeout": SHORT} if given else {}))
+    assert slots(storage) == (0, 0, 2, 0)
+    assert rollouts_in(DISCRETE, next(learner_of(storage))) == [0]
+    play(DISCRETE, actor, 2)
+    assert rollouts_in(DISCRETE, next(learner_of(storage, 2))) == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------- torture, shortly
+
+
+def test_actors_killed_at_random_moments():
+    kill_actors(rounds=12, seed=1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_learners_killed_at_random_moments(prefetch):
+    kill_learners(rounds=6, seed=2, prefetch=prefetch)

@@ -1,0 +1,210 @@
+"""A served storage on a small cluster: what is written is what is drawn, and how often."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray_play import check_batch, chi_square, held_ids, ids_of, prioritized, step_of
+
+from rlstore import InvalidInputError, NotReadyError, RateLimit, StorageClosedError, WaitTimeoutError
+from rlstore.ray import ServedStorage, serve
+
+STEPS = 60  # of each of three writers with two environments
+BATCHES = 150
+
+
+@pytest.fixture(scope="module")
+def filled(cluster):
+    """Two shards with three writers' steps: one wrote in a task of its own, one in two batches, one one by one."""
+    served = serve(prioritized(num_envs=4, beta=0.5), shards=2, deadline=60.0, seed=3)
+
+    @ray.remote(num_cpus=0.1)
+    def write(handle, number):
+        with handle.writer(num_envs=2, batch_steps=7, max_in_flight=2) as writer:
+            for step in range(STEPS):
+                writer.add(step_of(number, step, 2))
+        return writer.added, writer.lost
+
+    remote = write.remote(served, 0)
+    with served.writer(num_envs=2, batch_steps=30) as one, served.writer(num_envs=2, batch_steps=1) as other:
+        for step in range(STEPS):
+            one.add(step_of(1, step, 2))
+            other.add(step_of(2, step, 2))
+    added, lost = ray.get(remote, timeout=60)
+    assert (added, lost) == (2 * STEPS, 0)
+    yield served
+    served.shutdown()
+
+
+def test_everything_that_was_written_is_there_once(filled):
+    held = [held_ids(data) for data in filled.each("get_all_buffer_data")]
+    assert held[0] | held[1] == ids_of(0, STEPS, 2) | ids_of(1, STEPS, 2) | ids_of(2, STEPS, 2)
+    assert not held[0] & held[1]
+    report = filled.report()
+    assert (report.inserted, report.held, report.writers, report.limiter_inserted) == (360, 360, 0, 360)
+    assert (report.lost_in_flight, report.lost_in_shards, report.restarts) == (0, 0, 0)
+    assert "360 transitions inserted, 360 held" in str(report)
+
+
+def test_batches_are_whole_rows_in_tensors_of_their_own(filled):
+    with filled.learner(32, prefetch=3) as learner:
+        batches = [next(learner) for _ in range(6)]
+    data = filled.each("get_all_buffer_data")
+    for batch in batches:
+        check_batch(batch)
+        assert batch["rows"].shape == (32, 3)
+        for shard, row, _ in batch["rows"].tolist():
+            assert 0 <= row < data[shard]["actions"].numel()
+        expected = [data[shard]["actions"].flatten()[row] for shard, row, _ in batch["rows"].tolist()]
+        assert batch["actions"].tolist() == [int(value) for value in expected]
+        for value in batch.values():
+            value.zero_()  # each is writable
+    with pytest.raises(StopIteration):
+        next(learner)
+    with pytest.raises(StorageClosedError):
+        learner.update(batches[0]["rows"], torch.ones(32))
+
+
+def test_rows_are_drawn_by_their_part_of_all_priorities(filled):
+    """Over both shards, as if they were one storage; and the weights are those of one storage."""
+    data = filled.each("get_all_buffer_data")
+    generations = [shard.generation for shard in filled.report().shards]
+    rows, priorities = [], []
+    for shard in range(2):
+        for row, held in enumerate(data[shard]["masks"].flatten().tolist()):
+            if held:
+                rows.append((shard, row, generations[shard]))
+                # Shard 1 has far more than its share of the total, so that a split by size would be seen.
+                priorities.append((1.0 + row % 7) * (1 if shard == 0 else 5))
+    with filled.learner(250, prefetch=2, seed=1) as learner:
+        learner.update(torch.tensor(rows), torch.tensor(priorities))
+        learner.flush()
+    chance = dict(zip(rows, np.array(priorities) / sum(priorities), strict=True))
+    counts = dict.fromkeys(rows, 0)
+    with filled.learner(250, prefetch=2, seed=2) as learner:
+        for _ in range(BATCHES):
+            batch = next(learner)
+            drawn = [tuple(row) for row in batch["rows"].tolist()]
+            for row in drawn:
+                counts[row] += 1
+            weights = np.array([(chance[row] * len(rows)) ** -0.5 for row in drawn])
+            assert np.allclose(batch["weights"].flatten().numpy(), weights / weights.max(), rtol=1e-4)
+    statistic, bound = chi_square([counts[row] for row in rows], [chance[row] * BATCHES * 250 for row in rows])
+    assert statistic < bound
+    shares = np.array([sum(counts[row] for row in rows if row[0] == shard) for shard in range(2)])
+    expected = np.array([sum(chance[row] for row in rows if row[0] == shard) for shard in range(2)]) * shares.sum()
+    statistic, bound = chi_square(shares, expected)
+    assert statistic < bound
+
+
+def test_priorities_that_come_too_late_are_dropped_and_counted(filled):
+    with filled.learner(16) as learner:
+        rows = next(learner)["rows"]
+        before = filled.report().stale_updates
+        rows[:5, 2] -= 1  # a life before this one
+        learner.update(rows, np.ones((16, 1)))
+        learner.flush()
+    assert filled.report().stale_updates - before == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "priorities", "says"),
+    [
+        (torch.zeros(4, dtype=torch.int64), torch.ones(4), r"int64 \[n, 3\]"),
+        (torch.zeros(4, 3), torch.ones(4), "float32"),
+        (torch.zeros(4, 3, dtype=torch.int64), torch.ones(5), "for 4 rows"),
+        (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1.0, float("nan")]), "priority 1 of 2 is nan"),
+        (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([-1.0, 0.0]), "priority 0 of 2 is -1"),
+        (torch.full((2, 3), 2), torch.ones(2), "there are 2"),
+    ],
+)
+def test_wrong_priorities_are_refused_before_they_are_sent(filled, rows, priorities, says):
+    with filled.learner(4) as learner, pytest.raises(InvalidInputError, match=says):
+        learner.update(rows, priorities)
+
+
+def test_the_handle_works_wherever_it_is_sent(filled):
+    @ray.remote(num_cpus=0.1)
+    class Trainer:
+        def __init__(self, handle):
+            self.learner = handle.learner(8, prefetch=1)
+
+        def train(self):
+            batch = next(self.learner)
+            self.learner.update(batch["rows"], torch.ones(8))
+            return batch
+
+    trainer = Trainer.remote(pickle.loads(pickle.dumps(filled)))
+    check_batch(ray.get(trainer.train.remote(), timeout=60))
+    ray.kill(trainer)
+
+
+def test_what_a_storage_refuses_is_raised_by_its_writer_and_counted(filled):
+    before = filled.report()
+    writer = filled.writer(num_envs=1, batch_steps=2)
+    sample = step_of(3, 0, 1)
+    writer.add({**sample, "next_observations": torch.zeros(1, 5)})
+    with pytest.raises(InvalidInputError, match="next_observations"):
+        writer.flush()
+    assert (writer.added, writer.lost) == (1, 1)
+    writer.close()
+    with pytest.raises(StorageClosedError):
+        writer.add(sample)
+    after = filled.report()
+    assert (after.lost_in_flight - before.lost_in_flight, after.inserted - before.inserted) == (1, 0)
+    assert after.limiter_inserted == before.limiter_inserted
+
+
+def test_a_writer_that_does_not_fit_is_refused(filled):
+    with pytest.raises(InvalidInputError, match="no shard has room for a writer of 9 environments"):
+        filled.writer(num_envs=9)
+
+
+def test_the_rate_limit_holds_and_every_wait_ends_at_the_deadline(cluster):
+    """Over real processes; the ledger's own tests go over many more samples."""
+    served = serve(prioritized(num_envs=2), shards=1, deadline=1.0, rate_limit=RateLimit(4.0, min_size=4, tolerance=64))
+    with served.learner(4) as learner, pytest.raises(WaitTimeoutError, match=r"let no sample of 4 go ahead within 1 s"):
+        next(learner)
+    patient = ServedStorage(replace(served._connection, deadline=60.0))
+    with patient.learner(16, prefetch=2) as learner, patient.writer(batch_steps=2) as writer:
+        for step in range(60):
+            writer.add(step_of(0, step, 2))
+            for _ in range({3: 1, 5: 2, 7: 1}.get(step % 8, 0)):  # now slower than the limit, now faster
+                check_batch(next(learner))
+        writer.flush()
+    with served.learner(16) as learner, pytest.raises(WaitTimeoutError, match="let no sample of 16 go ahead"):
+        deque(learner, maxlen=0)
+    report = served.report()
+    assert report.limiter_inserted == report.inserted == 120
+    assert abs(report.limiter_sampled - 4 * (120 - 4)) <= 64
+    writer = served.writer(batch_steps=1)
+    with pytest.raises(WaitTimeoutError, match="let no insert of 2 go ahead"):
+        deque((writer.add(step_of(0, step, 2)) for step in range(60, 120)), maxlen=0)
+    served.set_rate_limit(None)
+    writer.flush()
+    with served.learner(100) as learner:
+        next(learner)
+    served.shutdown()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_started(cluster):
+    for wrong in ({"shards": 0}, {"deadline": 0.0}, {"snapshot_every": 5}, {"factory": 3}):
+        with pytest.raises(InvalidInputError):
+            serve(**{"factory": prioritized(), **wrong})
+
+
+def test_a_factory_that_fails_says_why(cluster):
+    with pytest.raises(InvalidInputError, match="storage_size is 1 for 4 environments"):
+        serve(prioritized(size=1, num_envs=4), deadline=60.0)
+
+
+def test_without_a_cluster_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(NotReadyError, match=r"ray.init\(\)"):
+        serve(prioritized())

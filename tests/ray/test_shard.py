@@ -1,0 +1,348 @@
+"""A shard by itself, with every kind of storage in it. No cluster is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import ray
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from ray_play import ACTIONS, OBSERVATIONS, check_batch, held_ids, ids_of, prioritized, step_of, uniform
+
+from rlstore import (
+    DecoupledRolloutStorage,
+    HindsightReplayStorage,
+    InvalidInputError,
+    NotReadyError,
+    NStepReplayStorage,
+    PeerLostError,
+    RateLimit,
+    RolloutStorage,
+    SequenceReplayStorage,
+    SnapshotError,
+    Storage,
+)
+from rlstore.ray import shard as module
+from rlstore.ray.places import Place
+from rlstore.ray.shard import Shard, packed_factory
+from rlstore.ray.steps import StepBuffer
+from rlstore.ray.wire import join
+
+
+class FakeMethod:
+    def __init__(self, calls):
+        self._calls = calls
+
+    def remote(self, *args):
+        self._calls.append(args)
+
+
+class FakeLedger:
+    """Remembers what it was told."""
+
+    def __init__(self):
+        self.told, self.saved = [], []
+        self.tell, self.save = FakeMethod(self.told), FakeMethod(self.saved)
+
+    @property
+    def newest(self):
+        return self.told[-1][0]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    ledger = FakeLedger()
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: ledger)
+    monkeypatch.setattr(module, "this_node", lambda: "here")
+    monkeypatch.setattr(module, "was_restarted", lambda: False)
+
+    def build(factory, index=0, seed=0, folder=None, every=None):
+        shard = Shard(index, packed_factory(factory), "test", seed, None if folder is None else str(folder), every)
+        return shard, ledger
+
+    return build
+
+
+def steps(samples, num_envs):
+    buffer = StepBuffer(len(samples), num_envs)
+    for sample in samples:
+        buffer.add(sample)
+    return buffer.packed()
+
+
+def insert(shard, writer, place, samples):
+    stored, refused = shard.insert(writer, place, steps(samples, place.stop - place.first))
+    assert refused is None
+    return stored
+
+
+def drawn(shard, count):
+    draw = shard.draw(count)
+    return draw, join(draw.parts, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+
+
+WHOLE = Place(0, 0, 4, True)
+
+
+def test_writers_of_one_shard_write_their_own_lanes(make):
+    shard, ledger = make(uniform(num_envs=4))
+    for step in range(10):
+        insert(shard, "a", Place(0, 0, 2, False), [step_of(0, step, 2)])
+        insert(shard, "b", Place(0, 2, 3, False), [step_of(1, step, 1)])
+    data = shard.each("get_all_buffer_data", (), {})
+    assert held_ids(data) == ids_of(0, 10, 2) | ids_of(1, 10, 1)
+    assert (ledger.newest.inserted, ledger.newest.held, ledger.newest.lanes, ledger.newest.splits) == (30, 30, 4, True)
+    _, batch = drawn(shard, 64)
+    check_batch(batch)
+
+
+def test_a_step_that_is_refused_stops_its_call_and_is_told(make):
+    shard, ledger = make(uniform(num_envs=4))
+    good, bad = step_of(0, 0, 4), step_of(0, 1, 4)
+    bad["terminated"] = torch.full((4,), float("nan"))
+    good["terminated"] = torch.zeros(4)
+    stored, refused = shard.insert("a", WHOLE, steps([good, bad, step_of(0, 2, 4)], 4))
+    assert stored == 4
+    assert isinstance(refused, InvalidInputError)
+    assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4)
+    assert ledger.newest.inserted == 4
+
+
+def test_lanes_that_were_given_away_are_not_written_by_the_writer_before(make):
+    shard, _ = make(uniform(num_envs=4))
+    insert(shard, "old", Place(0, 0, 2, False), [step_of(0, 0, 2)])
+    insert(shard, "new", Place(0, 1, 3, False), [step_of(1, 0, 2)])
+    _, refused = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2))
+    assert isinstance(refused, PeerLostError)
+    shard.forget("new")
+    insert(shard, "third", Place(0, 0, 4, True), [step_of(2, 0, 4)])
+    assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 2) | ids_of(1, 1, 2) | ids_of(2, 1, 4)
+
+
+def test_an_empty_shard_has_nothing_to_draw(make):
+    shard, _ = make(prioritized())
+    assert shard.totals() == (0.0, 0)
+    with pytest.raises(NotReadyError):
+        shard.draw(3)
+
+
+def test_priorities_decide_what_is_drawn_and_go_with_it(make):
+    shard, _ = make(prioritized(num_envs=4, alpha=1.0, beta=0.7))
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
+    rows = np.arange(20)
+    generation = np.full(20, shard.ready().generation)
+    shard.update(rows, generation, rows.astype(float))
+    assert shard.totals() == (190.0, 20)
+    draw, batch = drawn(shard, 512)
+    check_batch(batch)
+    assert draw.total == 190.0
+    assert draw.beta == 0.7
+    assert np.array_equal(draw.priorities, draw.rows.astype(np.float32))
+    assert (draw.rows > 0).all()
+
+
+def test_priorities_for_another_life_or_an_overwritten_row_are_dropped_and_counted(make):
+    """Known elsewhere: a priority written to a slot that was overwritten since."""
+    shard, _ = make(prioritized(size=8, num_envs=4))
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])  # rows 0 to 3 are overwritten
+    mine = shard.ready().generation
+    shard.update(np.array([1, 5, 6]), np.array([mine, mine, mine - 1]), np.array([50.0, 7.0, 60.0]))
+    assert shard.totals().total == 7.0 + 7 * 1.0
+    assert shard.describe()[1] == 2
+
+
+def test_shards_of_one_seed_draw_apart(make):
+    draws = []
+    for index in (0, 1, 1):
+        shard, _ = make(uniform(seed=5), index=index, seed=9)
+        insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(50)])
+        draws.append(shard.draw(64).rows.tolist())
+    assert draws[0] != draws[1] == draws[2]
+
+
+def test_a_limit_inside_a_shard_is_refused(make):
+    shard, _ = make(uniform(rate_limit=RateLimit(1.0)))
+    with pytest.raises(InvalidInputError, match=r"give it to serve\(\)"):
+        shard.ready()
+
+
+# ---------------------------------------------------------------------------------------------------- snapshots
+
+
+def test_a_new_life_begins_with_the_newest_snapshot(make, tmp_path):
+    shard, ledger = make(prioritized(), folder=tmp_path, every=40)
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
+    assert ledger.saved == []
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5, 12)])
+    assert len(ledger.saved) == 1
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(12, 15)])
+    again, ledger = make(prioritized(), folder=tmp_path, every=40)
+    facts = ledger.newest
+    assert (facts.inserted, facts.held, facts.restored) == (48, 48, 48)
+    assert facts.generation > shard.ready().generation
+    assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 12, 4)
+    again.save()
+    again.save()
+    assert len(list((tmp_path / "shard-0").glob("snapshot-*"))) == 1
+
+
+def test_a_snapshot_that_was_not_finished_is_not_taken(make, tmp_path):
+    shard, _ = make(uniform(), folder=tmp_path)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+    shard.save()
+    (tmp_path / "shard-0" / "snapshot-2").mkdir()
+    (tmp_path / "shard-0" / "snapshot-2" / "junk").write_text("left by a crash")
+    again, _ = make(uniform(), folder=tmp_path)
+    assert again.ready().restored == 4
+    again.save()
+
+
+def test_a_damaged_snapshot_fails_a_start_and_is_told_by_a_restart(make, tmp_path, monkeypatch):
+    shard, _ = make(uniform(), folder=tmp_path)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+    shard.save()
+    (tmp_path / "shard-0" / "newest.json").write_text("{")
+    broken, _ = make(uniform(), folder=tmp_path)
+    with pytest.raises(SnapshotError):
+        broken.ready()
+    monkeypatch.setattr(module, "was_restarted", lambda: True)
+    restarted, _ = make(uniform(), folder=tmp_path)
+    assert restarted.ready().held == 0
+    assert "could not be read" in restarted.ready().said
+
+
+def test_save_without_a_folder_is_refused(make):
+    shard, _ = make(uniform())
+    with pytest.raises(SnapshotError, match="snapshot_dir"):
+        shard.save()
+
+
+# ---------------------------------------------------------------------------------------------------- every storage
+
+
+def test_sequences_are_drawn_in_proportion_to_windows_and_carry_their_states(make):
+    factory = SequenceReplayStorage.create_factory(
+        400, OBSERVATIONS, ACTIONS, 4, sequence_length=5, hidden_shape=(1, 3), alpha=0.0
+    )
+    shard, _ = make(factory)
+    samples = [{**step_of(0, step, 4), "hidden_states": torch.full((1, 4, 3), float(step))} for step in range(12)]
+    insert(shard, "a", WHOLE, samples)
+    assert shard.totals() == (8.0, 48)  # two windows of five in each lane
+    draw, batch = drawn(shard, 6)
+    assert draw.priorities is None
+    assert batch["actions"].shape == (6, 5)
+    assert torch.equal(batch["rewards"].squeeze(-1), batch["actions"].float())
+    assert batch["hidden_states"].shape == (1, 6, 3)
+    assert batch["hidden_states"][0, :, 0].tolist() == (draw.rows // 4).tolist()
+
+
+def test_hindsight_keeps_its_reward_after_a_restart(make, tmp_path):
+    space = Dict({key: Box(-1e9, 1e9, (1,), np.float32) for key in ("observation", "achieved_goal", "desired_goal")})
+
+    def sample(step):
+        ids = torch.arange(4).float().unsqueeze(1) + 10 * step
+        nest = {"observation": ids, "achieved_goal": ids, "desired_goal": ids + 5}
+        following = {key: value + 10 for key, value in nest.items()}
+        return {**step_of(0, step, 4), "observations": nest, "next_observations": following}
+
+    factory = HindsightReplayStorage.create_factory(
+        400, space, ACTIONS, 4, compute_reward=lambda achieved, desired, info: (achieved == desired).float() + 3
+    )
+    shard, _ = make(factory, folder=tmp_path)
+    insert(shard, "a", WHOLE, [sample(step) for step in range(10)])
+    shard.save()
+    again, _ = make(factory, folder=tmp_path)
+    _, batch = drawn(again, 200)
+    relabelled = batch["observations"]["desired_goal"] != batch["observations"]["observation"] + 5
+    assert relabelled.any()
+    assert set(batch["rewards"][relabelled].tolist()) <= {3.0, 4.0}
+
+
+def test_n_step_targets_stop_at_the_lanes_newest_row(make):
+    shard, _ = make(NStepReplayStorage.create_factory(400, OBSERVATIONS, ACTIONS, 4, n_step=3, discount=0.5))
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(6)])
+    draw, batch = drawn(shard, 100)
+    steps_taken = np.minimum(3, 6 - draw.rows // 4)
+    assert np.allclose(batch["discounts"].flatten().numpy(), 0.5**steps_taken)
+
+
+class Actor:
+    def get_values(self, observations):
+        return observations[:, :1] * 0
+
+
+@pytest.mark.parametrize("kind", ["rollout", "decoupled"])
+def test_rollouts_are_served_after_before_gradients(make, kind):
+    if kind == "rollout":
+        factory = RolloutStorage.create_factory(6)
+        more = {"values": torch.zeros(4, 1), "log_probs": torch.zeros(4), "distribution_params": (torch.zeros(4, 1),)}
+    else:
+        factory = DecoupledRolloutStorage.create_factory(6)
+        more = {"values": torch.zeros(4), "log_probs": torch.zeros(4), "adv_preds": torch.zeros(4)}
+    shard, ledger = make(factory)
+    names = ["observations", "actions", "rewards", "terminated", "truncated"]
+    names += ["next_observations"]
+    samples = [{**{name: step_of(0, step, 4)[name] for name in names}, **more} for step in range(6)]
+    for sample in samples:
+        sample["actions"] = sample["actions"].float().unsqueeze(1)
+    insert(shard, "a", WHOLE, samples)
+    assert ledger.newest.splits is False
+    assert shard.totals() == (24.0, 24)
+    shard.each("before_gradients", (Actor(),), {})
+    _, batch = drawn(shard, 40)  # more than there are: no row twice in 24, and 16 of them again
+    ids, counts = batch["rewards"].flatten().unique(return_counts=True)
+    assert set(ids.int().tolist()) == ids_of(0, 6, 4)
+    assert sorted(counts.tolist()) == [1] * 8 + [2] * 16
+    assert batch["returns"].shape == (40, 1)
+
+
+class Foreign(Storage):
+    """Written against the base class alone."""
+
+    def __init__(self):
+        self.steps = []
+
+    @classmethod
+    def create_factory(cls, size):
+        return lambda device, actor, algorithm: cls()
+
+    def init_tensors(self, sample): ...
+    def get_all_buffer_data(self, data_to_cpu=False): ...
+    def insert_data_slice(self, new_data): ...
+    def before_gradients(self, actor, algo): ...
+    def after_gradients(self, actor, algo, info): ...
+    def reset(self): ...
+    def update_storage_parameter(self, parameter_name, new_parameter_value): ...
+
+    def insert_transition(self, sample):
+        self.steps.append(sample)
+
+    def generate_batches(self, num_mini_batch, mini_batch_size, num_epochs=1):
+        ids = torch.cat([step["actions"] for step in self.steps])
+        yield {"actions": ids[torch.randint(len(ids), (mini_batch_size,))]}
+
+
+def test_a_storage_written_against_the_base_alone_is_served(make):
+    shard, _ = make(Foreign.create_factory(10))
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])
+    assert shard.totals() == (12.0, 12)
+    draw, batch = drawn(shard, 5)
+    assert set(batch["actions"].tolist()) <= ids_of(0, 3, 4)
+    assert len(draw.rows) == 0
+
+
+def test_a_storage_that_learns_its_lanes_tells_them(make):
+    from rlstore import ReplayStorage
+
+    shard, ledger = make(ReplayStorage.create_factory(100))
+    assert ledger.newest.lanes is None
+    insert(shard, "a", Place(0, 0, 4, True), [step_of(0, 0, 4)])
+    assert ledger.newest.lanes == 4
+
+
+def test_discrete_spaces_and_factories_travel_small():
+    images = Box(0, 255, (84, 84, 4), np.uint8)
+    assert len(packed_factory(uniform())) < 5000
+    from rlstore import ReplayStorage
+
+    assert len(packed_factory(ReplayStorage.create_factory(100, images, Discrete(4), 2))) < 5000

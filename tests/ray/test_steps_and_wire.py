@@ -1,0 +1,124 @@
+"""What travels: nests of tensors, and steps stacked by a writer."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlstore import InvalidInputError
+from rlstore.ray.steps import StepBuffer, each_step
+from rlstore.ray.wire import join, own_tensors, pack
+
+
+def plain(shape, dtype):
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def sent(packed):
+    """As Ray gives it: buffers out of band, read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
+def test_a_nest_comes_back_as_it_was_in_memory_of_its_own():
+    nest = {
+        "a": torch.arange(6).reshape(3, 2),
+        "b": {"c": torch.tensor([True, False, True]), "d": (torch.zeros(3, 0), None)},
+        "e": TensorDict({"x": torch.arange(3.0), "y": {"z": torch.ones(3, 2)}}, batch_size=[3]),
+        "f": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),
+        "g": torch.tensor([1 + 2j, 0, 3]),
+        "n": 7,
+    }
+    back = own_tensors(sent(pack(nest)))
+    assert back["n"] == 7
+    assert back["b"]["d"][1] is None
+    assert back["e"].batch_size == torch.Size([3])
+    for path in (("a",), ("b", "c"), ("f",), ("g",)):
+        one, other = nest, back
+        for key in path:
+            one, other = one[key], other[key]
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        other[0] = 0  # writable
+    assert torch.equal(back["e"]["y"]["z"], torch.ones(3, 2))
+    assert nest["a"][0, 1] == 1
+
+
+def test_parts_are_joined_on_the_batch_axis_and_states_on_the_second():
+    parts = [
+        {"x": torch.full((n, 2), n), "hidden_states": (torch.full((1, n, 3), n), torch.full((2, n, 1), -n))}
+        for n in (1, 2, 3)
+    ]
+    joined = join([sent(pack(part)) for part in parts], plain)
+    assert torch.equal(joined["x"], torch.cat([part["x"] for part in parts]))
+    for index in range(2):
+        assert torch.equal(joined["hidden_states"][index], torch.cat([p["hidden_states"][index] for p in parts], 1))
+
+
+def test_parts_of_different_form_are_refused():
+    with pytest.raises(InvalidInputError, match="differ"):
+        join([pack({"x": torch.zeros(2)}), pack({"x": torch.zeros(2, dtype=torch.int64)})], plain)
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def sample(value, envs=2, **more):
+    return {"observations": np.full((envs, 3), value), "rewards": [float(value)] * envs, **more}
+
+
+def test_steps_come_out_as_they_were_added_and_are_copies():
+    buffer = StepBuffer(4, 2)
+    given = sample(1.0)
+    buffer.add(given)
+    given["observations"][:] = 99  # the environment writes over its own
+    buffer.add(sample(2.0, masks=torch.tensor([True, False])))
+    buffer.add(sample(3.0, hidden_states=(torch.full((1, 2, 4), 3.0), None)))
+    assert (buffer.steps, buffer.transitions, buffer.is_full) == (3, 5, False)
+    steps = list(each_step(sent(buffer.packed())))
+    assert [count for _, count in steps] == [2, 1, 2]
+    assert [float(step["observations"][1, 2]) for step, _ in steps] == [1, 2, 3]
+    assert [sorted(step) for step, _ in steps] == [
+        ["observations", "rewards"],
+        ["masks", "observations", "rewards"],
+        ["hidden_states", "observations", "rewards"],
+    ]
+    assert steps[2][0]["hidden_states"][1] is None
+    assert steps[2][0]["hidden_states"][0].shape == (1, 2, 4)
+    buffer.clear()
+    buffer.add(sample(5.0))
+    ((only, _),) = each_step(buffer.packed())
+    assert sorted(only) == ["observations", "rewards"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (3, "give a dict"),
+        ({"rewards": [1.0, 2.0]}, "needs 'observations'"),
+        (sample(1.0, envs=3), "begin with 2 environments"),
+        ({"observations": np.zeros((2, 4)), "rewards": [0.0, 0.0]}, "fixed by its first sample"),
+        ({"observations": np.zeros((2, 3), complex), "rewards": [0.0, 0.0]}, "complex128"),
+        ({"observations": {"a": np.zeros((2, 3))}, "rewards": [0.0, 0.0]}, "form"),
+    ],
+)
+def test_a_refused_step_changes_nothing(bad, says):
+    buffer = StepBuffer(4, 2)
+    buffer.add(sample(1.0))
+    with pytest.raises(InvalidInputError, match=says):
+        buffer.add(bad)
+    buffer.add(sample(2.0))
+    assert [float(step["rewards"][0]) for step, _ in each_step(buffer.packed())] == [1, 2]
+
+
+def test_final_observations_with_gaps_are_filled_with_what_the_environment_showed():
+    buffer = StepBuffer(2, 2)
+    final = np.array([None, np.full(3, 7.0)], dtype=object)
+    buffer.add(sample(1.0, next_observations=np.full((2, 3), 5.0), final_observations=final))
+    ((step, _),) = each_step(buffer.packed())
+    assert step["final_observations"].tolist() == [[5.0] * 3, [7.0] * 3]

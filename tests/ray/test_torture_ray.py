@@ -1,0 +1,186 @@
+"""A three-node cluster on one machine: a million transitions, a lost node, a rate limit over 100,000 samples."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray_play import chi_square, held_ids, prioritized, until
+
+from rlstore import RateLimit
+from rlstore.ray import serve
+
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1200)]
+
+WRITERS, ENVS, STEPS = 4, 16, 15_625  # a million in all
+BATCHES, BATCH = 400, 1000
+
+
+def sample(writer, step, envs=ENVS):
+    """As of ray_play, with ids that are dense, so that a million of them are told apart in float32."""
+    ids = torch.arange(envs) + envs * (step + STEPS * writer)
+    return {
+        "observations": torch.stack([ids, -ids], 1).float(),
+        "actions": ids,
+        "rewards": ids.float(),
+        "terminated": torch.zeros(envs, dtype=torch.bool),
+        "truncated": torch.zeros(envs, dtype=torch.bool),
+        "next_observations": torch.stack([ids + envs, -ids - envs], 1).float(),
+    }
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=2)
+class Writer:
+    """Writes steps until it has written enough or is told to stop."""
+
+    def __init__(self, served, number):
+        warnings.simplefilter("ignore")
+        self.writer, self.number, self.goes_on, self.step = served.writer(num_envs=ENVS), number, True, 0
+
+    def write(self, steps, pauses=()):
+        while self.step < steps and self.goes_on:
+            self.writer.add(sample(self.number, self.step % STEPS))
+            self.step += 1
+            if pauses:
+                time.sleep(pauses[self.step // 50 % len(pauses)])
+        self.writer.flush()
+        return self.writer.added, self.writer.lost
+
+    def stop(self):
+        self.goes_on = False
+
+    def close(self):
+        self.writer.close()
+
+
+@pytest.fixture(scope="module")
+def three_nodes(cluster):
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=200_000_000) for _ in range(2)]
+    cluster.wait_for_nodes()
+    return cluster, nodes
+
+
+def test_a_million_transitions_are_there_once_and_are_drawn_by_priority(three_nodes):
+    served = serve(prioritized(size=640_000, num_envs=2 * ENVS, beta=1.0), shards=3, deadline=300.0)
+    assert len({shard.where.split(",")[0] for shard in served.report().shards}) == 3
+    writers = [Writer.remote(served, number) for number in range(WRITERS)]
+    written = ray.get([writer.write.remote(STEPS) for writer in writers], timeout=900)
+    assert written == [(STEPS * ENVS, 0)] * WRITERS
+    held = [held_ids(data) for data in served.each("get_all_buffer_data")]
+    assert set().union(*held) == set(range(WRITERS * ENVS * STEPS))
+    assert sum(map(len, held)) == served.report().held == served.report().inserted == 1_000_000
+
+    rows, priorities = [], []
+    with served.learner(1) as learner:
+        for shard in served.report().shards:
+            mine = torch.from_numpy(held_rows(served, shard.shard))
+            value = (1.0 + mine % 13) * (1 + 2 * shard.shard)
+            for part in torch.arange(len(mine)).split(50_000):
+                ids = torch.full((len(part),), shard.shard), mine[part], torch.full((len(part),), shard.generation)
+                learner.update(torch.stack(ids, 1), value[part])
+            rows.append(mine.numpy())
+            priorities.append(value.numpy())
+        learner.flush()
+    total = sum(float(value.sum()) for value in priorities)
+    # Cells: the shard, the row's remainder (and so its priority), and where in the shard it lies.
+    cells = {}
+    for shard in range(3):
+        keys = cell_of(shard, rows[shard])
+        for key in np.unique(keys):
+            cells[int(key)] = float(priorities[shard][keys == key].sum()) / total * BATCHES * BATCH
+    counts = dict.fromkeys(cells, 0)
+    with served.learner(BATCH, prefetch=3, seed=5) as learner:
+        for _ in range(BATCHES):
+            batch = next(learner)
+            drawn = batch["rows"].numpy()
+            assert torch.equal(batch["rewards"].flatten(), batch["actions"].float())
+            for shard in range(3):
+                keys, many = np.unique(cell_of(shard, drawn[drawn[:, 0] == shard, 1]), return_counts=True)
+                for key, count in zip(keys.tolist(), many.tolist(), strict=True):
+                    counts[key] += count
+            p = (1.0 + drawn[:, 1] % 13) * (1 + 2 * drawn[:, 0])
+            assert np.allclose(batch["weights"].flatten().numpy(), p.min() / p, rtol=1e-4)
+    statistic, bound = chi_square([counts[key] for key in cells], list(cells.values()))
+    assert statistic < bound
+    served.shutdown()
+
+
+def held_rows(served, shard):
+    masks = served.each("get_all_buffer_data")[shard]["masks"]
+    return np.flatnonzero(masks.flatten().numpy())
+
+
+def cell_of(shard, rows):
+    return shard * 10_000 + (rows // 40_000) * 13 + rows % 13
+
+
+def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_nodes, tmp_path):
+    cluster, nodes = three_nodes
+    deadline = 60.0
+    served = serve(
+        prioritized(size=100_000, num_envs=2 * ENVS), 3, deadline=deadline, snapshot_dir=tmp_path, snapshot_every=20_000
+    )
+    node = nodes.pop()
+    (doomed,) = [s.shard for s in served.report().shards if node.node_id[:8] in s.where]
+    head = ray.get_runtime_context().get_node_id()
+    on_head = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(head, soft=False)
+    writers = [Writer.options(scheduling_strategy=on_head).remote(served, number) for number in range(WRITERS)]
+    running = [writer.write.remote(10**9, pauses=(0.0, 0.002)) for writer in writers]
+    learner = served.learner(256, prefetch=2)
+    until(lambda: served.report().shards[doomed].snapshots, "a snapshot of the shard", 120)
+    longest, batches, removed = 0.0, 0, 0.0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        while served.report().restarts == 0 or batches < 600:
+            if batches == 200:
+                cluster.remove_node(node, allow_graceful=False)
+                removed = time.monotonic()
+            start = time.monotonic()
+            batch = next(learner)
+            longest = max(longest, time.monotonic() - start)
+            learner.update(batch["rows"], batch["rewards"] * 0 + 1)
+            batches += 1
+            assert not removed or time.monotonic() - removed < 3 * deadline
+    assert longest < deadline
+    assert any(f"shard {doomed} of" in str(warning.message) for warning in told)
+    until(lambda: doomed in next(learner)["rows"][:, 0].tolist(), "a batch from the restarted shard")
+    for writer in writers:
+        writer.stop.remote()
+    sent = ray.get(running, timeout=120)
+    learner.close()
+    report = served.report()
+    added, lost = (sum(part) for part in zip(*sent, strict=True))
+    assert report.lost_in_flight == lost
+    assert report.restarts == 1
+    assert report.shards[doomed].restored >= 20_000
+    assert 0 < report.lost_in_shards == report.shards[doomed].lost
+    # What was sent was stored or lost; a call that died with the shard may have been both.
+    assert added <= report.inserted + lost <= added + lost
+    assert f"shard {doomed} was restarted 1 times: {report.lost_in_shards} transitions lost" in str(report)
+    served.shutdown()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 8.0])
+def test_the_ratio_holds_over_100_000_samples_with_changing_speeds(three_nodes, ratio):
+    limit = RateLimit(ratio, min_size=1000)
+    served = serve(prioritized(size=100_000, num_envs=2 * ENVS), shards=2, rate_limit=limit, deadline=120.0)
+    writers = [Writer.remote(served, number) for number in range(2)]
+    running = [writer.write.remote(10**9, pauses=(0.0, 0.01, 0.001)) for writer in writers]
+    rng, drawn = np.random.default_rng(0), 0
+    with served.learner(256, prefetch=2) as learner:
+        while drawn < 100_000:
+            next(learner)
+            drawn += 256
+            if rng.random() < 0.1:
+                time.sleep(rng.choice([0.005, 0.05]))
+        report = served.report()
+    served.set_rate_limit(None)
+    for writer in writers:
+        writer.stop.remote()
+    ray.get(running, timeout=120)
+    assert abs(report.limiter_sampled / (report.limiter_inserted - 1000) - ratio) <= 0.05 * ratio
+    served.shutdown()
