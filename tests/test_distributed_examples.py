@@ -78,7 +78,9 @@ def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     go_on_until(monkeypatch, apex_dqn.Run, lambda run: run.env_steps >= 3000 and storages[0].lost_writers == 1)
     with pytest.warns(RuntimeWarning) as warned:
         result = apex_dqn.train(3000, seed=3)
-    first, last = [str(warning.message) for warning in warned]
+    messages = [str(warning.message) for warning in warned]
+    assert len(messages) == 2, messages
+    first, last = messages
     assert re.match(r'the writer "actor 0" \(process \d+\) of this .* died', first)
     assert last == "actor 0 ended with exit code -9"
 
