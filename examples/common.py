@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import signal
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import gymnasium as gym
-import matplotlib as mpl
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,9 +25,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from torch import nn
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 # The networks here are tiny: a second thread costs more in hand-over than it saves in arithmetic.
 torch.set_num_threads(1)
@@ -78,6 +78,37 @@ def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
         ended = infos["_final_obs"]
         successors[ended] = np.stack(infos["final_obs"][ended])
     return torch.from_numpy(successors)
+
+
+@contextmanager
+def actors(act: Callable[..., None], arguments: Sequence[tuple[Any, ...]], close: Callable[[], None]) -> Iterator[None]:
+    """Run ``act`` in a process of its own for each tuple of arguments, until the end of the block.
+
+    ``close`` is what lets ``act`` come to its end; who does not is terminated. Who ended in another way is named.
+    """
+    spawn = torch.multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=act, args=given, name=f"actor {i}") for i, given in enumerate(arguments)]
+    try:
+        # Ctrl-C is for the learner, which then ends the actors; they inherit that they do not listen to it.
+        listening = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.signal(signal.SIGINT, listening)
+        yield
+    finally:
+        try:
+            close()
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.join(timeout=30)
+                    process.terminate()
+                    process.join()
+        for process in processes:
+            if process.exitcode:
+                warnings.warn(f"{process.name} ended with exit code {process.exitcode}", RuntimeWarning, stacklevel=3)
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -160,6 +191,7 @@ class Run:
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         if self._live:
             self._live.start()
+            atexit.register(self._live.stop)  # after Ctrl-C the terminal is as it was
 
     @property
     def mean_return(self) -> float:
@@ -174,12 +206,16 @@ class Run:
 
     def count(self, rewards: Array, ended: Array) -> None:
         """Take note of one step in every environment."""
-        self.env_steps += len(rewards)
         self._open_returns += rewards
-        for episode_return in self._open_returns[ended]:
+        self.note(len(rewards), self._open_returns[ended])
+        self._open_returns[ended] = 0.0
+
+    def note(self, steps: int, returns: Iterable[float]) -> None:
+        """Take note of steps, in whatever environments, and of the returns of the episodes that ended in them."""
+        self.env_steps += steps
+        for episode_return in returns:
             self._recent.append(float(episode_return))
             self.curve.append((self.env_steps, float(episode_return)))
-        self._open_returns[ended] = 0.0
 
     def show(self, loss: float) -> None:
         """Take note of an update's loss and renew the progress line; without a terminal, print one now and then."""
@@ -254,7 +290,10 @@ def save(result: Result, out: Path) -> None:
 
 def plot_curve(result: Result, path: Path) -> None:
     """Draw every episode's return and their running mean."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    from matplotlib.figure import Figure  # here, because actor processes import this file too and draw nothing
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     if result.curve:
         steps, returns = np.array(result.curve).T
         window = min(WINDOW, len(returns))
@@ -269,4 +308,3 @@ def plot_curve(result: Result, path: Path) -> None:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -1,7 +1,7 @@
 """Run every example in full, over several seeds, and check that each one learns what it should.
 
-``python examples/learn.py --out out`` takes about half an hour and exits with 1 if a check fails. The check on MinAtar
-is left out where the package is not installed.
+``python examples/learn.py --out out`` takes about three quarters of an hour and exits with 1 if a check fails. The
+checks on MinAtar and on Ray are left out where these are not installed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import apex_dqn
 import daac
 import distill
 import dqn
 import drqv2
 import her
+import impala
 import ppo
 import recurrent_ppo
 import sac
@@ -74,6 +76,14 @@ CHECKS = [
     Check("DAAC", lambda seed: daac.train(300_000, seed, 475.0), mean_return, at_least=475),
     Check("student, %", lambda seed: distill.train(120_000, seed), of_teacher, at_least=90),
     Check("DQN", lambda seed: dqn.train(500_000, seed, 475.0), mean_return, at_least=475),
+    Check("Ape-X DQN", lambda seed: apex_dqn.train(600_000, seed, 475.0), mean_return, at_least=475),
+    Check("IMPALA", lambda seed: impala.train(1_000_000, seed, 475.0), mean_return, at_least=475),
+    Check(
+        "IMPALA + LSTM",
+        lambda seed: impala.train(1_000_000, seed, 400.0, memory="lstm"),
+        mean_return,
+        at_least=400,
+    ),
     Check("SAC", lambda seed: sac.train(100_000, seed, -200.0), mean_return, at_least=-200),
     Check("DrQ-v2", lambda seed: drqv2.train(60_000, seed, drqv2.THRESHOLD), mean_return, at_least=drqv2.THRESHOLD),
     Check("HER, %", lambda seed: her.train(100_000, seed, 0.9), percent, at_least=90),
@@ -86,6 +96,15 @@ if find_spec("minatar"):
             lambda seed: dqn.train(500_000, seed, dqn.MINATAR.threshold, "MinAtar/Breakout-v1"),
             mean_return,
             at_least=dqn.MINATAR.threshold,
+        )
+    )
+if find_spec("ray"):
+    CHECKS.append(
+        Check(
+            "IMPALA on Ray",
+            lambda seed: impala.train(1_000_000, seed, 475.0, use_ray=True),
+            mean_return,
+            at_least=475,
         )
     )
 
