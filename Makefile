@@ -5,7 +5,7 @@ BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: demo test bench lint learn clean
+.PHONY: demo test torture bench lint learn clean
 
 # The environment is made on first use and again when the build inputs change. rsl_rl and rllte, which the tests train with,
 # ask for ONNX, TensorBoard's server, old versions of matplotlib and more, none of which they need here: they come without
@@ -22,6 +22,9 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(PY) -m pytest
+
+torture: $(VENV)/ready
+	$(PY) -m pytest -m torture
 
 # The peers live in an environment of their own, so that they cannot change the versions that the tests use.
 $(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt

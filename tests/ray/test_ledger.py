@@ -148,7 +148,7 @@ def test_without_a_limit_a_learner_waits_for_the_first_insert(make):
     async def run():
         ledger = make()
         placed(ledger, "w")
-        asked = asyncio.ensure_future(ledger.permit_sample(8, 10.0))
+        asked = asyncio.ensure_future(ledger.permit_sample(8, 1, 10.0))
         await asyncio.sleep(0)
         assert not asked.done()
         await ledger.permit_insert("w", 1, 10.0)
@@ -163,14 +163,29 @@ def test_a_permit_that_does_not_come_says_why_and_lets_the_others_by(make):
         placed(ledger, "w")
         large = asyncio.ensure_future(ledger.permit_insert("w", 10, 1.0))
         await large
-        late = asyncio.ensure_future(ledger.permit_sample(10, 0.01))
+        late = asyncio.ensure_future(ledger.permit_sample(10, 1, 0.01))
         await late
         with pytest.raises(
             WaitTimeoutError, match=r"let no sample of 10 go ahead within 0.01 s: 10 were inserted and 10"
         ):
-            await ledger.permit_sample(10, 0.01)
+            await ledger.permit_sample(10, 1, 0.01)
         await ledger.permit_insert("w", 10, 1.0)
-        await ledger.permit_sample(10, 1.0)
+        await ledger.permit_sample(10, 1, 1.0)
+
+    asyncio.run(run())
+
+
+def test_a_learner_gets_as_many_batches_at_once_as_the_limit_allows(make):
+    async def run():
+        ledger = make(limit=RateLimit(1.0, min_size=1, tolerance=10))
+        placed(ledger, "w")
+        await ledger.permit_insert("w", 10, 1.0)
+        assert (await ledger.permit_sample(6, 8, 1.0))[0] == 3  # 10 - 18 is no less than 1 - 10, and 10 - 24 is
+        with pytest.raises(WaitTimeoutError):
+            await ledger.permit_sample(6, 8, 0.01)
+        await ledger.return_sample(12)
+        assert (await ledger.permit_sample(6, 1, 1.0))[0] == 1
+        assert (await ledger.permit_sample(6, 8, 1.0))[0] == 1
 
     asyncio.run(run())
 
@@ -229,7 +244,7 @@ def test_the_ratio_holds_while_speeds_change(make, ratio, wanted):
 
     async def consume(ledger, sizes):
         while sizes and (await ledger.report())["limiter_sampled"] < wanted:
-            await ledger.permit_sample(rng.choice(sizes), 60.0)
+            await ledger.permit_sample(rng.choice(sizes), 1, 60.0)
             for _ in range(rng.choice([0, 0, 1, 30])):
                 await asyncio.sleep(0)
 
@@ -257,14 +272,14 @@ def test_a_limit_can_change_while_others_wait(make):
         ledger = make(limit=RateLimit(1.0, min_size=4, tolerance=4))
         placed(ledger, "w")
         await ledger.permit_insert("w", 4, 1.0)
-        await ledger.permit_sample(4, 1.0)
-        waiting = asyncio.ensure_future(ledger.permit_sample(4, 10.0))
+        await ledger.permit_sample(4, 1, 1.0)
+        waiting = asyncio.ensure_future(ledger.permit_sample(4, 1, 10.0))
         await asyncio.sleep(0)
         assert not waiting.done()
         await ledger.set_rate_limit(RateLimit(1.0, min_size=4, tolerance=8))
         await waiting
         await ledger.set_rate_limit(None)
-        await asyncio.gather(*[ledger.permit_sample(100, 1.0) for _ in range(5)])
+        await asyncio.gather(*[ledger.permit_sample(100, 1, 1.0) for _ in range(5)])
 
     asyncio.run(run())
 
@@ -276,7 +291,7 @@ def test_the_limiter_goes_on_from_where_it_was(make, tmp_path):
         ledger = make(limit=RateLimit(1.0, min_size=1, tolerance=10), folder=str(tmp_path))
         placed(ledger, "w")
         await ledger.permit_insert("w", 10, 1.0)
-        await ledger.permit_sample(7, 1.0)
+        await ledger.permit_sample(7, 1, 1.0)
         await ledger.save()
 
     async def second():

@@ -87,7 +87,7 @@ def test_rows_are_drawn_by_their_part_of_all_priorities(filled):
         learner.flush()
     chance = dict(zip(rows, np.array(priorities) / sum(priorities), strict=True))
     counts = dict.fromkeys(rows, 0)
-    with filled.learner(250, prefetch=2, seed=2) as learner:
+    with filled.learner(250, prefetch=6, seed=2) as learner:
         for _ in range(BATCHES):
             batch = next(learner)
             drawn = [tuple(row) for row in batch["rows"].tolist()]

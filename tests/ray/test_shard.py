@@ -77,7 +77,7 @@ def insert(shard, writer, place, samples):
 
 
 def drawn(shard, count):
-    draw = shard.draw(count)
+    (draw,) = shard.draw([count])
     return draw, join(draw.parts, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
 
 
@@ -123,7 +123,7 @@ def test_an_empty_shard_has_nothing_to_draw(make):
     shard, _ = make(prioritized())
     assert shard.totals() == (0.0, 0)
     with pytest.raises(NotReadyError):
-        shard.draw(3)
+        shard.draw([3])
 
 
 def test_priorities_decide_what_is_drawn_and_go_with_it(make):
@@ -156,7 +156,7 @@ def test_shards_of_one_seed_draw_apart(make):
     for index in (0, 1, 1):
         shard, _ = make(uniform(seed=5), index=index, seed=9)
         insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(50)])
-        draws.append(shard.draw(64).rows.tolist())
+        draws.append(shard.draw([64])[0].rows.tolist())
     assert draws[0] != draws[1] == draws[2]
 
 

@@ -272,7 +272,7 @@ def add_and_wait(writer, steps, added, go_on, then=()):
 
 
 def start(method, target, *args):
-    process = multiprocessing.get_context(method).Process(target=target, args=args)
+    process = multiprocessing.get_context(method).Process(target=target, args=args, daemon=True)
     process.start()
     return process
 

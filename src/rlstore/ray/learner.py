@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,19 @@ from rlstore.ray.shard import Draw, Totals
 from rlstore.ray.wire import join
 from rlstore.storage import BatchDict
 
+# A batch of this size is worth a call of its own.
+_LARGE_BYTES = 1 << 20
+
 # Calls with priorities that may be open; then update() waits for the oldest.
 _OPEN_UPDATES = 8
+
+
+class _Part(NamedTuple):
+    """A shard's part of a batch, and the chance with which a row is that shard's."""
+
+    shard: int
+    chance: float
+    draw: Draw
 
 
 class ServedLearner:
@@ -38,7 +49,8 @@ class ServedLearner:
     largest in the batch, with P(i) as it was when the row was drawn. ``rows`` are int64 ``[n, 3]``: shard, row,
     generation.
 
-    ``prefetch`` batches are always under way. The rows of one shard stand together in a batch.
+    ``prefetch`` batches are always under way, or drawn and not taken yet. The rows of one shard stand together in a
+    batch.
 
     Args:
         connection: The served storage.
@@ -51,12 +63,14 @@ class ServedLearner:
     def __init__(
         self, connection: Connection, batch_size: int, prefetch: int, device: torch.device, seed: int | None
     ) -> None:
-        self._served, self._size, self._prefetch = connection, batch_size, prefetch
+        self._served, self._size = connection, batch_size
         self._health, self._output = Health(connection), Output(device)
         self._random = np.random.default_rng(check_seed("learner()", seed))
         self._random_lock = threading.Lock()
+        self._prefetch, self._group = prefetch, 1
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
-        self._ahead: deque[Future[BatchDict]] = deque()
+        self._ahead: deque[Future[list[BatchDict]]] = deque()
+        self._ready: deque[BatchDict] = deque()
         self._updates: deque[tuple[Any, int, int]] = deque()
         self._closed = False
 
@@ -75,33 +89,36 @@ class ServedLearner:
         """
         if self._closed:
             raise StopIteration
-        while len(self._ahead) <= self._prefetch - 1:
+        self._ask_ahead()
+        if not self._ready:
+            try:
+                self._ready.extend(self._ahead.popleft().result())
+            except (StorageClosedError, CancelledError):
+                raise StopIteration from None
+            finally:
+                for message in self._health.take_messages():
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._ask_ahead()
+        batch: BatchDict = self._output.hand_out(self._ready.popleft())
+        return batch
+
+    def _ask_ahead(self) -> None:
+        while len(self._ahead) * self._group < self._prefetch:
             self._ahead.append(self._threads.submit(self._fetch))
-        try:
-            batch = self._ahead.popleft().result()
-        except (StorageClosedError, CancelledError):
-            raise StopIteration from None
-        finally:
-            for message in self._health.take_messages():
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-        if not self._closed:
-            self._ahead.append(self._threads.submit(self._fetch))
-        handed: BatchDict = self._output.hand_out(batch)
-        return handed
 
     def _wanted(self) -> bool:
         return not self._closed and program_goes_on()
 
-    def _fetch(self) -> BatchDict:
-        """One batch, in a thread of its own."""
+    def _fetch(self) -> list[BatchDict]:
+        """Some batches, in a thread."""
         served, size = self._served, self._size
-        news = served.ask_ledger("permit_sample", size, served.deadline, wanted=self._wanted)
+        many, news = served.ask_ledger("permit_sample", size, self._group, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
-                drawn = self._draw(size)
-                if drawn is not None:
-                    return self._assemble(*drawn)
+                batches = self._draw(many)
+                if batches is not None:
+                    return batches
                 if not self._wanted():
                     raise StorageClosedError("this learner is closed")
                 if not deadline.left:
@@ -111,7 +128,7 @@ class ServedLearner:
                 else:
                     self._health.wait(deadline)
         except BaseException:
-            served.ledger.return_sample.remote(size)
+            served.ledger.return_sample.remote(many * size)
             raise
 
     def _give_up(self, deadline: Deadline) -> None:
@@ -124,27 +141,32 @@ class ServedLearner:
             f"{self._health.left_out()}"
         )
 
-    def _draw(self, size: int) -> tuple[list[Draw], list[int], list[float]] | None:
-        """The parts of a batch, their shards and the chance of each shard; None if it has to be tried again."""
+    def _draw(self, many: int) -> list[BatchDict] | None:
+        """Batches, drawn across the shards that answer; None if it has to be tried again."""
         shards = self._health.answering()
         if len(self._served.shards) == 1:
-            counts, chances = [size] * len(shards), [1.0] * len(shards)
+            chances, counts = [1.0] * len(shards), np.full((many, len(shards)), self._size)
         else:
-            asked = self._ask(shards, "totals")
-            shards = [shard for shard, told in asked if told.total > 0]
-            totals = [told.total for _, told in asked if told.total > 0]
+            asked = [(shard, told.total) for shard, told in self._ask(shards, "totals") if told.total > 0]
+            shards, totals = [shard for shard, _ in asked], [total for _, total in asked]
             if not shards:
                 return None
             chances = [total / sum(totals) for total in totals]
             with self._random_lock:
-                counts = self._random.multinomial(size, chances).tolist()
-        wanted = [(shard, count, chance) for shard, count, chance in zip(shards, counts, chances, strict=True) if count]
-        refs = [self._served.shards[shard].draw.remote(count) for shard, count, _ in wanted]
-        given = self._collect([shard for shard, _, _ in wanted], refs)
-        parts: list[Draw] = [drawn for drawn in given if drawn is not None]
-        if not wanted or len(parts) < len(wanted):
+                counts = self._random.multinomial(self._size, chances, size=many)
+        wanted = [(place, shard) for place, shard in enumerate(shards) if counts[:, place].any()]
+        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist()) for i, s in wanted]
+        given = self._collect([shard for _, shard in wanted], refs)
+        if not wanted or any(drawn is None for drawn in given):
             return None
-        return parts, [shard for shard, _, _ in wanted], [chance for _, _, chance in wanted]
+        parts: list[list[_Part]] = [[] for _ in range(many)]
+        for (place, shard), drawn in zip(wanted, given, strict=True):
+            for batch, part in zip(np.flatnonzero(counts[:, place]).tolist(), drawn, strict=True):
+                parts[batch].append(_Part(shard, chances[place], part))
+        # Half of the batches under way are asked for at once, if they are small: so they need few calls.
+        nbytes = sum(array.nbytes for part in parts[0] for packed in part.draw.parts for array in packed.arrays)
+        self._group = max(self._prefetch // 2, 1) if nbytes < _LARGE_BYTES else 1
+        return [self._assemble(batch) for batch in parts]
 
     def _ask(self, shards: list[int], method: str) -> list[tuple[int, Totals]]:
         refs = [getattr(self._served.shards[shard], method).remote() for shard in shards]
@@ -158,16 +180,17 @@ class ServedLearner:
                 self._health.leave_out(shard, told)
         return [None if isinstance(told, Exception) else told for told in given]
 
-    def _assemble(self, parts: list[Draw], shards: list[int], chances: list[float]) -> BatchDict:
-        batch: BatchDict = join([packed for part in parts for packed in part.parts], self._output.allocate)
-        if all(len(part.rows) for part in parts):
-            columns = [
-                np.stack([np.full(len(part.rows), shard), part.rows, np.full(len(part.rows), part.generation)], 1)
-                for shard, part in zip(shards, parts, strict=True)
-            ]
-            batch["rows"] = self._output.own(torch.from_numpy(np.concatenate(columns).astype(np.int64)))
-        if all(part.priorities is not None for part in parts):
-            batch["weights"] = self._output.own(_weights(parts, chances))
+    def _assemble(self, parts: list[_Part]) -> BatchDict:
+        batch: BatchDict = join([packed for part in parts for packed in part.draw.parts], self._output.allocate)
+        if all(len(part.draw.rows) for part in parts):
+            rows = np.concatenate([part.draw.rows for part in parts])
+            shards, generations = (
+                np.concatenate([np.full(len(part.draw.rows), value) for part, value in zip(parts, column, strict=True)])
+                for column in ([part.shard for part in parts], [part.draw.generation for part in parts])
+            )
+            batch["rows"] = self._output.own(torch.from_numpy(np.stack([shards, rows, generations], 1)))
+        if all(part.draw.priorities is not None for part in parts):
+            batch["weights"] = self._output.own(_weights(parts))
         return batch
 
     # ---------------------------------------------------------------------------------------------- priorities
@@ -239,14 +262,20 @@ class ServedLearner:
         finally:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
+            self._return_permits(len(self._ready))
             for future in self._ahead:
-                future.add_done_callback(self._return_permit)
+                future.add_done_callback(
+                    lambda done: (
+                        None if done.cancelled() or done.exception() else self._return_permits(len(done.result()))
+                    )
+                )
             self._ahead.clear()
+            self._ready.clear()
 
-    def _return_permit(self, future: Future[BatchDict]) -> None:
-        """A batch that was drawn ahead and is not served does not count for the rate limit."""
-        if not future.cancelled() and future.exception() is None:
-            self._served.ledger.return_sample.remote(self._size)
+    def _return_permits(self, batches: int) -> None:
+        """Batches that were drawn ahead and are not served do not count for the rate limit."""
+        if batches:
+            self._served.ledger.return_sample.remote(batches * self._size)
 
     def __enter__(self) -> ServedLearner:
         return self
@@ -257,17 +286,17 @@ class ServedLearner:
         self.close()
 
 
-def _weights(parts: list[Draw], chances: list[float]) -> Tensor:
+def _weights(parts: list[_Part]) -> Tensor:
     """``(P(i) * N) ** -beta`` over the largest of them, float32 ``[n, 1]``, with P(i) as the rows were drawn.
 
     N is the same for all and cancels.
     """
     logs = [
-        np.log(chance / part.total) + np.log(np.asarray(part.priorities, dtype=np.float64))
-        for part, chance in zip(parts, chances, strict=True)
+        np.log(part.chance / part.draw.total) + np.log(np.asarray(part.draw.priorities, dtype=np.float64))
+        for part in parts
     ]
     chance = np.concatenate(logs)
-    beta = max(part.beta for part in parts)
+    beta = max(part.draw.beta for part in parts)
     weights: Any = np.exp(-beta * (chance - chance.min()))
     return torch.from_numpy(weights.astype(np.float32)).unsqueeze(1)
 

@@ -196,10 +196,19 @@ class Ledger:
             )
         await self._line_up(self._inserts, count, seconds)
 
-    async def permit_sample(self, count: int, seconds: float) -> int:
-        """Let a learner draw so many rows, as soon as the rate limit allows and anything is there; gives the news."""
-        await self._line_up(self._samples, count, seconds)
-        return self._news
+    async def permit_sample(self, size: int, most: int, seconds: float) -> tuple[int, int]:
+        """Let a learner draw batches of a size, as soon as the rate limit allows one and anything is there.
+
+        Returns:
+            How many batches, at most ``most``: one, and those that may follow at once; and the news.
+        """
+        await self._line_up(self._samples, size, seconds)
+        granted = 1
+        while granted < most and not self._samples.waiting and self._allows(self._samples, size):
+            self._samples.granted += size
+            granted += 1
+        self._serve_lines()
+        return granted, self._news
 
     async def return_sample(self, count: int) -> None:
         """A learner gives back a permit that it could not use."""

@@ -199,9 +199,12 @@ class Shard:
             return Totals(float(storage.draw_total) if len(storage) else float(held), held)
 
     @ray.method(concurrency_group="draw")
-    def draw(self, count: int) -> Draw:
-        """``count`` rows, drawn as the storage draws them."""
+    def draw(self, counts: list[int]) -> list[Draw]:
+        """Parts of several batches, of so many rows each, drawn as the storage draws them."""
         storage = self._open()
+        return [self._draw(storage, count) for count in counts]
+
+    def _draw(self, storage: Storage, count: int) -> Draw:
         with self._lock:
             batches = list(_batches(storage, count))
             rows = torch.cat([batch.pop("rows", torch.full((0,), -1)).flatten() for batch in batches])
