@@ -1,5 +1,7 @@
 """On CUDA, in plain torch, the storages give what they give on the CPU."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,14 @@ from gymnasium import spaces
 from replay_play import STORAGES, flat, make, play
 from tensordict import TensorDict
 
-from rlstore import DecoupledRolloutStorage, DoesNotFitError, RolloutStorage, Storage
+from rlstore import (
+    DecoupledRolloutStorage,
+    DistributedStorage,
+    DoesNotFitError,
+    ReplayStorage,
+    RolloutStorage,
+    Storage,
+)
 from rlstore.engine.backing import Backing
 
 STEPS, ENVS = 6, 10
@@ -161,3 +170,46 @@ def test_replay_takes_what_is_on_the_device_and_what_is_not():
     for given_on in ("cuda", "cpu"):
         for ours, expected in zip(held("cuda", given_on), truth, strict=True):
             assert_close(ours, expected)
+
+
+def test_rollouts_of_actors_are_served_on_the_device():
+    storage = DistributedStorage(
+        spaces.Box(0, 255, (3, 8, 8), np.uint8), spaces.Discrete(4), "cuda", 5, 8, 2, state_shapes=((1, 4),)
+    )
+    actor, learner = storage.actor(), storage.learner(prefetch=2)
+    for number in range(6):
+        with actor.rollout(version=number) as written:
+            written["obs"][:], written["reward"][:] = number, torch.arange(6.0) + number
+            written.set_states([torch.full((1, 1, 4), float(number))])
+    for first in (0, 2, 4):
+        batch = next(learner)
+        assert batch["obs"].device.type == batch.states[0].device.type == "cuda"
+        assert batch.versions.tolist() == [first, first + 1]
+        assert batch["obs"][-1, :, 0, 0, 0].tolist() == [first, first + 1]
+        assert torch.equal(batch["reward"].cpu(), torch.arange(6.0)[:, None] + batch.versions)
+        assert batch.states[0][0, :, 0].tolist() == [first, first + 1]
+    learner.close()
+    storage.close()
+
+
+def act(writer) -> None:
+    for step in range(50):
+        seen, shown = np.full(3, step, np.float32), np.full(3, step + 1, np.float32)
+        writer.add(seen, step, float(step), False, False, {}, shown)
+    writer.close()
+
+
+def test_what_another_process_adds_is_served_on_the_device():
+    storage = ReplayStorage(
+        spaces.Box(-np.inf, np.inf, (3,)), spaces.Discrete(50), "cuda", 100, 1, 32, memory="shared", seed=0
+    )
+    process = multiprocessing.get_context("spawn").Process(target=act, args=(storage.writer(),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    batch = storage.sample()
+    assert batch.observations.device.type == "cuda"
+    assert len(storage) == 50
+    assert torch.equal(batch.observations[:, 0], batch.actions.float())
+    assert torch.equal(batch.next_observations[:, 2], batch.actions.float() + 1)
+    assert torch.equal(batch.rewards[:, 0], batch.actions.float())
