@@ -43,7 +43,9 @@ class RateLimit:
 
     def __post_init__(self) -> None:
         if not _is_above_0(self.samples_per_insert):
-            raise InvalidInputError(f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0")
+            raise InvalidInputError(
+                f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0"
+            )
         check_positive("RateLimit", min_size=self.min_size)
         if self.tolerance is not None and not _is_above_0(self.tolerance):
             raise InvalidInputError(f"tolerance is {self.tolerance!r}; RateLimit needs a number above 0, or None")
