@@ -27,8 +27,9 @@ class ReplayWriter:
     It belongs to one process at a time: the one that made it, or the one that it is given to, forked or unpickled, from
     its first ``add`` there on. It can be given away again when that process has ended.
 
-    One that was used gives its environments back when it is closed, or when nothing holds it any more. One that was
-    made and never used keeps them until it is closed, for the process that it was given to.
+    One that was used gives its environments back when it is closed, or when nothing holds it any more. Those of one
+    that was made and never used are kept for the process that it was given to; another writer gets them only if no
+    others are free, or if it names them.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ def _nothing() -> None:
 def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]) -> None:
     """End a writer in good order: cut its episodes off, give its lanes back."""
     if not used[0]:
-        return  # the process that it was given to may not have begun
+        control.let_go(peer)
+        return
     control.give_back(peer, ring.recover)
     control.peers.leave(peer)

@@ -286,3 +286,30 @@ def test_saved_while_a_batch_ahead_was_overwritten(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_in_words(make: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         make(limited("shared", None))
+
+
+def test_handles_that_are_given_away_and_let_go_of_are_for_different_lanes() -> None:
+    """As ``Process(target=act, args=(storage.writer(1),)).start()`` in a loop does: it drops its arguments."""
+    storage = ReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 100, 2, 4, memory="shared")
+    given = [pickle.dumps(storage.writer(1)) for _ in range(2)]
+    first, second = (pickle.loads(handle) for handle in given)
+    assert (first.lanes, second.lanes) == (range(1), range(1, 2))
+    put(second, 5)
+    put(first, 3)
+    assert storage.sample().rewards.unique().tolist() in ([3.0], [5.0], [3.0, 5.0])
+    first.close()
+    assert storage.writer(1).lanes == range(1)  # closed: free at once
+    put(second, 6)
+    second.close()
+
+
+def test_lanes_that_were_given_to_nobody_in_the_end_can_be_had_again() -> None:
+    storage = ReplayStorage(OBSERVATIONS, ACTIONS, "cpu", 100, 1, 4, memory="shared")
+    given = pickle.dumps(storage.writer())
+    put(storage, 0)  # nobody writes yet
+    with storage.writer() as writer:
+        put(writer, 1)
+        with pytest.raises(InvalidInputError, match="lanes are taken"):
+            put(pickle.loads(given), 20)
+    put(pickle.loads(given), 30)
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [0.0, 1.0, 30.0]

@@ -22,7 +22,8 @@ from rlstore.kernels import await_event, event_count, exchange_word, make_event
 _PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
 _NOBODY = 0
-_PEER, _FINISHING = 0xFFFF, 1 << 16  # the word of a lane: its writer, and that this one is giving it back
+# The word of a lane: its writer, that this one is giving it back, and that only a copy of it elsewhere may still come.
+_PEER, _FINISHING, _LET_GO = 0xFFFF, 1 << 16, 1 << 17
 
 
 class LaneControl:
@@ -72,11 +73,13 @@ class LaneControl:
         is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
         if not is_whole or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
-        free = 0
-        for lane in range(self.lanes):
-            free = free + 1 if self._writers[lane] == _NOBODY else 0
-            if free == wanted:
-                return range(lane + 1 - wanted, lane + 1)
+        # What was let go of is for whom it was given to, who may not have begun yet, as long as there is anything else.
+        for is_free in (self._writers == _NOBODY, ~self._has_writer()):
+            free = 0
+            for lane in range(self.lanes):
+                free = free + 1 if is_free[lane] else 0
+                if free == wanted:
+                    return range(lane + 1 - wanted, lane + 1)
         raise InvalidInputError(f"no {wanted} lanes in a row are free: {self._taken(range(self.lanes))}")
 
     def claim(self, lanes: range, peer: int, recover: Callable[[int], None], given_by: int = _NOBODY) -> None:
@@ -90,12 +93,26 @@ class LaneControl:
         """
         self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
         for lane in lanes:
-            place = _BOARD + lane
-            if not any(exchange_word(self._words, place, holder, peer) for holder in {_NOBODY, given_by}):
+            if not self._claim(lane, peer, given_by):
                 taken = self._taken(lanes, but=peer)
                 for claimed in range(lanes.start, lane):
                     exchange_word(self._words, _BOARD + claimed, peer, _NOBODY)
                 raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
+
+    def _claim(self, lane: int, peer: int, given_by: int) -> bool:
+        word = int(self._writers[lane])
+        if word not in (_NOBODY, given_by) and not word & _LET_GO:
+            return False
+        if not exchange_word(self._words, _BOARD + lane, word, peer):
+            return False
+        if word & _LET_GO:
+            self.peers.leave(word & _PEER)
+        return True
+
+    def let_go(self, peer: int) -> None:
+        """A handle of this process is gone that was never used; one that it was given to may not have begun yet."""
+        for lane in np.flatnonzero(self._writers == peer).tolist():
+            exchange_word(self._words, _BOARD + lane, peer, peer | _LET_GO)
 
     def _taken(self, lanes: range, but: int = _NOBODY) -> str:
         """Who has which of some lanes, in words."""
@@ -126,7 +143,10 @@ class LaneControl:
     @property
     def has_writers(self) -> bool:
         """True if any lane has a writer."""
-        return bool(self._writers.any())
+        return bool(self._has_writer().any())
+
+    def _has_writer(self) -> Any:
+        return (self._writers != _NOBODY) & (self._writers & _LET_GO == 0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
