@@ -14,7 +14,7 @@ from torch import Tensor
 from rlstore.distributed_actor import ActorHandle, check_row
 from rlstore.distributed_learner import Learner
 from rlstore.distributed_memory import InitialStates, RolloutStorages
-from rlstore.engine.checks import check_device, check_name, check_positive, check_seconds
+from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.slots import State
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError
@@ -228,8 +228,7 @@ class DistributedStorage(SavedDistributed):
         check_positive("learner()", batch_size=size)
         if size > memory.count:
             raise InvalidInputError(f"batch_size is {size}, and num_storages is {memory.count}: it would never be full")
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise InvalidInputError(f"prefetch is {prefetch!r}; learner() needs a whole number that is not negative")
+        check_count("learner()", "prefetch", prefetch)
         seconds = self.timeout if timeout is None else timeout
         check_seconds("learner()", timeout=seconds)
         place = self._torch_device if device is None else check_device("learner()", device)

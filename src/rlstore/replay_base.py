@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlstore.engine.ahead import Ahead
 from rlstore.engine.backing import Backing
-from rlstore.engine.checks import check_positive, check_seconds, check_seed
+from rlstore.engine.checks import check_count, check_positive, check_seconds, check_seed
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.lane_control import LaneControl
@@ -75,7 +75,7 @@ class ReplayBase(Storage):
             raise InvalidInputError(
                 f"dtype is {self.dtype!r}; {owner} serves observations as a float dtype, or None: as stored"
             )
-        self.num_workers = _check_count(owner, "num_workers", options.get("num_workers", 0))
+        self.num_workers = check_count(owner, "num_workers", options.get("num_workers", 0))
         self.pin_memory = bool(options.get("pin_memory", False))
         self.fetch_every = options.get("fetch_every", 1000)
         check_positive(owner, fetch_every=self.fetch_every)
@@ -447,9 +447,3 @@ def _prepare(
     if casts:
         tensors = tuple(t if cast is None else t.to(cast) for t, cast in zip(tensors, casts, strict=True))
     return tensors
-
-
-def _check_count(owner: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is not negative")
-    return value

@@ -18,6 +18,13 @@ def check_positive(owner: str, **sizes: object) -> None:
             raise InvalidInputError(f"{name} is {size!r}; {owner} needs a whole number of at least 1")
 
 
+def check_count(owner: str, name: str, value: object) -> int:
+    """A whole number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is not negative")
+    return value
+
+
 def check_fraction(owner: str, **fractions: object) -> None:
     """Refuse numbers outside [0, 1], by name: discounts, lambdas."""
     for name, value in fractions.items():

@@ -430,10 +430,8 @@ class EpisodeRing:
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
-        views = (
-            *("_kernel", "blocks", "written", "begun", "current", "after_end", "free_count", "_written", "_begun"),
-            *("_inner", "_whole"),
-        )
+        counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
