@@ -3,9 +3,9 @@
 ``python examples/apex_dqn.py --out out`` takes a minute or two on two cores.
 
 The storage lies in shared memory (``memory="shared"``), and each actor has a writer for its own environments. Actors
-and learner run at speeds of their own; the rate limit holds back whoever gets ahead, so that every transition is drawn
-as often as in a single process. The network lies in shared memory too: actors see each update at once. Should an actor
-die, a warning names it, and the others go on.
+and learner run at speeds of their own; the rate limit holds back whoever gets ahead, so that for each transition that
+is added eight are drawn. The network lies in shared memory too: actors see each update at once. Should an actor die, a
+warning names it, and the others go on.
 
 Each actor explores with an epsilon of its own. The returns that count are those of the least random one (epsilon
 0.0007).
@@ -95,15 +95,15 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
         rate_limit=LIMIT,
         seed=seed,
     )
+    writers = [storage.writer(ENVS_PER_ACTOR, name=f"actor {i}") for i in range(NUM_ACTORS)]
     pipes = [Pipe(duplex=False) for _ in range(NUM_ACTORS)]
-    given = [
-        (i, network, storage.writer(ENVS_PER_ACTOR, name=f"actor {i}"), pipes[i][1], seed) for i in range(NUM_ACTORS)
-    ]
+    receivers = [receiver for receiver, _ in pipes]
+    given = [(i, network, writers[i], pipes[i][1], seed) for i in range(NUM_ACTORS)]
     with actors(play, given, storage.close):
         run = Run("apex_dqn", NUM_ACTORS * ENVS_PER_ACTOR, steps, threshold)
         while run.goes_on:
             run.show(update(network, target, optimizer, storage, run))
-            hear([receiver for receiver, _ in pipes], run)
+            hear(receivers, run)
     return run.finish(samples_per_insert=len(run.losses) * BATCH_SIZE / run.env_steps)
 
 
