@@ -14,6 +14,7 @@ go on.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -227,8 +228,9 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
 
     is_ours = not ray.is_initialized()
     if is_ours:
+        address = os.environ.get("RAY_ADDRESS", "local")
         # The actors need this file and those that it imports.
-        ray.init(runtime_env={"working_dir": str(Path(__file__).parent)}, log_to_driver=False)
+        ray.init(address, runtime_env={"working_dir": str(Path(__file__).parent)}, log_to_driver=False)
     queue, kind = rollout_queue(capacity=NUM_STORAGES), ray.remote(RayActor).options(max_concurrency=2)
     players: list[Any] = [kind.remote(memory, seed * NUM_ACTORS + i) for i in range(NUM_ACTORS)]
 
@@ -284,7 +286,7 @@ def train(
 
 def main() -> None:
     """Read the command line, train, and report."""
-    parser = arguments(__doc__, steps=1_000_000)
+    parser = arguments(__doc__, steps=1_500_000)
     parser.add_argument("--memory", choices=["none", "lstm"], default="none", help="default: %(default)s")
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster")
     parser.add_argument("--threshold", type=float, help="stop at this mean return (default: 475, with LSTM 400)")

@@ -77,10 +77,10 @@ CHECKS = [
     Check("student, %", lambda seed: distill.train(120_000, seed), of_teacher, at_least=90),
     Check("DQN", lambda seed: dqn.train(500_000, seed, 475.0), mean_return, at_least=475),
     Check("Ape-X DQN", lambda seed: apex_dqn.train(600_000, seed, 475.0), mean_return, at_least=475),
-    Check("IMPALA", lambda seed: impala.train(1_000_000, seed, 475.0), mean_return, at_least=475),
+    Check("IMPALA", lambda seed: impala.train(1_500_000, seed, 475.0), mean_return, at_least=475),
     Check(
         "IMPALA + LSTM",
-        lambda seed: impala.train(1_000_000, seed, 400.0, memory="lstm"),
+        lambda seed: impala.train(1_500_000, seed, 400.0, memory="lstm"),
         mean_return,
         at_least=400,
     ),
@@ -102,7 +102,7 @@ if find_spec("ray"):
     CHECKS.append(
         Check(
             "IMPALA on Ray",
-            lambda seed: impala.train(1_000_000, seed, 475.0, use_ray=True),
+            lambda seed: impala.train(1_500_000, seed, 475.0, use_ray=True),
             mean_return,
             at_least=475,
         )
