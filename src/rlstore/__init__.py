@@ -24,6 +24,7 @@ from rlstore.hindsight import HindsightReplayStorage
 from rlstore.nstep import NStepReplayStorage
 from rlstore.prioritized import PrioritizedBatch, PrioritizedReplayStorage
 from rlstore.replay import ReplayStorage
+from rlstore.replay_writer import ReplayWriter
 from rlstore.rollout import RolloutStorage
 from rlstore.rollout_batch import RolloutBatch
 from rlstore.sequence import SequenceBatch, SequenceReplayStorage
@@ -51,6 +52,7 @@ __all__ = [
     "RateLimit",
     "ReplayBatch",
     "ReplayStorage",
+    "ReplayWriter",
     "Rollout",
     "RolloutBatch",
     "RolloutFullError",
