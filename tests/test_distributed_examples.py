@@ -50,6 +50,11 @@ def go_on_until(monkeypatch, run_class, over):
     monkeypatch.setattr(run_class, "goes_on", property(lambda run: not over(run)))
 
 
+def is_over(run, storage):
+    """Enough steps, episodes too, and a death that was noticed."""
+    return run.env_steps >= 3000 and len(run.curve) > 0 and storage.lost_writers == 1
+
+
 def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     import apex_dqn
 
@@ -75,7 +80,7 @@ def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     monkeypatch.setattr(storage_class, "writer", writer)
     monkeypatch.setattr(storage_class, "close", close_after_a_look)
     monkeypatch.setattr(apex_dqn, "hear", hear_and_kill)
-    go_on_until(monkeypatch, apex_dqn.Run, lambda run: run.env_steps >= 3000 and storages[0].lost_writers == 1)
+    go_on_until(monkeypatch, apex_dqn.Run, lambda run: is_over(run, storages[0]))
     with pytest.warns(RuntimeWarning) as warned:
         result = apex_dqn.train(3000, seed=3)
     messages = [str(warning.message) for warning in warned]
@@ -214,6 +219,11 @@ if __name__ == "__main__":
 """
 
 
+def hear_interrupts():
+    """As a shell in the foreground starts programs; what runs in the background does not hear Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupting_the_learner_ends_the_actors(tmp_path):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED, encoding="utf-8")
     process = subprocess.Popen(
@@ -223,6 +233,7 @@ def test_interrupting_the_learner_ends_the_actors(tmp_path):
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
+        preexec_fn=hear_interrupts,
     )
     try:
         assert process.stdout is not None

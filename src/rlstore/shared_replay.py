@@ -81,7 +81,11 @@ class SharedReplay(ReplayBase):
         """Find writers that died, and take their lanes back."""
         control, ring = self._controlled(), self._ring_of()
         self._swept = time.monotonic()
-        for peer in control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover)):
+        control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))
+        # Those that another process found and put in order are told of here as well.
+        new = [peer for peer in control.peers.lost("writer") if peer not in control.mourned]
+        control.mourned.update(new)
+        for peer in new:
             warnings.warn(
                 f"the {control.peers.describe(peer)} of this {type(self).__name__} died. What it had finished is kept, "
                 "its episodes are cut off there, and its environments are free for another writer.",

@@ -1,7 +1,8 @@
-"""A small Ray cluster for all tests of this folder: it is started once, and nodes are added where a test needs them."""
+"""A small Ray cluster for the tests of a file: nodes are added where a test needs them."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ sys.path.insert(0, HERE)
 NODE = {"num_cpus": 2, "object_store_memory": 200_000_000}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
@@ -37,6 +38,10 @@ def cluster() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray leaves files to the collector
+        del cluster
+        gc.collect()
     for name, value in before.items():
         if value is None:
             del os.environ[name]

@@ -24,14 +24,15 @@ class LaneWriter:
 
     Args:
         storage: The storage.
-        place: Which lanes; all of them go to the storage itself, which need not be able to split them.
+        place: Which lanes; all of them go to a storage itself that cannot split them, or does not know them yet.
     """
 
     def __init__(self, storage: Storage, place: Place) -> None:
         self._place, self._target = place, storage
         self._writer: ReplayWriter | None = None
-        if not place.whole and isinstance(storage, OffPolicyStorage):
-            self._writer = storage.writer(range(place.first, place.stop))
+        lanes = count_lanes(storage)
+        if isinstance(storage, OffPolicyStorage) and can_split(storage) and lanes is not None:
+            self._writer = storage.writer(range(lanes) if place.whole else range(place.first, place.stop))
 
     def insert(self, sample: Sample) -> None:
         """Store one step of these lanes."""

@@ -30,6 +30,9 @@ from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.storage import BatchDict, Storage
 
+# How long an insert waits for the ledger to know of it; one that is being started again does not hold it up longer.
+_TELL_SECONDS = 1.0
+
 
 def packed_factory(factory: Callable[..., Storage]) -> bytes:
     """A factory as a shard takes it.
@@ -143,8 +146,8 @@ class Shard:
         with self._lock:
             return replace(self._facts, lanes=count_lanes(storage), splits=can_split(storage), held=self._held(storage))
 
-    def _tell(self) -> None:
-        self._ledger.tell.remote(self._news())
+    def _tell(self) -> Any:
+        return self._ledger.tell.remote(self._news())
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -166,7 +169,10 @@ class Shard:
                 stored += count
         except Exception as error:
             refused = error
-        self._tell()
+        # The ledger knows of it before the writer does: what is lost with this process can then be counted.
+        told = self._tell()
+        if isinstance(told, ray.ObjectRef):
+            ray.wait([told], timeout=_TELL_SECONDS)
         if self._every is not None and self._facts.inserted - self._saved_at >= self._every:
             self.save()
         return stored, refused
