@@ -10,7 +10,8 @@ operation on tensors: it exists in C++ alone, and is tested against models of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from rlstore.kernels import _native, draws_reference, gather_reference, reference, replay_reference
@@ -67,7 +68,20 @@ REFERENCES = (reference, replay_reference, gather_reference, draws_reference)
 
 def kernel(operation: str, device_type: str) -> Callable[..., Any]:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
-    return _TABLE[operation].get(device_type) or reference_of(operation)
+    faster = _cuda().get(operation) if device_type == "cuda" else _TABLE[operation].get(device_type)
+    return faster or reference_of(operation)
+
+
+@cache
+def _cuda() -> Mapping[str, Callable[..., Any]]:
+    """What there is in Triton, which comes with torch for CUDA; nothing where it is not installed."""
+    try:
+        from rlstore.kernels import cuda
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return {}
+    return cuda.OPERATIONS
 
 
 def reference_of(operation: str) -> Callable[..., Any]:

@@ -139,6 +139,9 @@ def this_node() -> str:
 
 
 def on_this_node() -> Any:
-    """A place for a small actor: this node, with which all would end anyway, or another one if it must be."""
+    """A place for a small actor: this node, with which all would end anyway.
+
+    Not a soft choice: with that Ray may put it on another node at once, because this one is busy for the moment.
+    """
     node = ray.get_runtime_context().get_node_id()
-    return NodeAffinitySchedulingStrategy(node, soft=True)
+    return NodeAffinitySchedulingStrategy(node, soft=False)

@@ -1,0 +1,12 @@
+"""The operations on CUDA, in Triton: each has the signature of its reference, and agrees with it (``tests/cuda``).
+
+Imported when something on CUDA is first asked for, and only where Triton is installed. Files named ``*_kernels`` hold
+what runs on the device; the file of the same name without it says how it is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+OPERATIONS: dict[str, Callable[..., Any]] = {}
