@@ -123,8 +123,8 @@ def test_no_program_is_no_launch(cuda, grid):
 
 
 @triton.jit(do_not_specialize=["count", "factor"])
-def _scale(sources, targets, count: tl.int64, factor: tl.float64, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _scale(sources, targets, count: tl.int64, factor: tl.float64, block: tl.constexpr):
+    i = tl.program_id(0) * block + tl.arange(0, block)
     for f in tl.static_range(len(sources)):
         x = tl.load(sources[f] + i, mask=i < count, other=0)
         tl.store(targets[f] + i, (x * factor).to(x.dtype), mask=i < count)

@@ -9,4 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+from rlstore.kernels.cuda.rows import RowWriter
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "RowWriter": RowWriter,
+}
