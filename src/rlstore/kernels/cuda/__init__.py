@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels.cuda.rows import RowWriter
-from rlstore.kernels.cuda.scans import discounted_returns, fill_gae, gae, n_step_returns, normalize, vtrace
+from rlstore.kernels.cuda import gather, rows, scans
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "RowWriter": RowWriter,
-    "discounted_returns": discounted_returns,
-    "fill_gae": fill_gae,
-    "gae": gae,
-    "n_step_returns": n_step_returns,
-    "normalize": normalize,
-    "vtrace": vtrace,
+    "RowWriter": rows.RowWriter,
+    "discounted_returns": scans.discounted_returns,
+    "fill_gae": scans.fill_gae,
+    "gae": scans.gae,
+    "gather": gather.gather,
+    "gather_batches": gather.gather_batches,
+    "n_step_returns": scans.n_step_returns,
+    "normalize": scans.normalize,
+    "permutation": gather.permutation,
+    "vtrace": scans.vtrace,
 }
