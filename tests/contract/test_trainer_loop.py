@@ -248,7 +248,7 @@ def test_sizes_and_names_are_told(case):
     for step in range(SIZE):
         collect(case, storage, model, first=step, steps=1)
         assert len(storage) == NUM_ENVS * (step + 1)
-        assert repr(storage).startswith(f"{name}(4 steps x 3 envs on cpu: {step + 1} steps held")
+        assert repr(storage).startswith(f"{name}(4 steps x 3 envs on {case.device}: {step + 1} steps held")
     storage.reset()
     assert len(storage) == 0
     assert storage

@@ -337,7 +337,7 @@ def test_an_actor_that_cannot_be_copied_is_no_obstacle(case):
 
 def test_storages_of_one_factory_share_nothing(case):
     factory = case.create_factory(SIZE, seed=1)
-    one, other = factory("cpu", None, None), factory("cpu", None, None)
+    one, other = factory(case.device, None, None), factory(case.device, None, None)
     collect(case, one)
     assert len(other) == 0
     collect(case, other, first=8)
