@@ -16,7 +16,7 @@ from torch import Tensor
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
 # The same for what lies on CUDA, and the most that is gathered there in one launch: these parts of the device's memory.
-_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 128
+_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 256
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 # The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.

@@ -131,6 +131,8 @@ def _as_flags(given: Tensor, name: str) -> Tensor:
                 f"{name} is nan at {len(bad)} of {given.numel()} entries, first at {int(bad[0])}; "
                 "a flag is 0 or 1. Nothing was written."
             )
+    if given.is_cuda:  # as few launches as can be
+        return (given if given.dtype == torch.bool else given != 0).view(torch.uint8)
     return (given != 0).to(torch.uint8)
 
 
