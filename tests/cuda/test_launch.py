@@ -122,6 +122,10 @@ def test_no_program_is_no_launch(cuda, grid):
     assert kernel.ordinary == kernel.bound == []
 
 
+def test_powers_of_2():
+    assert [launch.next_power_of_2(number) for number in (0, 1, 2, 3, 4, 5, 9)] == [1, 1, 2, 4, 4, 8, 16]
+
+
 @triton.jit(do_not_specialize=["count", "factor"])
 def _scale(sources, targets, count: tl.int64, factor: tl.float64, block: tl.constexpr):
     i = tl.program_id(0) * block + tl.arange(0, block)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from rlstore.kernels.cuda.gather_kernels import gather_fields, permute
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 
 # What one program makes of a permutation, and of a field.
 _PLACES = 512
@@ -92,5 +91,5 @@ def programs_of(width: int, itemsize: int) -> tuple[int, int, int]:
     """
     most = min(_PROGRAM_BYTES // itemsize, _WIDE_ENTRIES)
     rows = 1 << max(most // width, 1).bit_length() - 1
-    entries = min(triton.next_power_of_2(rows * width), _WIDE_ENTRIES)
+    entries = min(next_power_of_2(rows * width), _WIDE_ENTRIES)
     return rows, -(-width // entries) if width > entries else 1, entries

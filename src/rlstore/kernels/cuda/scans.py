@@ -9,11 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from rlstore.kernels.cuda import scans_kernels
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 
 # A scan goes over so many steps at once, and over so many entries (steps times lanes) in one program.
 _MOST_STEPS, _TILE = 128, 1024
@@ -153,7 +152,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
 def _normalize(x: Tensor, moments: Tensor, parts: int, epsilon: float) -> None:
     count = x.numel()
-    constants = (count % 16 == 0, min(triton.next_power_of_2(parts), _MOST_PARTS), _ENTRIES)
+    constants = (count % 16 == 0, min(next_power_of_2(parts), _MOST_PARTS), _ENTRIES)
     launcher = _launcher("normalize_entries", constants, (x.dtype,))
     launcher((-(-count // _ENTRIES), 1, 1), x.device, x, moments, parts, count, epsilon)
 
@@ -170,7 +169,7 @@ def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
 
 
 def _tile(steps: int) -> tuple[int, int]:
-    tile_steps = min(max(triton.next_power_of_2(steps), 4), _MOST_STEPS)
+    tile_steps = min(max(next_power_of_2(steps), 4), _MOST_STEPS)
     return tile_steps, max(_TILE // tile_steps, _LEAST_LANES)
 
 

@@ -6,11 +6,10 @@ import math
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from rlstore.kernels.cuda.gather import programs_of
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 from rlstore.kernels.cuda.segments_kernels import count_trajectories, fill_fields, tabulate
 
 # Lanes of a program that looks for trajectories, and the most steps that it looks at together.
@@ -24,7 +23,7 @@ def tabulate_trajectories(dones: Tensor, width: int, table: Tensor, totals: Tens
     """Lane, first step and length of the trajectories of each mini-batch: see the reference."""
     steps, lanes = dones.shape[:2]
     device, batches = dones.device, totals.shape[0]
-    at_once = min(max(triton.next_power_of_2(steps), 4), _MOST_STEPS)
+    at_once = min(max(next_power_of_2(steps), 4), _MOST_STEPS)
     counts = torch.empty(lanes, dtype=torch.int32, device=device)
     count, make_table = _finders(dones.dtype, at_once)
     count((-(-lanes // _LANES), 1, 1), device, dones, counts, steps, lanes)
