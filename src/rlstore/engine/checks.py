@@ -59,7 +59,7 @@ def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_device(owner: str, device: str | torch.device) -> torch.device:
-    """The device, if torch knows it and it is there."""
+    """The device, if torch knows it and it is there; on CUDA with its number, as tensors have it."""
     try:
         known = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -73,10 +73,9 @@ def check_device(owner: str, device: str | torch.device) -> torch.device:
             f"device is {device!r}; torch sees {torch.cuda.device_count()} CUDA devices on this machine"
         )
     try:
-        torch.empty(1, device=known)
+        return torch.empty(1, device=known).device
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise InvalidInputError(f"device is {device!r}, which is not to be had on this machine: {error}") from error
-    return known
 
 
 def check_seed(owner: str, seed: object) -> int:
