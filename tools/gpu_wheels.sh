@@ -16,15 +16,17 @@ wheels=$(cd "$1" && pwd)
 python=${2:-python3}
 cd "$(dirname "$0")/.."
 
-# What rlstore imports, what the tests need, and rsl_rl with what it imports: as in the Makefile, not all that it asks for.
+# What rlstore imports, what the tests need, rsl_rl with what it imports (as in the Makefile, not all that it asks for), and
+# what draws tables.
 LIBRARY="tensordict gymnasium safetensors cloudpickle farama-notifications importlib_metadata zipp orjson pyvers"
 TESTS="pytest pytest-timeout iniconfig pluggy pygments hypothesis sortedcontainers lazy-importer packaging"
 PEER="rsl-rl-lib tensorboard absl-py protobuf GitPython gitdb smmap"
+TABLES="rich markdown-it-py mdurl"
 
 rm -f "$wheels"/*.whl
 export PIP_CONSTRAINT="$PWD/constraints.txt" PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" .
 # shellcheck disable=SC2086  # the names are to be split
-"$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$wheels" $LIBRARY $TESTS $PEER
+"$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$wheels" $LIBRARY $TESTS $PEER $TABLES
 ls -l "$wheels"
 du -sh "$wheels"

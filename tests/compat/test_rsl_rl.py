@@ -1,4 +1,4 @@
-"""rsl_rl's own runners and algorithms, unchanged, with our RolloutStorage in the place of theirs; on CUDA where it is."""
+"""rsl_rl's own runners and algorithms, unchanged, with our RolloutStorage in the place of theirs; on CUDA if there."""
 
 import copy
 import importlib
