@@ -69,8 +69,8 @@ class ServedLearner:
         self._random_lock = threading.Lock()
         self._prefetch, self._group = prefetch, 1
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
-        self._ahead: deque[Future[list[BatchDict]]] = deque()
-        self._ready: deque[BatchDict] = deque()
+        self._ahead: deque[Future[list[Any]]] = deque()
+        self._ready: deque[Any] = deque()  # batches, perhaps on their way to the device
         self._updates: deque[tuple[Any, int, int]] = deque()
         self._closed = False
 
@@ -109,7 +109,7 @@ class ServedLearner:
     def _wanted(self) -> bool:
         return not self._closed and program_goes_on()
 
-    def _fetch(self) -> list[BatchDict]:
+    def _fetch(self) -> list[Any]:
         """Some batches, in a thread."""
         served, size = self._served, self._size
         many, news = served.ask_ledger("permit_sample", size, self._group, served.deadline, wanted=self._wanted)
@@ -141,8 +141,8 @@ class ServedLearner:
             f"{self._health.left_out()}"
         )
 
-    def _draw(self, many: int) -> list[BatchDict] | None:
-        """Batches, drawn across the shards that answer; None if it has to be tried again."""
+    def _draw(self, many: int) -> list[Any] | None:
+        """Batches to hand out, drawn across the shards that answer; None if it has to be tried again."""
         shards = self._health.answering()
         if len(self._served.shards) == 1:
             chances, counts = [1.0] * len(shards), np.full((many, len(shards)), self._size)
@@ -166,7 +166,7 @@ class ServedLearner:
         # Half of the batches under way are asked for at once, if they are small: so they need few calls.
         nbytes = sum(array.nbytes for part in parts[0] for packed in part.draw.parts for array in packed.arrays)
         self._group = max(self._prefetch // 2, 1) if nbytes < _LARGE_BYTES else 1
-        return [self._assemble(batch) for batch in parts]
+        return [self._output.send(self._assemble(batch)) for batch in parts]
 
     def _ask(self, shards: list[int], method: str) -> list[tuple[int, Totals]]:
         refs = [getattr(self._served.shards[shard], method).remote() for shard in shards]
