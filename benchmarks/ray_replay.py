@@ -27,7 +27,7 @@ from benchmarks.replay_data import GAMMA, PixelSource, Source, VectorSource, che
 BATCH = 256
 BATCHES = 10
 SHARDS = WRITERS = 2
-PREFETCH = 2
+PREFETCH = 8
 # Calls of the writers that may be open while batches are taken.
 INSERTS = 4
 OBJECT_STORE = 256 << 20
