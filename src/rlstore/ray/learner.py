@@ -68,6 +68,7 @@ class ServedLearner:
         self._random = np.random.default_rng(check_seed("learner()", seed))
         self._random_lock = threading.Lock()
         self._prefetch, self._group = prefetch, 1
+        self._limited = True  # until the shards say that there is no rate limit
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
         self._ahead: deque[Future[list[Any]]] = deque()
         self._ready: deque[Any] = deque()  # batches, perhaps on their way to the device
@@ -112,11 +113,13 @@ class ServedLearner:
     def _fetch(self) -> list[Any]:
         """Some batches, in a thread."""
         served, size = self._served, self._size
-        many, news = served.ask_ledger("permit_sample", size, self._group, served.deadline, wanted=self._wanted)
+        many, news, limited = self._group, -1, self._limited
+        if limited:
+            many, news = served.ask_ledger("permit_sample", size, many, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
-                batches = self._draw(many)
+                batches = self._draw(many, limited)
                 if batches is not None:
                     return batches
                 if not self._wanted():
@@ -128,7 +131,8 @@ class ServedLearner:
                 else:
                     self._health.wait(deadline)
         except BaseException:
-            served.ledger.return_sample.remote(many * size)
+            if limited:
+                served.ledger.return_sample.remote(many * size)
             raise
 
     def _give_up(self, deadline: Deadline) -> None:
@@ -141,7 +145,7 @@ class ServedLearner:
             f"{self._health.left_out()}"
         )
 
-    def _draw(self, many: int) -> list[Any] | None:
+    def _draw(self, many: int, permitted: bool) -> list[Any] | None:
         """Batches to hand out, drawn across the shards that answer; None if it has to be tried again."""
         shards = self._health.answering()
         if len(self._served.shards) == 1:
@@ -155,7 +159,7 @@ class ServedLearner:
             with self._random_lock:
                 counts = self._random.multinomial(self._size, chances, size=many)
         wanted = [(place, shard) for place, shard in enumerate(shards) if counts[:, place].any()]
-        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist()) for i, s in wanted]
+        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist(), permitted) for i, s in wanted]
         given = self._collect([shard for _, shard in wanted], refs)
         if not wanted or any(drawn is None for drawn in given):
             return None
@@ -163,6 +167,7 @@ class ServedLearner:
         for (place, shard), drawn in zip(wanted, given, strict=True):
             for batch, part in zip(np.flatnonzero(counts[:, place]).tolist(), drawn, strict=True):
                 parts[batch].append(_Part(shard, chances[place], part))
+        self._limited = any(part.draw.limited for batch in parts for part in batch)
         # Half of the batches under way are asked for at once, if they are small: so they need few calls.
         nbytes = sum(array.nbytes for part in parts[0] for packed in part.draw.parts for array in packed.arrays)
         self._group = max(self._prefetch // 2, 1) if nbytes < _LARGE_BYTES else 1
