@@ -4,7 +4,7 @@
 #   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR]
 #
 # WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
-# default) gets tests.xml, gpu.json and the tables. `bench` times and profiles, `profile` only counts launches and the like.
+# default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
 # The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
 set -eu
 
