@@ -9,4 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+from rlstore.kernels.cuda.rows import RowWriter
+from rlstore.kernels.cuda.scans import discounted_returns, fill_gae, gae, n_step_returns, normalize, vtrace
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "RowWriter": RowWriter,
+    "discounted_returns": discounted_returns,
+    "fill_gae": fill_gae,
+    "gae": gae,
+    "n_step_returns": n_step_returns,
+    "normalize": normalize,
+    "vtrace": vtrace,
+}
