@@ -19,7 +19,7 @@ from rlstore.kernels.replay_blocks import END, KEPT, REPEATED, STOP, TERMINATED,
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 # What the step after an end is: a reset step if it looks like one, always, never.
 _TELL, _ALWAYS = 0, 1
-_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass
@@ -201,7 +201,7 @@ class EpisodeRing:
         return self.lanes == 1 and (given == shape or (is_scalar and given == ()))
 
     def _is_flags(self, value: object) -> bool:
-        if not isinstance(value, Tensor) or value.dtype not in _FLAG_DTYPES:
+        if not isinstance(value, Tensor) or value.dtype not in FLAG_DTYPES:
             return False
         if not self._is_ready(value, value.dtype, ()):
             return False
