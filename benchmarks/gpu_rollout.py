@@ -247,6 +247,7 @@ def _captured_update(data: RolloutData) -> Works:
         update()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    ours.full.register_graph(graph)
     with torch.cuda.graph(graph):
         batches = update()
     expected = ours.full.returns.clone()
