@@ -101,7 +101,8 @@ class ReplayBase(Storage):
 
     def seed(self, seed: int | None = None) -> None:
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
-        self._random = new_random(check_seed(type(self).__name__, seed))
+        place = torch.device("cpu") if self._replay is None else self._replay.device
+        self._random = new_random(check_seed(type(self).__name__, seed), place)
         if self._ahead is not None:
             self._ahead.clear()
 
@@ -154,7 +155,7 @@ class ReplayBase(Storage):
         backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, self._autoreset, self._beside())
-        self._replay, self.num_envs = ring, num_envs
+        self._replay, self.num_envs, self._random = ring, num_envs, self._random.to(ring.device)
         self._prepared(ring)
         self._bind()
 
@@ -391,7 +392,7 @@ class ReplayBase(Storage):
         """Take in what others have added."""
 
     def _draw_checked(self, size: int) -> Drawn:
-        if self._ring_of().size == 0:
+        if not self._ring_of().has_rows:
             raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
         return self._draw(size)
 

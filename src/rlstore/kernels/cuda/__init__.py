@@ -9,4 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+from rlstore.kernels.cuda.replay_gather import ReplayGather
+from rlstore.kernels.cuda.replay_priorities import Priorities
+from rlstore.kernels.cuda.replay_ring import EpisodeRing
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "EpisodeRing": EpisodeRing,
+    "ReplayGather": ReplayGather,
+    "Priorities": Priorities,
+}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlstore.kernels import replay_reference
 from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.replay_draw_kernels import draw_rows
 from rlstore.kernels.cuda.replay_memory import layout_of, next_power, place_of, plain
 from rlstore.kernels.cuda.replay_ring_kernels import summarise, write_step
 
@@ -16,6 +17,7 @@ _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 _WORDS, _LEAST_FREE, _BREAKS = 8, 3, 4
 _TILE_ELEMENTS = 2048  # of a program that writes
 _SUMMARY = 4096  # lanes that the summary takes at once
+_DRAWN = 128  # rows that a program draws
 _FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words
 
 
@@ -122,6 +124,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         offsets = tuple(place.offset for place in self.counter_places)
         self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
+        self._draw = Launcher(draw_rows, (*self._summary[:3], _DRAWN))
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
@@ -156,6 +159,20 @@ class EpisodeRing(replay_reference.EpisodeRing):
         """Take notice of what was written through other rings on the same memory."""
         self._watch.forget()
         self.refresh()
+
+    # ---------------------------------------------------------------------------------------------- drawing
+
+    def draw(self, generator: Tensor, rows: Tensor) -> None:
+        """Fill ``rows``, on the device, with rows drawn uniformly from all that are held, which there have to be."""
+        self.check_generator(generator)
+        counters = [place.memory for place in self.counter_places]
+        grid, count = (-(-rows.numel() // _DRAWN), 1, 1), rows.numel()
+        self._draw(grid, self.device, rows, generator, self.ends, self.words, *counters[:2], self._ticket, count)
+
+    def check_generator(self, generator: Tensor) -> None:
+        """Refuse what is no generator on this device."""
+        if generator.dtype != torch.int64 or generator.numel() != 2 or generator.device != self.device:
+            raise ValueError("a generator is int64 [seed, draws made], where the ring is")
 
     # ---------------------------------------------------------------------------------------------- writing
 
