@@ -12,8 +12,8 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.priorities import Priorities
 from rlstore.engine.spaces import SpaceLike
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.transition_batch import TransitionStorage
 
 

@@ -18,8 +18,8 @@ from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.storage import BatchDict
 
 

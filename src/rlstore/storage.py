@@ -99,6 +99,12 @@ class Storage(ABC):
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
         self._generator.manual_seed(check_seed(type(self).__name__, seed))
 
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the storage, anew in each replay; to be called before it is captured."""
+        generator = self.__dict__.get("_generator")
+        if generator is not None and generator.device.type == "cuda":
+            graph.register_generator_state(generator)
+
     # ---------------------------------------------------------------------------------------------- the ten methods
 
     @classmethod

@@ -12,8 +12,8 @@ from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.select import uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.off_policy import OffPolicyStorage
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.storage import BatchDict
 
 

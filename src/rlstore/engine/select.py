@@ -11,8 +11,6 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.memory import allocate, allocate_empty
 from rlstore.kernels import kernel
 
-_CPU = torch.device("cpu")
-
 
 def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: bool = True) -> Tensor:
     """``wanted`` of the ``held`` rows for one epoch, none twice: int64 ``[wanted]``.
@@ -24,12 +22,12 @@ def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: b
     return torch.randperm(held, generator=generator, device=generator.device)[:wanted]
 
 
-def new_random(seed: int, device: torch.device = _CPU) -> Tensor:
+def new_random(seed: int) -> Tensor:
     """The generator of replay, int64 ``[seed, draws made]``: what it draws is a function of these two numbers.
 
-    It is where the ring is that it draws rows of.
+    It has to be where the ring is that it draws rows of.
     """
-    return torch.tensor([seed, 0], device=device)
+    return torch.tensor([seed, 0])
 
 
 def uniform_rows(ring: EpisodeRing, count: int, random: Tensor) -> Tensor:

@@ -12,9 +12,18 @@ from typing import Any
 from rlstore.kernels.cuda.replay_gather import ReplayGather
 from rlstore.kernels.cuda.replay_priorities import Priorities
 from rlstore.kernels.cuda.replay_ring import EpisodeRing
+from rlstore.kernels.cuda.rows import RowWriter
+from rlstore.kernels.cuda.scans import discounted_returns, fill_gae, gae, n_step_returns, normalize, vtrace
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "EpisodeRing": EpisodeRing,
-    "ReplayGather": ReplayGather,
     "Priorities": Priorities,
+    "ReplayGather": ReplayGather,
+    "RowWriter": RowWriter,
+    "discounted_returns": discounted_returns,
+    "fill_gae": fill_gae,
+    "gae": gae,
+    "n_step_returns": n_step_returns,
+    "normalize": normalize,
+    "vtrace": vtrace,
 }
