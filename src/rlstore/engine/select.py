@@ -27,7 +27,8 @@ def new_random(seed: int) -> Tensor:
 
     It has to be where the ring is that it draws rows of.
     """
-    return torch.tensor([seed, 0])
+    with torch.inference_mode(False):
+        return torch.tensor([seed, 0])
 
 
 def uniform_rows(ring: EpisodeRing, count: int, random: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -131,4 +132,5 @@ class Priorities:
 
 def _float(number: float) -> float:
     """The number as a float32 holds it."""
-    return float(torch.tensor(number, dtype=torch.float32))
+    narrowed: float = struct.unpack("f", struct.pack("f", number))[0]
+    return narrowed
