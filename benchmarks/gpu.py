@@ -121,7 +121,8 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for result in run(names, small=given.small, profile_only=given.profile_only, console=console):
         given.out.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {given.out}", markup=False)
+        given.out.with_suffix(".md").write_text(gpu_report.markdown(result))
+    console.print(f"Written to {given.out} and, as tables, {given.out.with_suffix('.md')}", markup=False)
 
 
 if __name__ == "__main__":

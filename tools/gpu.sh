@@ -4,7 +4,7 @@
 #   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR]
 #
 # WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
-# default) gets tests.xml, gpu.json and the tables. `bench` times and profiles, `profile` only counts launches and the like.
+# default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
 # The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
 set -eu
 
@@ -23,13 +23,15 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
 cp -r src/rlstore/. "$site/rlstore/"
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" GIT_PYTHON_REFRESH=quiet PYTHONUNBUFFERED=1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" GIT_PYTHON_REFRESH=quiet PYTHONUNBUFFERED=1 CI=1
+export RLSTORE_TEST_DEVICE=cuda  # that of the contract suite
 "$python" -c 'import torch, triton, rlstore
 assert torch.cuda.is_available(), "no CUDA device"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
 
 tests() {
-    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py
+    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" \
+        tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
 }
 
 benchmarks() {

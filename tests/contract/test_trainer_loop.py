@@ -254,7 +254,7 @@ def test_sizes_and_names_are_told(case):
     assert storage
 
 
-@pytest.mark.parametrize("form", [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.double()])
+@pytest.mark.parametrize("form", [lambda x: x.cpu().numpy(), lambda x: x.tolist(), lambda x: x.double()])
 def test_samples_of_arrays_and_lists_mean_the_same(case, form):
     storage, model = make(case)
     storage.init_tensors(case.sample(0))

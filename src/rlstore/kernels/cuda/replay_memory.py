@@ -26,7 +26,7 @@ class Place(NamedTuple):
 def place_of(tensor: Tensor) -> Place:
     """A tensor as the memory that it is a view of."""
     items = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return Place(tensor.as_strided((items,), (1,), 0), tensor.storage_offset(), tensor.stride())
+    return Place(tensor.as_strided((items,), (1,), 0), int(tensor.storage_offset()), tensor.stride())
 
 
 def plain(tensor: Tensor) -> Tensor:

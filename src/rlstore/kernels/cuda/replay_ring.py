@@ -9,84 +9,16 @@ from torch import Tensor
 
 from rlstore.kernels import replay_reference
 from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.replay_draw_kernels import draw_rows
 from rlstore.kernels.cuda.replay_memory import layout_of, next_power, place_of, plain
 from rlstore.kernels.cuda.replay_ring_kernels import summarise, write_step
+from rlstore.kernels.cuda.replay_watch import Watch
 
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
-_WORDS, _LEAST_FREE, _BREAKS = 8, 3, 4
+_WORDS = 8
 _TILE_ELEMENTS = 2048  # of a program that writes
 _SUMMARY = 4096  # lanes that the summary takes at once
-_FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words
-
-
-class Watch:
-    """What the host knows of a ring's slots, learnt from the device without a wait.
-
-    A write takes at most one slot of a lane, so the free slots that there were at the last look, less the writes since,
-    are a bound from below. A look is a copy into page-locked memory, whose end is asked for at later writes. Only if
-    the bound reaches 0 before it has ended is it waited for.
-
-    Args:
-        words: Where the device keeps the count, int64.
-    """
-
-    def __init__(self, words: Tensor) -> None:
-        self._words = words
-        on_cuda = words.device.type == "cuda"
-        with torch.inference_mode(False):
-            self._seen = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=on_cuda)
-        self._event: Any = torch.cuda.Event() if on_cuda else None
-        self._told = 0  # breaks that were told of
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
-        self.free: int | None = None  # in every lane, at least
-        self._since = 0  # writes since the last look
-        self._looking = False
-        self._interval = _FIRST_LOOK
-
-    def grow(self, slots: int) -> None:
-        """Every lane has so many free slots more."""
-        if self.free is not None:
-            self.free += slots
-
-    def before_write(self, deep: int) -> tuple[bool, bool]:
-        """Whether slots have to be made first, where there are ``deep`` a lane; and whether an episode broke off."""
-        if self._looking and (self._event is None or self._event.query()):
-            self._take()
-        while self.free is None or self.free < 1:
-            if not self._looking:
-                self._look()
-            if self._event is not None:
-                self._event.synchronize()
-            self._take()
-            if self.free == 0 and not self._since:
-                return True, False
-        broken = int(self._seen[_BREAKS]) > self._told
-        if broken:
-            self._told = int(self._seen[_BREAKS])
-        is_short = not self._looking and self.free + self._since <= max(deep // 8, 1)
-        return is_short, broken
-
-    def after_write(self, deep: int) -> None:
-        """A write was launched."""
-        assert self.free is not None
-        self.free -= 1
-        self._since += 1
-        if not self._looking and (self._since >= self._interval or self.free < deep // 2):
-            self._interval = min(2 * self._interval, _LAST_LOOK)
-            self._look()
-
-    def _look(self) -> None:
-        self._seen.copy_(self._words, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-        self._looking, self._since = True, 0
-
-    def _take(self) -> None:
-        self._looking = False
-        self.free = int(self._seen[_LEAST_FREE]) - self._since
+_DRAWN = 128  # rows that a program draws
 
 
 class EpisodeRing(replay_reference.EpisodeRing):
@@ -122,6 +54,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         offsets = tuple(place.offset for place in self.counter_places)
         self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
+        self._draw = Launcher(draw_rows, (*self._summary[:3], _DRAWN))
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
@@ -157,6 +90,20 @@ class EpisodeRing(replay_reference.EpisodeRing):
         self._watch.forget()
         self.refresh()
 
+    # ---------------------------------------------------------------------------------------------- drawing
+
+    def draw(self, generator: Tensor, rows: Tensor) -> None:
+        """Fill ``rows``, on the device, with rows drawn uniformly from all that are held, which there have to be."""
+        self.check_generator(generator)
+        counters = [place.memory for place in self.counter_places]
+        grid, count = (-(-rows.numel() // _DRAWN), 1, 1), rows.numel()
+        self._draw(grid, self.device, rows, generator, self.ends, self.words, *counters[:2], self._ticket, count)
+
+    def check_generator(self, generator: Tensor) -> None:
+        """Refuse what is no generator on this device."""
+        if generator.dtype != torch.int64 or generator.numel() != 2 or generator.device != self.device:
+            raise ValueError("a generator is int64 [seed, draws made], where the ring is")
+
     # ---------------------------------------------------------------------------------------------- writing
 
     def write(self, values: tuple[Any, ...]) -> int:
@@ -172,16 +119,13 @@ class EpisodeRing(replay_reference.EpisodeRing):
             return misfit
         if self._lacks_starts:
             return _NEED_STARTS
-        broken, is_short = False, False
-        if self._deep <= self.kept:
-            is_short, broken = self._watch.before_write(self._deep)
-        if is_short:
+        # With a slot for each row there always is one.
+        if self._deep <= self.kept and self._watch.is_short(self._deep):
             self._asked = True
             return _NEED_SLOTS
         self._launch(tuple(None if value is None else plain(value) for value in values), leaves, columns)
-        if self._deep <= self.kept:
-            self._watch.after_write(self._deep)
-        return _DONE_WITH_BREAK if broken else _DONE
+        self._watch.count_write()
+        return _DONE_WITH_BREAK if self._watch.has_broken() else _DONE
 
     def _is_flags(self, value: object) -> bool:
         # That there is no NaN among them cannot be seen without a wait.

@@ -202,7 +202,8 @@ def write_step(
     COLUMN_OFFSETS: tl.constexpr, COLUMN_TILES: tl.constexpr, EPISODE_OF: tl.constexpr, COUNTERS: tl.constexpr,
     LANES: tl.constexpr, ALL_LANES: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     KEPT_ROWS: tl.constexpr, REWARD: tl.constexpr, REWARD_SIZE: tl.constexpr, RESETS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_FINALS: tl.constexpr, HAS_GIVEN: tl.constexpr, BLOCK: tl.constexpr, SUMMARY: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_FINALS: tl.constexpr, HAS_GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
     """Write one step of ``BLOCK`` lanes; see ``kernels/replay_reference.py``, whose every byte this gives."""
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
