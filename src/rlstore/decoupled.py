@@ -266,7 +266,7 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         self._require_rows()
         ring = self._ready_ring()
         last = self._fit_last_values(last_values)
-        flags = (self.terminateds[1:] != 0, self.truncateds[1:] != 0)
+        flags = returns.readable_flags(self.terminateds[1:]), returns.readable_flags(self.truncateds[1:])
         final = ring.blocks["final_values"]
         ring.mark_written()
         out = {"advantages": self.advantages, "returns": self.returns}

@@ -98,6 +98,6 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
     def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> PrioritizedBatch:
         assert drawn.weights is not None
         rows, weights = drawn.rows, drawn.weights
-        if self._torch_device.type != "cpu":
+        if self._torch_device != rows.device:
             rows, weights = rows.to(self._torch_device), weights.to(self._torch_device)
         return PrioritizedBatch(*self._parts(tensors), weights, rows)

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from rlstore.engine import segments
-from rlstore.engine.gather import Made
+from rlstore.engine.gather import KeptBatches, Made
 from rlstore.engine.memory import Allocator, Arena
 from rlstore.engine.ring import Ring
+from rlstore.errors import NotReadyError
 from rlstore.transition import HIDDEN_STATES, HiddenState, RolloutBatch, TransitionLayout, group_blocks
 
 
-def recurrent_tensors(
+def recurrent_batches(
+    ring: Ring,
+    layout: TransitionLayout,
+    sources: Callable[[int], tuple[Tensor, ...]],
+    rows: int,
+    count: int,
+    num_epochs: int,
+    empty: Allocator,
+) -> Iterator[RolloutBatch]:
+    """The recurrent mini-batches of some epochs, as the sources hold them when they are served.
+
+    Args:
+        ring: Holds ``dones`` and the hidden states.
+        layout: What the ring's columns are.
+        sources: Gives the blocks of the batch's fields ``[rows, envs, ...]``, observations first.
+        rows: The steps that are held.
+        count: Mini-batches in each epoch, of as many environments each.
+        num_epochs: Epochs.
+        empty: What makes the memory.
+    """
+    width, kept = ring.lanes // count, KeptBatches(keep=num_epochs > 1)
+    for _ in range(num_epochs):
+        if ring.size < rows:
+            raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
+        blocks = sources(rows)
+        kept.follow(ring.stamp())
+        for index in range(count):
+            make = partial(_tensors, ring, layout, blocks, rows, (index * width, (index + 1) * width), empty)
+            yield _batch(kept.get(index, make), layout)
+
+
+def _tensors(
     ring: Ring,
     layout: TransitionLayout,
     sources: tuple[Tensor, ...],
@@ -21,7 +54,7 @@ def recurrent_tensors(
     lanes: tuple[int, int],
     empty: Allocator,
 ) -> Made:
-    """Fresh tensors of a recurrent batch, in the order in which :func:`recurrent_batch` takes them, and their memory.
+    """Fresh tensors of a recurrent batch, in the order in which :func:`_batch` takes them, and their memory.
 
     Args:
         ring: Holds ``dones`` and the hidden states.
@@ -48,7 +81,7 @@ def recurrent_tensors(
     return (*padded, masks, *first_states, *segments.cut(others, first, last, arena.empty)), (arena.piece,)
 
 
-def recurrent_batch(tensors: tuple[Tensor, ...], layout: TransitionLayout) -> RolloutBatch:
+def _batch(tensors: tuple[Tensor, ...], layout: TransitionLayout) -> RolloutBatch:
     """The tensors as a batch."""
     rest = iter(tensors)
     leaves = [next(rest) for _ in layout.observations.paths]

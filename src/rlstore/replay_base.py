@@ -95,7 +95,11 @@ class ReplayBase(Storage):
 
     def seed(self, seed: int | None = None) -> None:
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
-        self._random = new_random(check_seed(type(self).__name__, seed))
+        random = new_random(check_seed(type(self).__name__, seed))
+        if self._replay is None:
+            self._random = random
+        else:
+            self._random.copy_(random)  # in place: a CUDA graph draws from it
         if self._ahead is not None:
             self._ahead.clear()
 
@@ -148,7 +152,7 @@ class ReplayBase(Storage):
         backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, self._autoreset, self._beside())
-        self._replay, self.num_envs = ring, num_envs
+        self._replay, self.num_envs, self._random = ring, num_envs, self._random.to(ring.device)
         self._prepared(ring)
         self._bind()
 
@@ -393,7 +397,7 @@ class ReplayBase(Storage):
         """Take in what others have added."""
 
     def _draw_checked(self, size: int) -> Drawn:
-        if self._ring_of().size == 0:
+        if not self._ring_of().has_rows:
             raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
         return self._draw(size)
 

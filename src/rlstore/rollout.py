@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor
 from rlstore.attributes import BlockAttribute, BlockGroup, ObservationAttribute
 from rlstore.engine import returns
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
-from rlstore.engine.gather import KeptBatches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
-from rlstore.recurrent import hidden_state, recurrent_batch, recurrent_tensors
+from rlstore.recurrent import hidden_state, recurrent_batches
 from rlstore.saved_rollout import SavedRollout
 from rlstore.storage import BatchDict, Sample
 from rlstore.transition import (
@@ -243,16 +241,18 @@ class RolloutStorage(SavedRollout):
         rows, ring = self._require_rows(), self._ready_ring()
         check_fraction("compute_returns()", gamma=gamma, lam=lam)
         last = self._fit_last_values(last_values)
-        terminated, truncated = self._end_flags(rows)
-        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
+        truncated, final = (
+            ring.first(name, rows) if name in ring.blocks else None for name in ("truncated", "final_values")
+        )
         ring.mark_written()
         returns.fill_gae(
             ring.first("rewards", rows),
             ring.first("values", rows),
             last,
-            terminated,
+            ring.first("dones", rows),
             truncated,
             final,
+            dones=True,
             gamma=gamma,
             lam=lam,
             advantages=ring.first("advantages", rows),
@@ -335,19 +335,9 @@ class RolloutStorage(SavedRollout):
         check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
-        width = ring.lanes // num_mini_batches
-        kept, empty = KeptBatches(keep=num_epochs > 1), self._outputs.empty
         self._outputs.begin()
-        for _ in range(num_epochs):
-            if ring.size < rows:
-                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
-            self._follow_callers()
-            kept.follow(ring.stamp())
-            sources = self._batch_sources(rows)
-            for index in range(num_mini_batches):
-                lanes = (index * width, (index + 1) * width)
-                make = partial(recurrent_tensors, ring, self._layout, sources, rows, lanes, empty)
-                yield recurrent_batch(kept.get(index, make), self._layout)
+        fields = (self._layout, self._batch_sources)
+        yield from recurrent_batches(ring, *fields, rows, num_mini_batches, num_epochs, self._outputs.empty)
 
     def _require_mode(self, mode: str) -> None:
         if self.training_type != mode:

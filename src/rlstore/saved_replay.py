@@ -73,12 +73,13 @@ class SavedReplay(SharedReplay):
         self._random = reader.tensor("random")
         if self._replay is None:
             return
+        self._random = self._random.to(self._replay.device)
         self._replay.set_state(reader.shape, reader.read_into, reader.names)
         self._set_limit_state(numbers.get("limit"))
         self._restored(reader)
         for index, job in enumerate(numbers["prepared"]):
             fields = {
-                name: reader.tensor(f"prepared {index} {name}")
+                name: reader.tensor(f"prepared {index} {name}", self._replay.device)
                 for name in Drawn._fields
                 if f"prepared {index} {name}" in reader.names
             }

@@ -242,8 +242,8 @@ class SequenceReplayStorage(PriorityStorage):
         actions, rewards, terminated, truncated, is_first, held = tensors[2 * leaves : 2 * leaves + 6]
         if self.burn_in:
             held[:, : self.burn_in] = False
-        weights = torch.ones(size[0], 1) if drawn.weights is None else drawn.weights
-        if self._torch_device.type != "cpu":
+        weights = torch.ones(size[0], 1, device=begins.device) if drawn.weights is None else drawn.weights
+        if self._torch_device != begins.device:
             begins, weights = begins.to(self._torch_device), weights.to(self._torch_device)
         return SequenceBatch(
             structure.build(tensors[:leaves], size),

@@ -101,8 +101,7 @@ class SharedReplay(ReplayBase):
             return
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
-        if ring.is_shared:
-            ring.catch_up()
+        ring.catch_up()
         self._follow()
         while ring.is_shared and (lanes := ring.overrun()) is not None:
             # Episodes were looked up in rows that were overwritten at that moment.

@@ -199,7 +199,9 @@ class TransitionGather:
         return self._kernel.sample(random, count)  # type: ignore[no-any-return]
 
     def is_small(self, count: int) -> bool:
-        """True if the results of ``count`` rows are so small that their memory need not serve again."""
+        """True if the memory of the results of ``count`` rows need not serve again: on a device, or if it is small."""
+        if self._ring.device.type != "cpu":
+            return True
         return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +215,7 @@ class TransitionGather:
         """One tensor ``[*rows.shape, ...]`` for each request; None if another process overwrote rows meanwhile.
 
         Args:
-            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 on the CPU; -1 gives zeros.
+            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 where the ring is; -1 gives zeros.
         """
         self._bind()
         if self._ring.device.type != "cpu":

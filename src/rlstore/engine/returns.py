@@ -70,15 +70,28 @@ def fill_gae(
     advantages: Tensor,
     returns: Tensor,
     epsilon: float | None = None,
+    dones: bool = False,
 ) -> None:
-    """:func:`gae` on the blocks of a ring, as they are: float32 and contiguous, flags of one byte.
+    """:func:`gae` on the blocks of a ring, as they are: float32 and contiguous, flags as :func:`readable_flags`.
 
-    With an ``epsilon`` the advantages are normalised, see :func:`normalize`.
+    With an ``epsilon`` the advantages are normalised, see :func:`normalize`. With ``dones``, ``terminated`` tells of
+    every end, and those that ``truncated`` tells of too were only cut off.
     """
+    if rewards.is_cuda:  # at most two launches, whatever is asked for
+        inputs = (rewards, values, last_values, terminated, truncated, final_values)
+        kernel("fill_gae", "cuda")(*inputs, dones, gamma, lam, epsilon, advantages, returns)
+        return
+    if dones and truncated is not None:
+        terminated = (terminated != 0) & (truncated == 0)
     inputs = (rewards, values, last_values, terminated, truncated, final_values)
     kernel("gae", rewards.device.type)(*inputs, gamma, lam, advantages, returns)
     if epsilon is not None:
         normalize(advantages, epsilon)
+
+
+def readable_flags(block: Tensor) -> Tensor:
+    """Flags as :func:`fill_gae` reads them: of one byte each, or, on CUDA, of any dtype."""
+    return block if block.is_cuda or block.element_size() == 1 else block != 0
 
 
 def lambda_returns(

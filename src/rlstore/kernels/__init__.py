@@ -51,6 +51,7 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "gather": {"cpu": _native.gather},
     "gather_slots": {"cpu": _native.gather_slots},
     "gae": {"cpu": _native.gae},
+    "fill_gae": {},
     "discounted_returns": {"cpu": _native.discounted_returns},
     "n_step_returns": {"cpu": _native.n_step_returns},
     "vtrace": {"cpu": _native.vtrace},

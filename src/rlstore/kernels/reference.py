@@ -106,6 +106,33 @@ def gae(
         next_value = values[t]
 
 
+def fill_gae(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    dones: bool,
+    gamma: float,
+    lam: float,
+    epsilon: float | None,
+    advantages: Tensor,
+    returns: Tensor,
+) -> None:
+    """:func:`gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
+
+    With ``dones``, ``terminated`` tells of every end, and those that ``truncated`` tells of too were only cut off.
+    """
+    if dones and truncated is not None:
+        terminated = (terminated != 0) & (truncated == 0)
+    gae(rewards, values, last_values, terminated, truncated, final_values, gamma, lam, advantages, returns)
+    if epsilon is not None and advantages.numel() < 2:
+        advantages.zero_()
+    elif epsilon is not None:
+        normalize(advantages, epsilon)
+
+
 def discounted_returns(
     rewards: Tensor,
     last_values: Tensor,

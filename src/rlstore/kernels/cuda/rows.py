@@ -1,0 +1,123 @@
+"""Rows into blocks: one launch for all fields of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.rows_kernels import write_row
+
+_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+# What one program copies: little where there is little, so that all processors take part.
+_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 10
+_LARGE_ROW = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a field's value goes, and what fits there."""
+
+    block: Tensor
+    lead: int
+    is_flag: bool
+    optional: bool
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    count: int  # entries of a row
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How rows of one kind are written: which values have something to copy, where to, and by what."""
+
+    places: tuple[int, ...]
+    blocks: tuple[Tensor, ...]
+    launcher: Launcher
+    grid: tuple[int, int, int]
+
+
+class RowWriter:
+    """As :class:`rlstore.kernels.reference.RowWriter`, without waiting for the device.
+
+    So flags are not looked at: one that is NaN is taken for a yes. Values that are not contiguous are made so first.
+    """
+
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], counters: Tensor) -> None:
+        self._targets = [_target(*target) for target in targets]
+        self._counters = counters.numpy()
+        self._device = targets[0][0].device if targets else torch.device("cpu")
+        self._number = targets[0][0].get_device() if targets else -1
+        self._plans: dict[tuple[torch.dtype | None, ...], _Plan] = {}
+
+    def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
+        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
+
+        None leaves an optional field's row as it was.
+        """
+        targets, number = self._targets, self._number
+        if len(values) != len(targets):
+            raise ValueError("a row has one value for each field")
+        kinds: list[torch.dtype | None] = []
+        plain: list[Tensor | None] = []
+        for value, target in zip(values, targets, strict=True):
+            if value is None and target.optional:
+                kinds.append(None)
+                plain.append(None)
+                continue
+            if row + target.lead >= target.block.shape[0]:
+                raise IndexError("a row beyond the end of its block")
+            if not isinstance(value, Tensor) or value.get_device() != number or value.layout is not torch.strided:
+                return len(kinds)
+            dtype = value.dtype
+            if dtype not in target.dtypes or value.shape not in target.shapes:
+                return len(kinds)
+            kinds.append(dtype)
+            plain.append(value if value.is_contiguous() else value.detach().contiguous())
+        self._launch(row, tuple(kinds), plain)
+        self._counters += 1
+        return -1
+
+    def _launch(self, row: int, kinds: tuple[torch.dtype | None, ...], values: list[Tensor | None]) -> None:
+        plan = self._plans.get(kinds)
+        if plan is None:
+            plan = self._plans[kinds] = self._plan(kinds)
+        given = tuple([values[place] for place in plan.places])
+        plan.launcher(plan.grid, self._device, given, plan.blocks, row)  # type: ignore[arg-type]
+
+    def _plan(self, kinds: tuple[torch.dtype | None, ...]) -> _Plan:
+        places = [place for place, kind in enumerate(kinds) if kind is not None and self._targets[place].count]
+        targets = [self._targets[place] for place in places]
+        sizes = [_itemsize(kinds[place], target) for place, target in zip(places, targets, strict=True)]
+        row_bytes = sum(target.count * size for target, size in zip(targets, sizes, strict=True))
+        program_bytes = _LARGE_BYTES if row_bytes >= _LARGE_ROW else _SMALL_BYTES
+        entries = [program_bytes // size for size in sizes]
+        programs = [-(-target.count // each) for target, each in zip(targets, entries, strict=True)]
+        firsts = (0, *accumulate(programs))
+        constants = (
+            tuple(target.count for target in targets),
+            tuple(target.lead for target in targets),
+            tuple(target.is_flag for target in targets),
+            tuple(entries),
+            firsts,
+        )
+        blocks = tuple(target.block for target in targets)
+        return _Plan(tuple(places), blocks, Launcher(write_row, constants), (firsts[-1], 1, 1))
+
+
+def _target(block: Tensor, lead: int, is_flag: bool, optional: bool) -> _Target:
+    held = block.shape[1:]
+    scalar_rows = (torch.Size((held[0],)), torch.Size((held[0], 1))) if len(held) else ()
+    shapes = scalar_rows if held in scalar_rows else (held,)
+    dtypes = _FLAG_DTYPES if is_flag else (block.dtype,)
+    return _Target(block, lead, is_flag, optional, dtypes, shapes, math.prod(held))
+
+
+def _itemsize(kind: torch.dtype | None, target: _Target) -> int:
+    """Bytes of an entry where it is the longer: as it is given, or as it is held."""
+    return max(target.block.element_size(), 0 if kind is None else kind.itemsize)

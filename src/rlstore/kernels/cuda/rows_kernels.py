@@ -1,0 +1,33 @@
+"""The device's side of the writer of rows."""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["row"])
+def write_row(
+    values,
+    blocks,
+    row: tl.int64,
+    COUNTS: tl.constexpr,
+    LEADS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FIRSTS: tl.constexpr,
+):
+    """``blocks[f][row + LEADS[f]] = values[f]`` for every field f, all of them plain memory.
+
+    A program copies ENTRIES[f] of the COUNTS[f] entries of one field: those from FIRSTS[f] to FIRSTS[f + 1] field f.
+    """
+    program = tl.program_id(0)
+    for f in tl.static_range(len(COUNTS)):
+        if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
+            entry = (program - FIRSTS[f]).to(tl.int64) * ENTRIES[f] + tl.arange(0, ENTRIES[f])
+            inside = entry < COUNTS[f]
+            value = tl.load(values[f] + entry, mask=inside, other=0)
+            target = blocks[f] + (row + LEADS[f]) * COUNTS[f]
+            if FLAGS[f]:
+                tl.store(target + entry, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
+            else:
+                tl.store(target + entry, value, mask=inside)
