@@ -35,7 +35,7 @@ def recurrent_batches(
         num_epochs: Epochs.
         empty: What makes the memory.
     """
-    width, kept = ring.lanes // count, KeptBatches(keep=num_epochs > 1)
+    width, kept = ring.lanes // count, KeptBatches(keep=num_epochs > 1, device=ring.device)
     for _ in range(num_epochs):
         if ring.size < rows:
             raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")

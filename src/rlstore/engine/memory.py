@@ -7,6 +7,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 # The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
+# The same for what lies on CUDA, and the most that is gathered there in one launch: these parts of the device's memory.
+_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 128
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
@@ -48,6 +51,18 @@ def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         first = -whole.data_ptr() % _HUGE_PAGE
         made = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=first)
         return made.view(tuple(shape)).data  # no view of another tensor: those that hold the memory are counted
+
+
+@cache
+def keep_bytes_on_cuda(device: torch.device) -> int:
+    """:data:`KEEP_BYTES` for a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // _CUDA_KEEP_PART
+
+
+@cache
+def ahead_bytes(device: torch.device) -> int:
+    """The most that is gathered ahead on a CUDA device, in one launch."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // _CUDA_AHEAD_PART
 
 
 class Recycler:

@@ -49,6 +49,8 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "Priorities": {"cpu": _native.Priorities},
     "draw_units": {"cpu": _native.draw_units},
     "gather": {"cpu": _native.gather},
+    "gather_batches": {},
+    "permutation": {},
     "gather_slots": {"cpu": _native.gather_slots},
     "gae": {"cpu": _native.gae},
     "fill_gae": {},

@@ -74,6 +74,47 @@ def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...
         target.copy_(source.flatten(0, 1).index_select(0, rows))
 
 
+def gather_batches(
+    sources: tuple[Tensor, ...], rows: Tensor, places: tuple[int, ...], pieces: Sequence[Sequence[Tensor]]
+) -> None:
+    """:func:`gather` of an epoch's rows ``[batches * size]``, as mini-batches in pieces of memory.
+
+    Mini-batch b has the fields f with ``places[f] == p`` in ``pieces[p][b]``, which is flat and of the dtype to serve:
+    one field ``[size, ...]`` after another, each beginning at a multiple of 16 entries.
+    """
+    for index, own in enumerate(rows.chunk(len(pieces[0])) if sources else ()):
+        used = [0] * len(pieces)
+        for source, place in zip(sources, places, strict=True):
+            count = own.shape[0] * source.shape[2:].numel()
+            piece = pieces[place][index].view(-1)[used[place] : used[place] + count]
+            gather((source,), own, (piece.view(own.shape[0], *source.shape[2:]),))
+            used[place] += -(-count // 16) * 16
+
+
+def permutation(keys: Tensor, held: int, rows: Tensor) -> None:
+    """Row e of ``rows``, int64 ``[epochs, wanted]``: the first entries of a permutation of ``[0, held)``, ``keys[e]``.
+
+    A Feistel network of six rounds shuffles ``[0, 4**half)``, a power of 4 that is no smaller; what falls outside of
+    ``[0, held)`` is shuffled again until it falls inside. Keys are any int64; equal keys give equal permutations.
+    """
+    half = max(3, -(-(held - 1).bit_length() // 2))
+    bits, mask = 0xFFFFFFFF, (1 << half) - 1
+    halves = (keys & bits)[:, None], ((keys >> 32) & bits)[:, None]
+
+    def shuffled(x: Tensor) -> Tensor:
+        left, right = x >> half, x & mask
+        for r in range(6):
+            mixed = ((right ^ ((halves[r % 2] + r * 0x9E3779B) & bits)) * 0x5BD1E995) & bits
+            mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & bits
+            left, right = right, (left ^ mixed ^ (mixed >> 13)) & mask
+        return (left << half) | right
+
+    x = shuffled(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))
+    while bool((x >= held).any()):
+        x = torch.where(x >= held, shuffled(x), x)
+    rows.copy_(x)
+
+
 def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, targets: tuple[Tensor, ...]) -> None:
     """``targets[k][t, i] = sources[k][slots[i], t]``: the rollouts of some slots, side by side."""
     for source, target in zip(sources, targets, strict=True):
