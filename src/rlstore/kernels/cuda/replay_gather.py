@@ -116,6 +116,7 @@ class ReplayGather:
 
     def _launch(self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool) -> None:
         ring = self._ring
+        ring.check_capture()
         if self._bound is not ring.tables:
             self._bind()
         block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)

@@ -68,6 +68,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
             self._watch.forget()
         self._deep, self._asked = deep, False
         self._all_free = free_slots
+        self.is_fixed = deep > self.kept  # there is a slot for each row, so that no table has to grow
         self._lacks_starts = any(leaf.stack > 1 and leaf.starts is None for leaf in self.leaves)
         # Where frames are not stacked nothing is read of the starts.
         self.tables = (
@@ -89,6 +90,11 @@ class EpisodeRing(replay_reference.EpisodeRing):
         """Take notice of what was written through other rings on the same memory."""
         self._watch.forget()
         self.refresh()
+
+    def check_capture(self) -> None:
+        """Refuse to be read in a CUDA graph while the tables may still move from under it."""
+        if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
 
     # ---------------------------------------------------------------------------------------------- drawing
 
@@ -120,7 +126,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         if self._lacks_starts:
             return _NEED_STARTS
         # With a slot for each row there always is one.
-        if self._deep <= self.kept and self._watch.is_short(self._deep):
+        if not self.is_fixed and self._watch.is_short(self._deep):
             self._asked = True
             return _NEED_SLOTS
         self._launch(tuple(None if value is None else plain(value) for value in values), leaves, columns)
