@@ -16,8 +16,8 @@ from rlstore.kernels.cuda.replay_watch import Watch
 
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 _WORDS = 8
-_TILE_ELEMENTS = 2048  # of a program that writes
-_SUMMARY = 4096  # lanes that the summary takes at once
+_TILE_ELEMENTS = 1024  # of a program that writes
+_SUMMARY = 1024  # lanes that the summary takes at once
 _DRAWN = 128  # rows that a program draws
 
 
@@ -47,6 +47,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         with torch.inference_mode(False):
             self.ends = torch.zeros(self.lanes, dtype=torch.int64, device=self.device)
             self.words = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
+            self._marks = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._watch, self._asked = Watch(self.words), False
         self._deep = 0
@@ -80,7 +81,9 @@ class EpisodeRing(replay_reference.EpisodeRing):
     def refresh(self) -> None:
         """Count anew what all lanes hold."""
         counters = [place.memory for place in self.counter_places]
-        self._summarise((1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words)
+        self._summarise(
+            (1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words, self._marks
+        )
 
     def watch(self, written: Tensor) -> None:
         """Others write into memory of the CPU alone."""
@@ -175,6 +178,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
             *(place.memory for place in self.counter_places),
             self.ends,
             self.words,
+            self._marks,
             self._ticket,
         )
 
