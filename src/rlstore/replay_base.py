@@ -103,6 +103,15 @@ class ReplayBase(Storage):
         if self._ahead is not None:
             self._ahead.clear()
 
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the storage, anew in each replay; to be called before it is captured.
+
+        Room is made for an episode for each row, so that no table has to move while a graph reads it.
+        """
+        super().register_graph(graph)
+        if self._ring_of().device.type == "cuda":
+            self._ring_of().fix_tables()
+
     # ---------------------------------------------------------------------------------------------- for subclasses
 
     @abstractmethod

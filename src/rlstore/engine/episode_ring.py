@@ -345,6 +345,16 @@ class EpisodeRing:
         self._free_from(deep)
         self._bind_tables()
 
+    def fix_tables(self) -> None:
+        """Make room for an episode for each row, and all tables: from now on none of them moves."""
+        deep = self.slots // self.lanes
+        if deep <= self.kept:
+            self._extend_tables((self.kept + 1) * self.lanes)
+            self._free_from(deep)
+        if any(leaf.stack > 1 and start is None for leaf, start in zip(self.leaves, self.starts, strict=True)):
+            self._make_starts()
+        self._bind_tables()
+
     def _free_from(self, deep: int) -> None:
         """Put the slots from ``deep`` a lane on on top of each stack, the lowest uppermost: they are free."""
         more = self.slots // self.lanes - deep

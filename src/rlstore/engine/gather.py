@@ -22,6 +22,7 @@ from rlstore.engine.memory import (
     allocate_empty,
     keep_bytes_on_cuda,
 )
+from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
 
 # The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
@@ -293,6 +294,19 @@ class TransitionGather:
             with torch.inference_mode(False):
                 return self._kernel.sample(random, count)  # type: ignore[no-any-return]
         return self._kernel.sample(random, count)  # type: ignore[no-any-return]
+
+    def sample_by_priority(
+        self, priorities: Priorities, count: int, beta: float, random: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        """The tensors, weights and rows of ``count`` rows drawn as :meth:`Priorities.draw` draws them.
+
+        None where there is no shorter way than to draw and then to gather.
+        """
+        self._bind()
+        if not hasattr(self._kernel, "sample_by_priority"):
+            return None
+        with torch.inference_mode(False):
+            return self._kernel.sample_by_priority(priorities.kernel, random, beta, count)  # type: ignore[no-any-return]
 
     def is_small(self, count: int) -> bool:
         """True if the memory of the results of ``count`` rows need not serve again: on a device, or if it is small."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_gather_kernels import gather_rows
 from rlstore.kernels.cuda.replay_memory import place_of, plain, tile_of
+from rlstore.kernels.cuda.replay_priorities import Priorities, as_float
 from rlstore.kernels.cuda.replay_ring import EpisodeRing
 from rlstore.kernels.replay_blocks import Block
 
@@ -64,7 +65,8 @@ class ReplayGather:
         with torch.inference_mode(False):
             self._powers = powers.to(torch.float32).to(ring.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=ring.device)
-        self._launchers: dict[tuple[bool, int], Launcher] = {}
+        self._launchers: dict[tuple[bool, bool, int], Launcher] = {}
+        self._settled = (1, 1)
         self._bound: object = None
         self._tables: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
 
@@ -88,6 +90,22 @@ class ReplayGather:
         outputs = self._outputs((count,), None)
         self._launch(outputs, generator, generator, count, draws=True)
         return outputs
+
+    def sample_by_priority(
+        self, priorities: Priorities, generator: Tensor, beta: float, count: int
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """:meth:`gather` of ``count`` rows drawn by priority, in three launches.
+
+        Returns:
+            The tensors, the weights ``[count, 1]`` and the rows ``[count]``; see :meth:`Priorities.draw`.
+        """
+        rows = torch.empty(count, dtype=torch.int64, device=self._device)
+        weights = torch.empty((count, 1), dtype=torch.float32, device=self._device)
+        unfinished = (weights, *priorities.begin_draw(generator, rows, weights))
+        outputs = self._outputs((count,), None)
+        self._settled = priorities.settled[-2:]
+        self._launch(outputs, rows, generator, count, draws=False, unfinished=unfinished, beta=as_float(beta))
+        return outputs, weights, rows
 
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones.
@@ -114,15 +132,26 @@ class ReplayGather:
             outputs.append(out)
         return tuple(outputs)
 
-    def _launch(self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool) -> None:
+    def _launch(
+        self,
+        outputs: tuple[Tensor, ...],
+        rows: Tensor,
+        generator: Tensor,
+        count: int,
+        *,
+        draws: bool,
+        unfinished: tuple[Tensor, ...] | None = None,
+        beta: float = 0.0,
+    ) -> None:
         ring = self._ring
+        ring.check_capture()
         if self._bound is not ring.tables:
             self._bind()
         block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)
-        launcher = self._launchers.get((draws, block))
+        kind = (draws, unfinished is not None, block)
+        launcher = self._launchers.get(kind)
         if launcher is None:
-            launcher = Launcher(gather_rows, (*self._constants, draws, block))
-            self._launchers[draws, block] = launcher
+            launcher = self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
         launcher(
             (-(-count // block), self._shares, 1),
             self._device,
@@ -140,7 +169,9 @@ class ReplayGather:
             ring.ends,
             ring.words,
             self._ticket,
+            (self._powers,) if unfinished is None else unfinished,
             count,
+            beta,
         )
 
     def _bind(self) -> None:

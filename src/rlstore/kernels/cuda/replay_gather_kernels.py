@@ -1,4 +1,6 @@
-"""Rows in, transitions out, on the device: every tensor of a batch in one launch, which may draw the rows too.
+"""Rows in, transitions out, on the device: every tensor of a batch in one launch.
+
+It may draw the rows too, or finish what drew them by priority.
 
 A program makes a few rows of every tensor. Where rows are wide, several programs share them: those of the second axis
 of the grid take the tiles of a row in turn. Of request ``k``, ``PARTS[k]`` says what it holds and ``LAYOUT``'s lists
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rlstore.kernels.cuda.replay_draw_kernels import move_on, uniform_rows
+from rlstore.kernels.cuda.replay_priorities_kernels import finish
 from rlstore.kernels.cuda.replay_ring_kernels import KEPT, REPEATED, TERMINATED, TOTAL, TRUNCATED
 
 # What an output holds.
@@ -93,14 +96,14 @@ def _folded_rewards(
     tl.store(out + (number * SIZE)[:, None] + e[None, :], total, mask=alive[:, None] & fits)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "beta"])
 def gather_rows(
     outputs, rows, generator, sources, finals, starts, rewards, powers, episode_of, episodes,
-    written, begun, ends, words, ticket, count: tl.int64,
+    written, begun, ends, words, ticket, unfinished, count: tl.int64, beta: tl.float64,
     PARTS: tl.constexpr, SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, EPISODE_OF: tl.constexpr,
     COUNTERS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, N_STEP: tl.constexpr,
-    SHARES: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr,
+    SHARES: tl.constexpr, SETTLED: tl.constexpr, DRAWS: tl.constexpr, FINISHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every output of ``BLOCK`` rows, given or drawn; zeros for a row that is not held."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -160,3 +163,7 @@ def gather_rows(
                 tl.store(outputs[k] + number, flag.to(tl.uint8), mask=alive)
     if DRAWS:
         move_on(generator, ticket, count)
+    if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
+        if tl.program_id(1) == 0:
+            finish(number, alive, unfinished[0], unfinished[1], unfinished[2], unfinished[3], unfinished[4],
+                   unfinished[5], beta, LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip

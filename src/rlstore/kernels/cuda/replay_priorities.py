@@ -1,4 +1,4 @@
-"""Priorities of the rows of a ring in Triton: two launches draw, one updates, and adding a row costs none."""
+"""Priorities of the rows of a ring in Triton: three launches draw, one updates, and adding a row costs none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from torch import Tensor
 
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_memory import next_power
-from rlstore.kernels.cuda.replay_priorities_kernels import draw_leaves, settle, sum_leaves, update_leaves
+from rlstore.kernels.cuda.replay_priorities_kernels import (
+    draw_leaves,
+    finish_draw,
+    settle_rows,
+    sum_leaves,
+    update_leaves,
+)
 from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
 _WIDTH = 32
 _DRAWN, _UPDATED, _COMPARED = 16, 16, 512  # rows of a program that draws, that updates, and of one look at the others
-_SETTLED = 4096  # rows that get their first priority at once
+_FINISHED = 256  # weights of a program
+_SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
 
 class Priorities:
@@ -46,15 +53,17 @@ class Priorities:
             self._state = torch.zeros(2, dtype=torch.float64, device=device)
             self._dropped = torch.zeros(1, dtype=torch.int64, device=device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+            self._smallest = torch.zeros(1, dtype=torch.int32, device=device)  # the bits of a float32
         self._written, self._begun = (place.memory for place in ring.counter_places[:2])
         written, begun = (place.offset for place in ring.counter_places[:2])
-        lanes = min(next_power(ring.lanes), 1024)
-        settled = (lanes, _SETTLED // lanes)
+        lanes = min(next_power(ring.lanes), _SETTLED_LANES)
+        self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
         tree = (self._blocks, supers)
         every = (leaves, ring.lanes, ring.steps, written, *tree, max(next_power(supers), _WIDTH))
         self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, *tree))
-        self._draw = Launcher(draw_leaves, (*every, *settled, _DRAWN))
-        self._settle = Launcher(settle, (ring.lanes, ring.steps, written, *settled))
+        self._draw = Launcher(draw_leaves, (*every, _DRAWN))
+        self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
+        self._settle = Launcher(settle_rows, self.settled)
         self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED, _COMPARED))
         self._is_behind = False
 
@@ -78,14 +87,15 @@ class Priorities:
         self._is_behind = False
 
     def _sum_anew(self) -> None:
-        tensors = (self._leaves, self._sums, self._news, self._maxima, self._state, self._written, self._seen)
-        self._sum((self._blocks, 1, 1), self._ring.device, *tensors, self._ticket)
+        tree = (self._leaves, self._sums, self._news, self._maxima, self._state, self._smallest)
+        self._sum((self._blocks, 1, 1), self._ring.device, *tree, self._written, self._seen, self._ticket)
 
     def settle(self) -> None:
         """Give the rows written since the last draw their first priority now."""
         if self._is_behind:
             self._sum_anew()
-            self._settle((1, 1, 1), self._ring.device, self._leaves, self._state, self._written, self._seen)
+            grid = (min(-(-self._ring.lanes // _SETTLED_LANES), 128), 1, 1)
+            self._settle(grid, self._ring.device, self._leaves, self._state, self._written, self._seen)
             self._is_behind = False
 
     def follow(self) -> None:
@@ -103,15 +113,26 @@ class Priorities:
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
-        self._ring.check_generator(generator)
         count = rows.numel()
         if weights.numel() != count:
             raise ValueError("draw: a weight for each row")
+        unfinished = self.begin_draw(generator, rows, weights)
+        grid = (max(-(-count // _FINISHED), 1), 1, 1)
+        self._finish(grid, self._ring.device, weights, *unfinished, count, as_float(beta))
+
+    def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
+        """Draw rows, and tell the leaf of each, float32: what is left to be done is the kernels' ``finish``.
+
+        Returns:
+            What that takes besides the leaves drawn.
+        """
+        self._ring.check_generator(generator)
         self._sum_anew()
         tree = (self._leaves, self._sums, self._news, self._state, self._written, self._seen, self._ticket)
-        grid = (-(-count // _DRAWN), 1, 1)
-        self._draw(grid, self._ring.device, rows, weights, generator, *tree, count, _float(beta))
+        grid, count = (-(-rows.numel() // _DRAWN), 1, 1), rows.numel()
+        self._draw(grid, self._ring.device, rows, drawn, self._smallest, generator, *tree, count)
         self._is_behind = False
+        return self._smallest, self._leaves, self._state, self._written, self._seen
 
     def update(self, rows: Tensor, priorities: Tensor, alpha: float, windows: Any) -> tuple[int, int, int]:
         """Set priorities, but for those that are dropped; see :meth:`dropped`.
@@ -126,11 +147,11 @@ class Priorities:
             rows = torch.where(windows.contain(rows), rows, -1)
         count = rows.numel()
         tensors = (rows, priorities, self._leaves, self._dropped, self._written, self._begun)
-        self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, _float(alpha))
+        self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, as_float(alpha))
         return 0, 0, 0
 
 
-def _float(number: float) -> float:
+def as_float(number: float) -> float:
     """The number as a float32 holds it."""
     narrowed: float = struct.unpack("f", struct.pack("f", number))[0]
     return narrowed

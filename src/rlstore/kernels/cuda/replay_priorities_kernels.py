@@ -3,6 +3,9 @@
 Above the leaves lie three levels, each entry the sum of 32 below it: subs, blocks and supers. Rows written since the
 last draw have no priority yet: they take the largest that is held. So with each sum of leaves that have one goes the
 count of those that have not, and only when the largest is known are both the sum that counts.
+
+A draw is two launches, and leaves two things to a third, which may do other work as well: to make weights of the leaves
+that were drawn, once the smallest of them is known, and to give new rows their priority.
 """
 
 # mypy: ignore-errors
@@ -12,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlstore.kernels.cuda.replay_draw_kernels import units
+from rlstore.kernels.cuda.replay_draw_kernels import move_on, units
 
 WIDTH = tl.constexpr(32)
 # What is kept of all leaves: their sum, and what a row without a priority takes.
@@ -20,6 +23,7 @@ SUM = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
 _INFINITY = tl.constexpr(float("inf"))
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -39,7 +43,7 @@ def _is_new(leaf, inside, written, seen, WRITTEN: tl.constexpr, STEPS: tl.conste
 
 @triton.jit
 def sum_leaves(
-    leaves, sums, news, maxima, state, written, seen, ticket,
+    leaves, sums, news, maxima, state, smallest, written, seen, ticket,
     LEAVES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BLOCKS: tl.constexpr, SUPERS: tl.constexpr,
 ):  # fmt: skip
     """The sums of 1024 leaves; and by the last program, those of the supers and of all."""
@@ -60,6 +64,7 @@ def sum_leaves(
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
         _sum_all(sums, news, maxima, state, BLOCKS, SUPERS)
+        tl.store(smallest, _INFINITY_BITS)
         tl.store(ticket, 0)
 
 
@@ -105,15 +110,15 @@ def _pick(weight, target, COUNT: tl.constexpr):
 
 
 @triton.jit
-def settle(
-    leaves, state, written, seen,
-    LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, SETTLED_LANES: tl.constexpr,
-    SETTLED_ROWS: tl.constexpr,
+def _settle(
+    leaves, state, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
+    SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Give the rows written since the last draw what they take, by one program."""
+    """Give the rows written since the last draw what they take; the programs share the lanes."""
     first = tl.load(state + FIRST).to(tl.float32)
-    for c in range(0, LANES, SETTLED_LANES):
-        lane = (c + tl.arange(0, SETTLED_LANES)).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * SETTLED_LANES
+    while begin < LANES:
+        lane = begin + tl.arange(0, SETTLED_LANES)
         there = lane < LANES
         count = tl.load(written + WRITTEN + lane, mask=there, other=0)
         oldest = tl.maximum(tl.load(seen + lane, mask=there, other=0), count - STEPS)
@@ -126,19 +131,51 @@ def settle(
             tl.store(leaves + leaf, tl.zeros([SETTLED_LANES, SETTLED_ROWS], tl.float32) + first, mask=new)
             back += SETTLED_ROWS
         tl.store(seen + lane, count, mask=there)
+        begin += tl.num_programs(0) * SETTLED_LANES
+
+
+@triton.jit
+def settle_rows(
+    leaves, state, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
+    SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Give new rows their first priority."""
+    _settle(leaves, state, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
+
+
+@triton.jit
+def finish(
+    number, alive, weights, smallest, leaves, state, written, seen, beta, LANES: tl.constexpr, STEPS: tl.constexpr,
+    WRITTEN: tl.constexpr, SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The weights ``(drawn / the smallest drawn) ** -beta``, 0 for what has no priority; and new rows' priorities."""
+    drawn = tl.load(weights + number, mask=alive, other=0.0)
+    holds = drawn > 0.0
+    ratio = tl.where(holds, drawn, 1.0) / tl.load(smallest).to(tl.float32, bitcast=True)
+    power = tl.exp2(-beta * tl.log2(tl.where(holds, ratio, 1.0).to(tl.float64)))
+    tl.store(weights + number, tl.where(holds, power, 0.0).to(tl.float32), mask=alive)
+    _settle(leaves, state, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
 
 
 @triton.jit(do_not_specialize=["count", "beta"])
-def draw_leaves(
-    rows, weights, generator, leaves, sums, news, state, written, seen, ticket, count: tl.int64, beta: tl.float64,
-    LEAVES: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BLOCKS: tl.constexpr,
-    SUPERS: tl.constexpr, ALL_SUPERS: tl.constexpr, SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
+def finish_draw(
+    weights, smallest, leaves, state, written, seen, count: tl.int64, beta: tl.float64, LANES: tl.constexpr,
+    STEPS: tl.constexpr, WRITTEN: tl.constexpr, SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row in each of ``count`` equal parts of the total; the last program makes the weights.
+    """What a draw leaves to be done, where nothing else is done with it."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    finish(number, number < count, weights, smallest, leaves, state, written, seen, beta,
+           LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)  # fmt: skip
 
-    Each program leaves the leaf that it drew where the weight goes.
-    """
+
+@triton.jit(do_not_specialize=["count"])
+def draw_leaves(
+    rows, drawn, smallest, generator, leaves, sums, news, state, written, seen, ticket, count: tl.int64,
+    LEAVES: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BLOCKS: tl.constexpr,
+    SUPERS: tl.constexpr, ALL_SUPERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw one row in each of ``count`` equal parts of the total, and tell the leaves drawn and their smallest."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     alive = number < count
     first = tl.load(state + FIRST)
@@ -167,33 +204,11 @@ def draw_leaves(
     leaf = tl.minimum(index * WIDTH + picked, LEAVES - 1)
     lane, time = _row_of(leaf, written, WRITTEN, STEPS, alive)
     tl.store(rows + number, time * LANES + lane, mask=alive)
-    tl.store(weights + number, chosen, mask=alive)
-    tl.debug_barrier()
-    if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
-        _weigh(weights, count, beta)
-        settle(leaves, state, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
-        tl.store(generator + 1, tl.load(generator + 1) + count)
-        tl.store(ticket, 0)
-
-
-@triton.jit
-def _weigh(weights, count, beta):
-    """``(chosen / the smallest chosen) ** -beta``; 0 for what has no priority."""
-    i = tl.arange(0, 1024)
-    smallest = tl.min(tl.load(weights + i, mask=i < count, other=_INFINITY, cache_modifier=".cg"), 0)
-    done = count * 0 + 1024
-    while done < count:
-        value = tl.load(weights + done + i, mask=done + i < count, other=_INFINITY, cache_modifier=".cg")
-        smallest = tl.minimum(smallest, tl.min(value, 0))
-        done += 1024
-    smallest = tl.where(smallest > 0.0, smallest, 1.0)
-    done = count * 0
-    while done < count:
-        at = done + i
-        value = tl.load(weights + at, mask=at < count, other=1.0, cache_modifier=".cg")
-        power = tl.exp2(-beta * tl.log2((tl.where(value > 0.0, value, 1.0) / smallest).to(tl.float64)))
-        tl.store(weights + at, tl.where(value > 0.0, power, 0.0).to(tl.float32), mask=at < count)
-        done += 1024
+    tl.store(drawn + number, chosen, mask=alive)
+    # The bits of floats that are not negative are in the order of the floats.
+    bits = tl.where(alive & (chosen > 0.0), chosen.to(tl.int32, bitcast=True), _INFINITY_BITS)
+    tl.atomic_min(smallest, tl.min(bits, 0))
+    move_on(generator, ticket, count)
 
 
 @triton.jit(do_not_specialize=["count", "alpha"])

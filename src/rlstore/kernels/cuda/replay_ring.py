@@ -16,8 +16,8 @@ from rlstore.kernels.cuda.replay_watch import Watch
 
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 _WORDS = 8
-_TILE_ELEMENTS = 2048  # of a program that writes
-_SUMMARY = 4096  # lanes that the summary takes at once
+_TILE_ELEMENTS = 1024  # of a program that writes
+_SUMMARY = 1024  # lanes that the summary takes at once
 _DRAWN = 128  # rows that a program draws
 
 
@@ -47,6 +47,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         with torch.inference_mode(False):
             self.ends = torch.zeros(self.lanes, dtype=torch.int64, device=self.device)
             self.words = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
+            self._marks = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._watch, self._asked = Watch(self.words), False
         self._deep = 0
@@ -68,6 +69,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
             self._watch.forget()
         self._deep, self._asked = deep, False
         self._all_free = free_slots
+        self.is_fixed = deep > self.kept  # there is a slot for each row, so that no table has to grow
         self._lacks_starts = any(leaf.stack > 1 and leaf.starts is None for leaf in self.leaves)
         # Where frames are not stacked nothing is read of the starts.
         self.tables = (
@@ -79,7 +81,9 @@ class EpisodeRing(replay_reference.EpisodeRing):
     def refresh(self) -> None:
         """Count anew what all lanes hold."""
         counters = [place.memory for place in self.counter_places]
-        self._summarise((1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words)
+        self._summarise(
+            (1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words, self._marks
+        )
 
     def watch(self, written: Tensor) -> None:
         """Others write into memory of the CPU alone."""
@@ -89,6 +93,11 @@ class EpisodeRing(replay_reference.EpisodeRing):
         """Take notice of what was written through other rings on the same memory."""
         self._watch.forget()
         self.refresh()
+
+    def check_capture(self) -> None:
+        """Refuse to be read in a CUDA graph while the tables may still move from under it."""
+        if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
 
     # ---------------------------------------------------------------------------------------------- drawing
 
@@ -120,7 +129,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         if self._lacks_starts:
             return _NEED_STARTS
         # With a slot for each row there always is one.
-        if self._deep <= self.kept and self._watch.is_short(self._deep):
+        if not self.is_fixed and self._watch.is_short(self._deep):
             self._asked = True
             return _NEED_SLOTS
         self._launch(tuple(None if value is None else plain(value) for value in values), leaves, columns)
@@ -169,6 +178,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
             *(place.memory for place in self.counter_places),
             self.ends,
             self.words,
+            self._marks,
             self._ticket,
         )
 

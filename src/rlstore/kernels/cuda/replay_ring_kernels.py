@@ -32,6 +32,9 @@ ALIKE = tl.constexpr(1)  # 1 if all lanes hold the same times
 OLDEST = tl.constexpr(2)  # the oldest of them, if so
 LEAST_FREE = tl.constexpr(3)  # free slots of the lane that has the fewest
 BREAKS = tl.constexpr(4)  # episodes that were broken off
+# Marks that the programs of a write leave for the last of them: least and most rows written, least and most oldest
+# rows, least free slots; far off before any.
+_FAR = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -162,40 +165,75 @@ def _put_column(
 
 
 @triton.jit
-def summarise(
-    written, begun, free_count, ends, words,
+def _reset_marks(marks):
+    for mark in tl.static_range(5):
+        tl.store(marks + mark, _FAR if mark % 2 == 0 else -_FAR)
+
+
+@triton.jit
+def _leave_marks(marks, there, written, oldest, free):
+    tl.atomic_min(marks, tl.min(tl.where(there, written, _FAR), 0))
+    tl.atomic_max(marks + 1, tl.max(tl.where(there, written, -_FAR), 0))
+    tl.atomic_min(marks + 2, tl.min(tl.where(there, oldest, _FAR), 0))
+    tl.atomic_max(marks + 3, tl.max(tl.where(there, oldest, -_FAR), 0))
+    tl.atomic_min(marks + 4, tl.min(tl.where(there, free, _FAR), 0))
+
+
+@triton.jit
+def _summarise(
+    written, begun, ends, words, marks,
     LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What draws and slots need of all lanes, by one program: cumulative rows ``ends[lanes]``, and the words."""
-    first_written = tl.load(written + COUNTERS[0], cache_modifier=".cg")
-    first_oldest = tl.maximum(tl.load(begun + COUNTERS[1], cache_modifier=".cg"), first_written - STEPS)
-    least = tl.load(free_count + COUNTERS[4], cache_modifier=".cg")
-    total = first_written * 0
-    alike = (first_written == first_written).to(tl.int32)
+    """What draws and slots need of all lanes, by one program, from the marks of all: the words.
+
+    Where lanes do not hold the same times, the cumulative rows ``ends[lanes]`` too.
+    """
+    most = tl.load(marks + 1, cache_modifier=".cg")
+    oldest = tl.load(marks + 3, cache_modifier=".cg")
+    is_alike = (tl.load(marks, cache_modifier=".cg") == most) & (tl.load(marks + 2, cache_modifier=".cg") == oldest)
+    total = (most - oldest) * LANES
+    if is_alike == 0:
+        total = total * 0
+        for c in range(0, LANES, BLOCK):
+            lane = c + tl.arange(0, BLOCK)
+            there = lane < LANES
+            count = tl.load(written + COUNTERS[0] + lane, mask=there, other=0, cache_modifier=".cg")
+            first = tl.load(begun + COUNTERS[1] + lane, mask=there, other=0, cache_modifier=".cg")
+            held = tl.where(there, count - tl.maximum(first, count - STEPS), 0)
+            tl.store(ends + lane, total + tl.cumsum(held, 0), mask=there)
+            total += tl.sum(held, 0)
+    tl.store(words + TOTAL, total)
+    tl.store(words + ALIKE, is_alike.to(tl.int64))
+    tl.store(words + OLDEST, oldest)
+    tl.store(words + LEAST_FREE, tl.load(marks + 4, cache_modifier=".cg"))
+    tl.debug_barrier()
+    _reset_marks(marks)
+
+
+@triton.jit
+def summarise(
+    written, begun, free_count, ends, words, marks,
+    LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tell of all lanes anew, by one program."""
+    _reset_marks(marks)
+    tl.debug_barrier()
     for c in range(0, LANES, BLOCK):
         lane = c + tl.arange(0, BLOCK)
         there = lane < LANES
-        count = tl.load(written + COUNTERS[0] + lane, mask=there, other=0, cache_modifier=".cg")
-        oldest = tl.load(begun + COUNTERS[1] + lane, mask=there, other=0, cache_modifier=".cg")
-        oldest = tl.maximum(oldest, count - STEPS)
-        free = tl.load(free_count + COUNTERS[4] + lane, mask=there, other=0, cache_modifier=".cg")
-        held = tl.where(there, count - oldest, 0)
-        tl.store(ends + lane, total + tl.cumsum(held, 0), mask=there)
-        total += tl.sum(held, 0)
-        same = ((count == first_written) & (oldest == first_oldest)) | (there == 0)
-        alike = alike & tl.min(same.to(tl.int32), 0)
-        least = tl.minimum(least, tl.min(tl.where(there, free, least), 0))
-    tl.store(words + TOTAL, total)
-    tl.store(words + ALIKE, alike.to(tl.int64))
-    tl.store(words + OLDEST, first_oldest)
-    tl.store(words + LEAST_FREE, least)
+        count = tl.load(written + COUNTERS[0] + lane, mask=there, other=0)
+        oldest = tl.maximum(tl.load(begun + COUNTERS[1] + lane, mask=there, other=0), count - STEPS)
+        free = tl.load(free_count + COUNTERS[4] + lane, mask=there, other=0)
+        _leave_marks(marks, there, count, oldest, free)
+    tl.debug_barrier()
+    _summarise(written, begun, ends, words, marks, LANES, STEPS, COUNTERS, BLOCK)
 
 
 @triton.jit
 def write_step(
     observations, following, values, terminated, truncated, mask, final_values, given,
     blocks, columns, finals, starts, episode_of, episodes, free_slots,
-    written, begun, current, after_end, free_count, ends, words, ticket,
+    written, begun, current, after_end, free_count, ends, words, marks, ticket,
     SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr,
     COLUMN_SIZES: tl.constexpr, COLUMN_LANE_STRIDES: tl.constexpr, COLUMN_ROW_STRIDES: tl.constexpr,
@@ -295,11 +333,14 @@ def write_step(
     elif RESETS == NEVER:
         may_reset = lane < 0
     tl.store(after_end + COUNTERS[3] + lane, tl.where(may_reset, new, -1), mask=begins | ends_now | is_reset)
-    tl.store(free_count + COUNTERS[4] + lane, free + frees.to(tl.int64) - begins.to(tl.int64), mask=acts)
+    count += acts.to(tl.int64)
+    free += frees.to(tl.int64) - begins.to(tl.int64)
+    tl.store(free_count + COUNTERS[4] + lane, free, mask=acts)
     broken = tl.sum(breaks.to(tl.int64), 0)
     tl.atomic_add(words + BREAKS, broken, mask=broken > 0)
+    _leave_marks(marks, there, count, tl.maximum(oldest, count - STEPS), free)
     # The last program to get here tells of all lanes.
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
-        summarise(written, begun, free_count, ends, words, LANES, STEPS, COUNTERS, SUMMARY)
+        _summarise(written, begun, ends, words, marks, LANES, STEPS, COUNTERS, SUMMARY)
         tl.store(ticket, 0)
