@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.gpu_measure import Counts, Measured
 from benchmarks.gpu_training import PARTS, TrainingTimes
 
-OURS = ("rlstore", "one graph")
+OURS = ("rlstore", "rlstore, bounded", "one graph")
 
 
 def environment() -> dict[str, Any]:

@@ -1,15 +1,16 @@
 #!/bin/sh
 # Runs the tests and the benchmarks for CUDA on a machine that has a GPU, torch, Triton and numpy, and no network.
 #
-#   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR]
+#   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR [NAME ...]]
 #
 # WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
 # default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
+# NAMEs are what pytest is given in the place of all tests for CUDA, or groups of benchmarks in the place of all of them.
 # The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
 set -eu
 
 if [ $# -lt 1 ] || [ ! -d "$1" ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 wheels=$(cd "$1" && pwd)
@@ -17,6 +18,7 @@ work=${2:-all}
 mkdir -p "${3:-out/gpu}"
 out=$(cd "${3:-out/gpu}" && pwd)
 python=${PYTHON:-python3}
+[ $# -lt 3 ] && shift $# || shift 3
 cd "$(dirname "$0")/.."
 
 site=$(mktemp -d)
@@ -30,8 +32,8 @@ assert torch.cuda.is_available(), "no CUDA device"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
 
 tests() {
-    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" \
-        tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
+    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
+    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" "$@"
 }
 
 benchmarks() {
@@ -40,9 +42,9 @@ benchmarks() {
 
 status=0
 case $work in
-    tests) tests || status=$? ;;
-    bench) benchmarks || status=$? ;;
-    profile) benchmarks --profile-only || status=$? ;;
+    tests) tests "$@" || status=$? ;;
+    bench) benchmarks "$@" || status=$? ;;
+    profile) benchmarks --profile-only "$@" || status=$? ;;
     all)
         tests || status=$?
         benchmarks || status=$?

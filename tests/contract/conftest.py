@@ -3,12 +3,12 @@
 import pytest
 from replay_cases import REPLAY_CASES
 from storages import CASES
-from where import DEVICE, SEES_VALUES, TensorsOfTests
+from where import ASKED_FOR, SEES_VALUES, TensorsOfTests
 
 
 @pytest.fixture(autouse=True)
 def tensors_on_the_device():
-    if DEVICE == "cpu":
+    if ASKED_FOR is None:
         yield
         return
     with TensorsOfTests():

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-DEVICE = os.environ.get("RLSTORE_TEST_DEVICE", "cpu")
+ASKED_FOR = os.environ.get("RLSTORE_TEST_DEVICE")
+DEVICE = ASKED_FOR or "cpu"
 SEES_VALUES = DEVICE == "cpu"  # on CUDA nobody waits to see that a flag is NaN
 MAKERS = {
     getattr(torch, name) for name in ("arange", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros", "empty")

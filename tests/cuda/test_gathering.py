@@ -51,7 +51,8 @@ def assert_whole(whole: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_width(dtype, convert, device):
     rng = np.random.default_rng(0)
-    sources = [random_tensor(rng, (5, 7, *shape), dtype) for shape in [(), (0,), (1,), (3,), (2, 8), (33,), (2100,)]]
+    shapes = [(), (0,), (1,), (3,), (2, 8), (33,), (1500,), (2100,)]
+    sources = [random_tensor(rng, (5, 7, *shape), dtype) for shape in shapes]
     rows = torch.from_numpy(rng.integers(0, 35, 19))
     rows[:2] = torch.tensor([0, 34])
     held = torch.float32 if convert else dtype
@@ -62,6 +63,16 @@ def test_every_dtype_and_width(dtype, convert, device):
         expected = torch.stack([source[row // 7, row % 7] for row in rows.tolist()]).to(held)
         assert target.cpu().tolist() == expected.tolist()
         assert_whole(whole)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_programs_cover_all_rows_of_a_field(itemsize):
+    for width in (*range(1, 300), 1000, 1023, 1024, 1025, 2047, 2048, 2049, 28224):
+        rows, parts, entries = gather.programs_of(width, itemsize)
+        assert entries & (entries - 1) == 0
+        assert rows == 1 or parts == 1
+        assert rows * width <= parts * entries < 2 * max(rows * width, entries // 2 + 1) + entries
+    assert gather.programs_of(0, itemsize)[1] == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -17,6 +17,8 @@ from rlstore.engine.memory import (
     KEEP_BYTES,
     Allocator,
     Holders,
+    Made,
+    Pieces,
     Recycler,
     ahead_bytes,
     allocate_empty,
@@ -24,9 +26,6 @@ from rlstore.engine.memory import (
 )
 from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
-
-# The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
-Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -135,16 +134,8 @@ class GatheredAhead:
     ) -> None:
         self._sources, self._rows, self._count, self._kept = sources, rows, count, kept
         self._size = rows.shape[0] // count
-        self._dtypes = list(dict.fromkeys(dtypes))  # the fields of one dtype lie in one piece of memory
-        self._places = tuple([self._dtypes.index(dtype) for dtype in dtypes])
-        self._shapes = [(self._size, *source.shape[2:]) for source in sources]
-        self._cuts: list[list[int]] = [[] for _ in self._dtypes]  # entries of each field of a piece, and up to the next
-        for shape, place in zip(self._shapes, self._places, strict=True):
-            entries = math.prod(shape)
-            self._cuts[place] += [entries, -entries % _FIELD_ENTRIES]
-        self._lengths = [sum(cuts) for cuts in self._cuts]
-        nbytes = sum(n * dtype.itemsize for n, dtype in zip(self._lengths, self._dtypes, strict=True))
-        self._most = min(max(1, most_bytes // max(nbytes, 1)), MOST_AHEAD)
+        self._layout = Pieces([(self._size, *source.shape[2:]) for source in sources], dtypes)
+        self._most = min(max(1, most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
         self._pieces: dict[int, tuple[Tensor, ...]] = {}
 
     def make(self, index: int) -> Made:
@@ -155,31 +146,15 @@ class GatheredAhead:
                 last += 1
             self._gather(index, last)
         pieces = self._pieces.pop(index)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._cut(pieces), pieces
-        return self._cut(pieces), pieces
+        return self._layout.cut(pieces), pieces
 
     def _gather(self, first: int, last: int) -> None:
         device = self._rows.device
-        pieces = [
-            [allocate_empty((length,), dtype, device) for _ in range(first, last)]
-            for length, dtype in zip(self._lengths, self._dtypes, strict=True)
-        ]
+        pieces = [self._layout.empty(device) for _ in range(first, last)]
         rows = self._rows if last - first == self._count else self._rows[first * self._size : last * self._size]
-        kernel("gather_batches", device.type)(self._sources, rows, self._places, pieces)
-        self._pieces = dict(enumerate(zip(*pieces, strict=True), first))
-
-    def _cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # Not views of the piece: the parts are to be tensors in their own right, which a caller may change in any way.
-        parts = [
-            iter(torch.unsafe_split_with_sizes(piece, cuts)[::2])
-            for piece, cuts in zip(pieces, self._cuts, strict=True)
-        ]
-        return tuple([next(parts[place]).view(shape) for shape, place in zip(self._shapes, self._places, strict=True)])
-
-
-_FIELD_ENTRIES = 16  # fields of a piece begin at multiples of this
+        by_place = tuple(zip(*pieces, strict=True))
+        kernel("gather_batches", device.type)(self._sources, rows, self._layout.places, by_place)
+        self._pieces = dict(enumerate(pieces, first))
 
 
 class KeptBatches:

@@ -62,6 +62,8 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "split_segments": {"cpu": _native.split_segments},
     "pad_segments": {"cpu": _native.pad_segments},
     "copy_lanes": {"cpu": _native.copy_lanes},
+    "tabulate_trajectories": {},
+    "fill_trajectories": {},
     "first_states": {"cpu": _native.first_states},
 }
 

@@ -317,3 +317,57 @@ def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tupl
 def first_states(states: Tensor, lanes: Tensor, starts: Tensor, target: Tensor) -> None:
     """``target[l, s] = states[starts[s], l, lanes[s]]`` for states ``[steps, layers, lanes, hidden]``."""
     target.copy_(states[starts, :, lanes].transpose(0, 1))
+
+
+def tabulate_trajectories(dones: Tensor, width: int, table: Tensor, totals: Tensor) -> None:
+    """Where the trajectories of each mini-batch of ``width`` lanes are, lane by lane.
+
+    Args:
+        dones: ``[steps, lanes]``, perhaps with a trailing dimension of 1.
+        width: Mini-batch b has the lanes from ``b * width`` on.
+        table: int32 ``[3, batches * width * steps]``: lane, first step and length of each trajectory. Mini-batch b has
+            its own from ``b * width * steps`` on; what is left is not written.
+        totals: int32 ``[batches]``: how many they are.
+    """
+    for batch in range(totals.shape[0]):
+        first, last = batch * width, (batch + 1) * width
+        found = torch.empty((3, count_segments(dones, first, last)), dtype=torch.int64, device=dones.device)
+        split_segments(dones, first, last, *found)
+        table[:, first * dones.shape[0] :][:, : found.shape[1]] = found
+        totals[batch] = found.shape[1]
+
+
+def fill_trajectories(
+    padded: tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    copied: tuple[Tensor, ...],
+    table: Tensor,
+    totals: Tensor,
+    batch: int,
+    width: int,
+    targets: tuple[Tensor, ...],
+    mask: Tensor,
+) -> None:
+    """The tensors of a mini-batch of which :func:`tabulate_trajectories` has told where its trajectories are.
+
+    Args:
+        padded: What :func:`pad_segments` is to pad.
+        states: What :func:`first_states` is to pick from.
+        copied: What :func:`copy_lanes` is to copy.
+        table: As for :func:`tabulate_trajectories`, and so totals.
+        totals: How many trajectories the mini-batches have.
+        batch: Which mini-batch.
+        width: Its lanes.
+        targets: Where to, in this order.
+        mask: bool ``[steps, trajectories]``. Where there is room for more than there are, the rest is padding; where
+            there is room for fewer, the last ones are left out.
+    """
+    steps, count = mask.shape[0], min(int(totals[batch]), mask.shape[1])
+    lanes, starts, lengths = table[:, batch * width * steps :][:, :count].long()
+    for target in (*targets[: len(padded) + len(states)], mask):
+        target[:, count:].view(_SIGNED.get(target.dtype, target.dtype)).zero_()
+    there = [target[:, :count] for target in targets]
+    pad_segments(padded, lanes, starts, lengths, tuple(there[: len(padded)]), mask[:, :count])
+    for state, target in zip(states, there[len(padded) :], strict=False):
+        first_states(state, lanes, starts, target)
+    copy_lanes(copied, batch * width, (batch + 1) * width, targets[len(padded) + len(states) :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels.cuda import gather, replay_gather, replay_priorities, replay_ring, rows, scans
+from rlstore.kernels.cuda import gather, replay_gather, replay_priorities, replay_ring, rows, scans, segments
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "EpisodeRing": replay_ring.EpisodeRing,
@@ -18,11 +18,13 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "RowWriter": rows.RowWriter,
     "discounted_returns": scans.discounted_returns,
     "fill_gae": scans.fill_gae,
+    "fill_trajectories": segments.fill_trajectories,
     "gae": scans.gae,
     "gather": gather.gather,
     "gather_batches": gather.gather_batches,
     "n_step_returns": scans.n_step_returns,
     "normalize": scans.normalize,
     "permutation": gather.permutation,
+    "tabulate_trajectories": segments.tabulate_trajectories,
     "vtrace": scans.vtrace,
 }

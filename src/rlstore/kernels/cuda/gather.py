@@ -63,22 +63,30 @@ def _gather_fields(
     even: bool,
 ) -> tuple[Launcher, list[tuple[int, int]]]:
     """What gathers these fields, and for each the rows that a program takes and the parts of a row that it takes."""
-    widths, programs, entries = [], [], []
-    for (width, dtype), place in zip(fields, places, strict=True):
-        most = _PROGRAM_BYTES // max(dtype.itemsize, dtypes[place].itemsize)
-        own_rows = 1 << max(most // max(width, 1), 1).bit_length() - 1
-        own_entries = min(triton.next_power_of_2(own_rows * max(width, 1)), _WIDE_ENTRIES)
-        widths.append(width)
-        entries.append(own_entries)
-        # Nothing is copied of a field without entries.
-        programs.append((own_rows, -(-width // own_entries) if width > own_entries else min(width, 1)))
+    shared = [
+        programs_of(width, max(dtype.itemsize, dtypes[place].itemsize))
+        for (width, dtype), place in zip(fields, places, strict=True)
+    ]
     constants = (
         batches,
         places,
-        tuple(widths),
-        tuple(rows for rows, _ in programs),
-        tuple(parts for _, parts in programs),
-        tuple(entries),
+        tuple(width for width, _ in fields),
+        tuple(rows for rows, _, _ in shared),
+        tuple(parts for _, parts, _ in shared),
+        tuple(entries for _, _, entries in shared),
         even,
     )
-    return Launcher(gather_fields, constants), programs
+    return Launcher(gather_fields, constants), [(rows, parts) for rows, parts, _ in shared]
+
+
+def programs_of(width: int, itemsize: int) -> tuple[int, int, int]:
+    """How the rows of a field are shared out.
+
+    Returns:
+        The rows that one program takes, or 1; the parts of a row that programs take, or 1; and the entries of a
+        program, a power of 2. Of a field without entries there are 0 parts.
+    """
+    most = min(_PROGRAM_BYTES // itemsize, _WIDE_ENTRIES)
+    rows = 1 << max(most // max(width, 1), 1).bit_length() - 1
+    entries = min(triton.next_power_of_2(rows * max(width, 1)), _WIDE_ENTRIES)
+    return rows, -(-width // entries) if width > entries else min(width, 1), entries
