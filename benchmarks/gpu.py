@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu_report
-from benchmarks.gpu_measure import Group, Measured, profile_group, time_group
+from benchmarks.gpu_measure import SECONDS_OF_ROUNDS, Group, Measured, profile_group, time_group
 from benchmarks.gpu_replay import ReplaySizes, replay
 from benchmarks.gpu_rollout import PixelSizes, Sizes, captured, pixels, rollouts
 from benchmarks.gpu_training import TrainingSizes, TrainingTimes, time_training
@@ -55,7 +55,9 @@ def measure(name: str, *, profiled: bool, small: bool) -> Measured:
     """One group, in this process."""
     device = _device(small=small)
     group = (SMALL if small else GROUPS)[name](device)
-    return profile_group(group, device) if profiled else time_group(group, device, seconds=0 if small else 3)
+    if profiled:
+        return profile_group(group, device)
+    return time_group(group, device, seconds=0.0 if small else SECONDS_OF_ROUNDS)
 
 
 def train(name: str, *, small: bool) -> TrainingTimes:
@@ -121,7 +123,8 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for result in run(names, small=given.small, profile_only=given.profile_only, console=console):
         given.out.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {given.out}", markup=False)
+        given.out.with_suffix(".md").write_text(gpu_report.markdown(result))
+    console.print(f"Written to {given.out} and, as tables, {given.out.with_suffix('.md')}", markup=False)
 
 
 if __name__ == "__main__":

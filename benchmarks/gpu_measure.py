@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 WARM_UP_CALLS = 5
-SECONDS_OF_ROUNDS = 3.0
+SECONDS_OF_ROUNDS = 1.5
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 300
 LONG_CALL = 0.02  # seconds; a longer one is profiled once
 PROFILED_CALLS = 5

@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.gpu_measure import Counts, Measured
 from benchmarks.gpu_training import PARTS, TrainingTimes
 
-OURS = ("rlstore", "one graph")
+OURS = ("rlstore", "rlstore, bounded", "one graph")
 
 
 def environment() -> dict[str, Any]:
@@ -161,3 +161,30 @@ def training_json(times: TrainingTimes) -> dict[str, Any]:
     """A training for the file."""
     medians = {name: {part: s * 1e3 for part, s in parts.items()} for name, parts in times.medians.items()}
     return {"title": times.title, "iterations": times.iterations, "milliseconds": medians}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """All that is in the file, as tables for the documents."""
+    versions, gpu = result["versions"], result["gpu"].get("name", "no GPU")
+    names = ("torch", "triton", "rsl-rl-lib", "tensordict")
+    text = [f"{gpu}; " + ", ".join(f"{name} {versions[name]}" for name in names) + ".", ""]
+    for group in result["groups"]:
+        copied = f", {group['bytes_a_second'] / 1e12:.2f} TB/s" if group["bytes_a_second"] else ""
+        text += [f"### {group['title']}{copied}", ""]
+        text.append(
+            "| work | contender | call, us | times faster | launches | waits | GPU, us | floor, us | GPU to floor |"
+        )
+        text.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        numbers = ("call_us", "times_faster_than_best_peer", "launches", "syncs", "gpu_us", "floor_us", "gpu_to_floor")
+        text += [_row(line["work"], line["contender"], *(line[name] for name in numbers)) for line in group["lines"]]
+        text += ["", *(f"{name} did not take part: {reason}" for name, reason in group["missing"].items()), ""]
+    for training in result["trainings"]:
+        text += [f"### {training['title']}", "", f"| milliseconds | {' | '.join(PARTS)} |"]
+        text.append("| --- |" + " ---: |" * len(PARTS))
+        medians = training["milliseconds"].items()
+        text += [_row(contender, *(parts[part] for part in PARTS)) for contender, parts in medians] + [""]
+    return "\n".join(text)
+
+
+def _row(*cells: str | float | None) -> str:
+    return f"| {' | '.join(cell if isinstance(cell, str) else _number(cell) for cell in cells)} |"

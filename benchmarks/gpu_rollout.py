@@ -82,8 +82,12 @@ class RolloutData:
 
     def trajectories(self) -> int:
         """Pieces of episodes in the rollout."""
-        ends = torch.stack([step["dones"] for step in self.steps[:-1]]).sum()
-        return self.sizes.envs + int(ends)
+        return sum(self.trajectories_of_batches())
+
+    def trajectories_of_batches(self) -> list[int]:
+        """The same of each recurrent mini-batch."""
+        ends = torch.stack([step["dones"] for step in self.steps[:-1]]).sum(0)
+        return [int((own + 1).sum()) for own in ends.chunk(MINI_BATCHES)]
 
 
 class RolloutCalls:
@@ -163,6 +167,20 @@ class Ours(RolloutCalls):
         return found if self.data.sizes.hidden else {**found, RESHUFFLED: Work(self.reshuffled)}
 
 
+class OursBounded(Ours):
+    """The same, told how many trajectories a mini-batch has at most, so that nobody waits to know."""
+
+    def __init__(self, data: RolloutData) -> None:
+        super().__init__(data)
+        self._bound = max(data.trajectories_of_batches())
+
+    def recurrent(self) -> int:
+        return drain(self.full.recurrent_mini_batch_generator(MINI_BATCHES, EPOCHS, max_trajectories=self._bound))
+
+    def works(self) -> dict[str, Work]:
+        return {RECURRENT: Work(self.recurrent)}
+
+
 class RslRl(RolloutCalls):
     """rsl_rl's RolloutStorage. Its returns are made by its PPO, in a loop over the storage's tensors."""
 
@@ -214,12 +232,13 @@ def rollouts(sizes: Sizes, device: torch.device) -> Group:
         return contender(data).works()
 
     memory = f", GRU {sizes.hidden} for actor and critic" if sizes.hidden else ""
+    bounded = {"rlstore, bounded": partial(works_of, OursBounded)} if sizes.hidden else {}
     return Group(
         name=f"{'recurrent' if sizes.hidden else 'rollout'}_{sizes.envs}",
         title=f"{sizes.steps} x {sizes.envs}, observations {sizes.policy} and {sizes.critic}, actions {sizes.actions}"
         + memory,
         floors=_floors(data),
-        contenders={"rlstore": partial(works_of, Ours), "rsl_rl": partial(works_of, RslRl)},
+        contenders={"rlstore": partial(works_of, Ours), **bounded, "rsl_rl": partial(works_of, RslRl)},
     )
 
 

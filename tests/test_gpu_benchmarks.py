@@ -10,7 +10,7 @@ from rich.console import Console
 
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 import rsl_rl.storage  # before the benchmarks, which would do without TensorBoard
-from benchmarks import gpu
+from benchmarks import gpu, gpu_report
 from benchmarks.gpu_measure import WINDOW, Counts, Group, Measured, Work, read_trace, time_group
 from benchmarks.gpu_report import Figures
 from benchmarks.gpu_rollout import (
@@ -47,9 +47,8 @@ def test_every_work_of_every_contender_is_timed_and_profiled(result):
     assert found["rollout_8"] == {
         (work, name) for work in (ADD, RETURNS, SHUFFLED, RESHUFFLED) for name in ("rlstore", "rsl_rl")
     }
-    assert found["recurrent_8"] == {
-        (work, name) for work in (ADD, RETURNS, RECURRENT) for name in ("rlstore", "rsl_rl")
-    }
+    both = {(work, name) for work in (ADD, RETURNS, RECURRENT) for name in ("rlstore", "rsl_rl")}
+    assert found["recurrent_8"] == both | {(RECURRENT, "rlstore, bounded")}
     assert {name for _, name in found["pixels"]} == {"rlstore", "torch, indexed"}
     assert len({work for work, _ in found["replay"]}) == 3
     for group in result["groups"]:
@@ -58,6 +57,13 @@ def test_every_work_of_every_contender_is_timed_and_profiled(result):
             assert line["call_us"] > 0
             assert (line["launches"], line["syncs"], line["gpu_us"]) == (0, 0, 0)
             assert line["work"][:20] in result["shown"]
+
+
+def test_the_figures_are_written_as_tables(result):
+    text = gpu_report.markdown(result)
+    rows = [row for row in text.splitlines() if row.startswith("|")]
+    assert sum(len(group["lines"]) for group in result["groups"]) + 6 == len(rows) - 2 * len(result["groups"]) - 4
+    assert all(row.count("|") in (6, 10) for row in rows)
 
 
 def test_trainings_are_timed_with_each_storage(result):

@@ -15,7 +15,7 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.gather import KeptBatches, gather_batches
 from rlstore.engine.ring import Ring
 from rlstore.engine.schema import Field, Structure, as_tensor, walk
-from rlstore.engine.select import epoch_rows
+from rlstore.engine.select import epoch_orders
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.storage import BatchDict, Sample, Storage
 
@@ -263,13 +263,14 @@ class OnPolicyStorage(Storage):
             return tuple(leaf.contiguous() for leaf in leaves)
 
         for rows, batches in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
+            own_rows = torch.unsafe_split(rows.clone(), size)
             for index, leaves in enumerate(batches):
                 remaining = iter(leaves)
                 batch: BatchDict = {
                     name: structure.build([next(remaining) for _ in structure.paths], (size,))
                     for name, structure in structures.items()
                 }
-                batch["rows"] = rows[index * size : (index + 1) * size].clone()
+                batch["rows"] = own_rows[index]
                 yield batch
 
     @staticmethod
@@ -310,12 +311,15 @@ class OnPolicyStorage(Storage):
         """
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
-        rows, kept = None, KeptBatches(keep=num_epochs > 1 and not (shuffle and reshuffle))
+        anew = shuffle and reshuffle
+        rows, kept = None, KeptBatches(keep=num_epochs > 1 and not anew, device=ring.device)
+        epochs = num_epochs if anew else 1
+        orders = epoch_orders(steps * ring.lanes, count * size, self._generator, epochs, shuffle=shuffle)
         for _ in range(num_epochs):
             if ring.size < steps:
                 raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
-            if rows is None or (shuffle and reshuffle):
-                rows = epoch_rows(steps * ring.lanes, count * size, self._generator, shuffle=shuffle)
+            if rows is None or anew:
+                rows = next(orders)
             blocks = sources(steps)
             kept.follow(ring.stamp())
             types = dtypes or [block.dtype for block in blocks]

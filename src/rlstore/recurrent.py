@@ -8,10 +8,11 @@ from functools import partial
 from torch import Tensor
 
 from rlstore.engine import segments
-from rlstore.engine.gather import KeptBatches, Made
-from rlstore.engine.memory import Allocator, Arena
+from rlstore.engine.checks import check_positive
+from rlstore.engine.gather import KeptBatches
+from rlstore.engine.memory import Allocator, Arena, Made
 from rlstore.engine.ring import Ring
-from rlstore.errors import NotReadyError
+from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.transition import HIDDEN_STATES, HiddenState, RolloutBatch, TransitionLayout, group_blocks
 
 
@@ -22,6 +23,7 @@ def recurrent_batches(
     rows: int,
     count: int,
     num_epochs: int,
+    room: int | None,
     empty: Allocator,
 ) -> Iterator[RolloutBatch]:
     """The recurrent mini-batches of some epochs, as the sources hold them when they are served.
@@ -33,52 +35,68 @@ def recurrent_batches(
         rows: The steps that are held.
         count: Mini-batches in each epoch, of as many environments each.
         num_epochs: Epochs.
+        room: Trajectories in each mini-batch; None for as many as there are.
         empty: What makes the memory.
     """
-    width, kept = ring.lanes // count, KeptBatches(keep=num_epochs > 1)
+    given = {} if room is None else {"max_trajectories": room}
+    check_positive("recurrent_mini_batch_generator()", num_mini_batches=count, num_epochs=num_epochs, **given)
+    if count > ring.lanes:
+        raise InvalidInputError(f"{count} mini-batches were asked for of {ring.lanes} environments")
+    kept = KeptBatches(keep=num_epochs > 1, device=ring.device)
     for _ in range(num_epochs):
         if ring.size < rows:
             raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
-        blocks = sources(rows)
+        epoch = _Epoch(ring, layout, sources(rows), rows, count, room, empty)
         kept.follow(ring.stamp())
         for index in range(count):
-            make = partial(_tensors, ring, layout, blocks, rows, (index * width, (index + 1) * width), empty)
-            yield _batch(kept.get(index, make), layout)
+            yield _batch(kept.get(index, partial(epoch.make, index)), layout)
 
 
-def _tensors(
-    ring: Ring,
-    layout: TransitionLayout,
-    sources: tuple[Tensor, ...],
-    rows: int,
-    lanes: tuple[int, int],
-    empty: Allocator,
-) -> Made:
-    """Fresh tensors of a recurrent batch, in the order in which :func:`_batch` takes them, and their memory.
+class _Epoch:
+    """Makes the tensors of mini-batches, each from its own environments, in the order in which :func:`_batch` takes."""
 
-    Args:
-        ring: Holds ``dones`` and the hidden states.
-        layout: What the ring's columns are.
-        sources: The blocks of the batch's fields ``[rows, envs, ...]``, observations first.
-        rows: The steps that are held.
-        lanes: The first environment and the one after the last.
-        empty: What makes the memory.
-    """
-    first, last = lanes
-    observations, others = sources[: len(layout.observations.paths)], sources[len(layout.observations.paths) :]
-    groups = [(group, layout.groups.get(group, 0)) for group in HIDDEN_STATES]
-    states = [ring.first(name, rows) for group, count in groups for name in group_blocks(group, count)]
-    trajectories = segments.split(ring.first("dones", rows), first, last)
-    # Bytes of one environment's step in the observations with their mask, in the other fields, and in the states.
-    padded_step, step, start = (
-        sum(block.nbytes for block in blocks) // (rows * ring.lanes) for blocks in (observations, others, states)
-    )
-    count = trajectories.lanes.shape[0]
-    nbytes = rows * (count * (padded_step + 1) + (last - first) * step) + count * start
-    arena = Arena(nbytes, len(sources) + len(states) + 1, ring.device, empty)
-    padded, masks = segments.pad(observations, trajectories, rows, arena.empty)
-    first_states = [segments.first_states(state, trajectories, arena.empty) for state in states]
-    return (*padded, masks, *first_states, *segments.cut(others, first, last, arena.empty)), (arena.piece,)
+    def __init__(
+        self,
+        ring: Ring,
+        layout: TransitionLayout,
+        blocks: tuple[Tensor, ...],
+        rows: int,
+        count: int,
+        room: int | None,
+        empty: Allocator,
+    ) -> None:
+        leaves = len(layout.observations.paths)
+        groups = [(group, layout.groups.get(group, 0)) for group in HIDDEN_STATES]
+        self._observations, self._others = blocks[:leaves], blocks[leaves:]
+        self._states = tuple(ring.first(name, rows) for group, number in groups for name in group_blocks(group, number))
+        self._dones = ring.first("dones", rows)
+        self._width, self._count, self._room, self._empty = ring.lanes // count, count, room, empty
+        self._table: segments.TrajectoryTable | None = None
+
+    def make(self, index: int) -> Made:
+        """The tensors of mini-batch ``index``, and their memory."""
+        if not self._dones.is_cuda:
+            return self._make_here(index * self._width, (index + 1) * self._width)
+        if self._table is None:
+            self._table = segments.TrajectoryTable(self._dones, self._width, self._count, self._room)
+        return self._table.make(index, self._observations, self._states, self._others)
+
+    def _make_here(self, first: int, last: int) -> Made:
+        rows, lanes = self._dones.shape[:2]
+        trajectories = segments.split(self._dones, first, last, self._room)
+        # Bytes of one environment's step in the observations with their mask, in the other fields, and in the states.
+        padded_step, step, start = (
+            sum(block.nbytes for block in blocks) // (rows * lanes)
+            for blocks in (self._observations, self._others, self._states)
+        )
+        count = trajectories.lanes.shape[0]
+        nbytes = rows * (count * (padded_step + 1) + (last - first) * step) + count * start
+        number = len(self._observations) + len(self._others) + len(self._states) + 1
+        arena = Arena(nbytes, number, self._dones.device, self._empty)
+        padded, masks = segments.pad(self._observations, trajectories, rows, arena.empty)
+        first_states = [segments.first_states(state, trajectories, arena.empty) for state in self._states]
+        others = segments.cut(self._others, first, last, arena.empty)
+        return (*padded, masks, *first_states, *others), (arena.piece,)
 
 
 def _batch(tensors: tuple[Tensor, ...], layout: TransitionLayout) -> RolloutBatch:

@@ -322,22 +322,28 @@ class RolloutStorage(SavedRollout):
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
         return tuple(ring.first(name, steps) for name in names)
 
-    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[RolloutBatch]:
+    def recurrent_mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, *, max_trajectories: int | None = None
+    ) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
         A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
         episodes ended and padded with zeros to ``[steps, trajectories, ...]``, environment by environment; ``masks``
         tells data from padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
         ``[steps, envs, ...]``.
+
+        Args:
+            num_mini_batches: Batches in each epoch.
+            num_epochs: Epochs.
+            max_trajectories: Trajectories in every batch, those that are not there all padding. On CUDA the host then
+                need not wait for the device, and the shapes are always the same, as a CUDA graph needs them. If there
+                are more it is an InvalidInputError; on CUDA nobody can tell, and the last ones are left out.
         """
         self._require_mode("rl")
         rows, ring = self._require_rows(), self._ready_ring()
-        check_positive("recurrent_mini_batch_generator()", num_mini_batches=num_mini_batches, num_epochs=num_epochs)
-        if num_mini_batches > ring.lanes:
-            raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
         self._outputs.begin()
-        fields = (self._layout, self._batch_sources)
-        yield from recurrent_batches(ring, *fields, rows, num_mini_batches, num_epochs, self._outputs.empty)
+        counts = (rows, num_mini_batches, num_epochs, max_trajectories)
+        yield from recurrent_batches(ring, self._layout, self._batch_sources, *counts, self._outputs.empty)
 
     def _require_mode(self, mode: str) -> None:
         if self.training_type != mode:
@@ -366,18 +372,21 @@ class RolloutStorage(SavedRollout):
         shuffle: bool = True,
         *,
         recurrent: bool = False,
+        max_trajectories: int | None = None,
     ) -> Iterator[BatchDict]:
         """Batches in the words of the vocabulary.
 
         With ``recurrent`` they are those of :meth:`recurrent_mini_batch_generator`, which hold whole environments: then
-        ``mini_batch_size`` must be None, and they are never shuffled.
+        ``mini_batch_size`` must be None, and they are never shuffled. ``max_trajectories`` is for these alone.
         """
         if not recurrent:
+            if max_trajectories is not None:
+                raise InvalidInputError("max_trajectories is for recurrent=True")
             yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle)
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
-        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs):
+        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, max_trajectories=max_trajectories):
             yield {VOCABULARY.get(name, name): value for name, value in vars(batch).items() if value is not None}
 
     def _insert(self, sample: Sample) -> None:

@@ -1,113 +1,181 @@
-"""On a GPU: what an update asks of a storage, captured as one CUDA graph and replayed."""
+"""The storage's work of a whole update as one CUDA graph: replayed, it gives what calling it again would give.
 
-import numpy as np
+What is captured and what is checked also run without a graph, so that they can be tried where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import pytest
 import torch
-from gymnasium import spaces
 from tensordict import TensorDict
 
-from rlstore import PrioritizedReplayStorage, ReplayStorage, RolloutStorage
+from rlstore import RolloutStorage
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+STEPS, ENVS, BATCHES, EPOCHS = 6, 21, 3, 2
+IDS = STEPS * ENVS
+Batches = list[dict[str, torch.Tensor]]
 
-ENVS, STEPS, BATCHES = 40, 6, 4
-GAMMA, LAMBDA = 0.9, 0.8
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def fill(storage: RolloutStorage, first_id: int) -> None:
-    """A rollout whose numbers tell the (step, environment) that they are of."""
-    storage.clear()
+def build(device: torch.device) -> RolloutStorage:
+    storage = RolloutStorage(
+        "rl", ENVS, STEPS, TensorDict({"policy": torch.zeros(ENVS, 3)}, [ENVS]), [2], device, seed=3
+    )
     for step in range(STEPS):
-        ids = (first_id + step * ENVS + torch.arange(ENVS, device="cuda")).float().unsqueeze(1)
-        transition = RolloutStorage.Transition()
-        transition.observations = TensorDict({"policy": ids.expand(ENVS, 3)}, batch_size=[ENVS])
-        transition.actions, transition.values, transition.rewards = ids.expand(ENVS, 2), -ids, ids.squeeze(1) / 7
-        transition.actions_log_prob, transition.dones = ids.squeeze(1) + 0.5, ids.squeeze(1) % 13 == 12
-        storage.add_transition(transition)
+        storage.add_transition(transition(step, device))
+    return storage
 
 
-def made(seed: int) -> RolloutStorage:
-    observations = TensorDict({"policy": torch.zeros(ENVS, 3, device="cuda")}, batch_size=[ENVS])
-    return RolloutStorage("rl", ENVS, STEPS, observations, [2], "cuda", seed=seed)
+def transition(step: int, device: torch.device) -> RolloutStorage.Transition:
+    """Observations tell step and environment."""
+    ids = (step * ENVS + torch.arange(ENVS, dtype=torch.float32, device=device)).unsqueeze(1)
+    made = RolloutStorage.Transition()
+    made.observations = TensorDict({"policy": torch.cat([ids, ids + 0.5, -ids], 1)}, [ENVS], device=device)
+    made.actions, made.values, made.actions_log_prob = torch.cat([ids, ids], 1), ids / 7, ids.squeeze(1)
+    made.rewards, made.dones = ids.squeeze(1) % 5, ids.squeeze(1) % 4 == 0
+    made.hidden_states = (ids.expand(ENVS, 4)[None].contiguous(), None)
+    return made
 
 
-def capture(storage, work):
-    """A graph of ``work``, and what it gives, which each replay writes anew."""
-    for _ in range(2):  # so that all kernels are compiled
-        work()
+def change(storage: RolloutStorage, seed: int) -> None:
+    """Other rewards and ends, in the same memory."""
+    generator = torch.Generator().manual_seed(seed)
+    storage.rewards.copy_(torch.randn(STEPS, ENVS, 1, generator=generator))
+    storage.dones.copy_(torch.rand(STEPS, ENVS, 1, generator=generator) < 0.3)
+
+
+def flat_update(storage: RolloutStorage, last_values: torch.Tensor, *, reshuffle: bool = True) -> Batches:
+    storage.compute_returns(last_values, 0.99, 0.95)
+    return [
+        {"ids": batch.observations["policy"][:, :1], "advantages": batch.advantages, "returns": batch.returns}
+        for batch in storage.mini_batch_generator(BATCHES, EPOCHS, reshuffle=reshuffle)
+    ]
+
+
+def trainer_update(storage: RolloutStorage, last_values: torch.Tensor) -> Batches:
+    storage.compute_returns(last_values, 0.99, 0.95)
+    return [
+        {"ids": batch["observations"]["policy"][:, :1], **{name: batch[name] for name in ("advantages", "returns")}}
+        for batch in storage.generate_batches(BATCHES, num_epochs=EPOCHS)
+    ]
+
+
+def recurrent_update(storage: RolloutStorage, last_values: torch.Tensor) -> Batches:
+    storage.compute_returns(last_values, 0.99, 0.95)
+    return [
+        {
+            "padded": batch.observations["policy"],
+            "masks": batch.masks,
+            "states": batch.hidden_states[0],
+            "advantages": batch.advantages,
+        }
+        for batch in storage.recurrent_mini_batch_generator(BATCHES, EPOCHS, max_trajectories=STEPS * ENVS // BATCHES)
+    ]
+
+
+def order(batches: Batches) -> list[float]:
+    return torch.cat([batch["ids"] for batch in batches]).flatten().tolist()
+
+
+def assert_flat(storage: RolloutStorage, batches: Batches) -> None:
+    """Every row once in each epoch, with the advantages and returns that a storage on the CPU makes of the data."""
+    expected = build(torch.device("cpu"))
+    for name in ("rewards", "dones"):
+        getattr(expected, name).copy_(getattr(storage, name).cpu())
+    expected.compute_returns(torch.ones(ENVS, 1), 0.99, 0.95)
+    rows = order(batches)
+    assert len(rows) == EPOCHS * IDS
+    for epoch in range(EPOCHS):
+        assert sorted(rows[epoch * IDS : (epoch + 1) * IDS]) == [float(row) for row in range(IDS)]
+    places = torch.tensor(rows).long()
+    for name in ("advantages", "returns"):
+        served = torch.cat([batch[name] for batch in batches]).cpu()
+        torch.testing.assert_close(served, getattr(expected, name).view(-1, 1)[places], rtol=1e-5, atol=1e-5)
+
+
+def assert_recurrent(storage: RolloutStorage, batches: Batches) -> None:
+    expected = build(torch.device("cpu"))
+    for name in ("rewards", "dones"):
+        getattr(expected, name).copy_(getattr(storage, name).cpu())
+    truth = recurrent_update(expected, torch.ones(ENVS, 1))
+    for ours, theirs in zip(batches, truth, strict=True):
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name].cpu(), tensor, rtol=1e-5, atol=1e-5)
+
+
+UPDATES: dict[str, tuple[Callable, Callable]] = {
+    "flat": (flat_update, assert_flat),
+    "trainer": (trainer_update, assert_flat),
+    "recurrent": (recurrent_update, assert_recurrent),
+}
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_what_is_captured_is_right_without_a_graph(kind, device):
+    update, check = UPDATES[kind]
+    storage = build(device)
+    for seed in range(2):
+        change(storage, seed)
+        check(storage, update(storage, torch.ones(ENVS, 1, device=device)))
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", UPDATES)
+def test_a_replay_gives_what_calling_again_would(kind, device):
+    update, check = UPDATES[kind]
+    storage, last_values = build(device), torch.ones(ENVS, 1, device=device)
+    update(storage, last_values)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     storage.register_graph(graph)
     with torch.cuda.graph(graph):
-        given = work()
-    return graph, given
-
-
-def test_an_update_in_a_graph_is_the_same_as_call_by_call_and_shuffles_anew():
-    storage, eager = made(0), made(1)
-    fill(storage, 0)
-    last = torch.linspace(0, 1, ENVS, device="cuda")
-
-    def update():
-        storage.compute_returns(last, GAMMA, LAMBDA)
-        return list(storage.mini_batch_generator(BATCHES, 1))
-
-    graph, batches = capture(storage, update)
+        batches = update(storage, last_values)
     orders = []
-    for first_id in (0, 1000, 2000, 2000):
-        fill(storage, first_id)
-        fill(eager, first_id)
-        eager.compute_returns(last, GAMMA, LAMBDA)
+    for seed in range(3):
+        change(storage, seed)
         graph.replay()
-        torch.testing.assert_close(storage.returns, eager.returns)
-        torch.testing.assert_close(storage.advantages, eager.advantages)
-        ids = torch.cat([batch.actions[:, 0] for batch in batches])
-        assert ids.sort().values.tolist() == list(range(first_id, first_id + ENVS * STEPS))
-        rows = ids.long() - first_id
-        for name in ("returns", "advantages", "values"):
-            served = torch.cat([getattr(batch, name) for batch in batches])
-            torch.testing.assert_close(served, getattr(storage, name).flatten(0, 1)[rows])
-        orders.append(rows.tolist())
-    assert len({tuple(order) for order in orders}) == len(orders)
+        check(storage, batches)
+        if kind != "recurrent":
+            orders.append(tuple(order(batches)))
+    if kind != "recurrent":
+        assert len(set(orders)) == 3, "each replay has an order of its own"
 
 
-def test_the_order_of_a_graph_is_that_of_the_seed():
-    def orders(seed: int) -> list[list[int]]:
-        storage = made(seed)
-        fill(storage, 0)
-        graph, batches = capture(storage, lambda: list(storage.mini_batch_generator(BATCHES, 1)))
-        storage.seed(seed + 1)
-        found = []
-        for _ in range(2):
-            graph.replay()
-            found.append(torch.cat([batch.actions[:, 0] for batch in batches]).tolist())
-        return found
-
-    assert orders(3) == orders(3)
-    assert orders(3) != orders(4)
-
-
-@pytest.mark.parametrize("kind", [ReplayStorage, PrioritizedReplayStorage])
-def test_batches_of_replay_in_a_graph_are_drawn_anew_and_whole(kind):
-    space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    storage = kind(space, spaces.Box(-np.inf, np.inf, (1,), np.float32), "cuda", ENVS * STEPS, ENVS, 64, seed=0)
-    never = torch.zeros(ENVS, dtype=torch.bool, device="cuda")
-    for step in range(STEPS):
-        ids = (step * ENVS + torch.arange(ENVS, device="cuda")).float().unsqueeze(1)
-        storage.add(ids.expand(ENVS, 3), ids, ids[:, 0], never, never, {}, (ids + ENVS).expand(ENVS, 3))
-
-    def learn():
-        batch = storage.sample()
-        if kind is PrioritizedReplayStorage:
-            storage.update(batch.rows, batch.rewards.abs().squeeze(1) + 1)
-        return batch
-
-    graph, batch = capture(storage, learn)
-    drawn = []
+@needs_cuda
+def test_one_order_for_all_epochs_is_drawn_anew_by_each_replay(device):
+    storage, last_values = build(device), torch.ones(ENVS, 1, device=device)
+    flat_update(storage, last_values, reshuffle=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    storage.register_graph(graph)
+    with torch.cuda.graph(graph):
+        batches = flat_update(storage, last_values, reshuffle=False)
+    orders = set()
     for _ in range(3):
         graph.replay()
-        ids = batch.actions[:, 0]
-        assert torch.equal(batch.observations, ids.unsqueeze(1).expand(-1, 3))
-        assert torch.equal(batch.next_observations, ids.unsqueeze(1).expand(-1, 3) + ENVS)
-        drawn.append(tuple(ids.tolist()))
-    assert len(set(drawn)) == 3
+        assert_flat(storage, batches)
+        rows = order(batches)
+        assert rows[:IDS] == rows[IDS:]
+        orders.add(tuple(rows))
+    assert len(orders) == 3
+
+
+@needs_cuda
+def test_an_update_waits_for_the_device_not_once(device):
+    storage, last_values = build(device), torch.ones(ENVS, 1, device=device)
+    for update, _ in UPDATES.values():
+        update(storage, last_values)
+    storage.clear()
+    steps = [transition(step, device) for step in range(STEPS)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            storage.add_transition(step)
+        for update, _ in UPDATES.values():
+            update(storage, last_values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

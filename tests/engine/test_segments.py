@@ -148,7 +148,8 @@ def test_padding_loses_nothing_and_adds_nothing(steps, lanes, seed, share):
     assert padded.t()[mask.t()].tolist() == source.t().flatten().tolist()
     assert mask.sum(0).tolist() == found.lengths.tolist()
     # A trajectory starts where its lane does, or right after an end; and ends with one, or with the rollout.
-    for lane, start, length in zip(*(part.tolist() for part in vars(found).values()), strict=True):
+    parts = (found.lanes, found.starts, found.lengths)
+    for lane, start, length in zip(*(part.tolist() for part in parts), strict=True):
         assert start == 0 or dones[start - 1, lane]
         assert start + length == steps or dones[start + length - 1, lane]
         assert not dones[start : start + length - 1, lane].any()

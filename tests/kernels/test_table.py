@@ -19,7 +19,7 @@ from rlstore import kernels
 from rlstore.kernels import OPERATIONS, REFERENCES, kernel, reference_of
 
 # What is a launch of its own on CUDA, and on the CPU done by other operations.
-ON_CUDA_ALONE = {"fill_gae"}
+ON_CUDA_ALONE = {"fill_gae", "gather_batches", "permutation", "tabulate_trajectories", "fill_trajectories"}
 NATIVE = set(OPERATIONS) - ON_CUDA_ALONE
 
 

@@ -94,13 +94,13 @@ def test_what_a_life_had_stored_since_the_snapshot_is_lost_with_it(make):
         await ledger.tell(facts(1))
         await ledger.tell(facts(0, inserted=100, held=100, sampled=7))
         await ledger.tell(facts(0, generation=2, inserted=60, held=60, restored=60))  # from a snapshot
-        await ledger.tell(facts(0, generation=1, inserted=120, held=100))  # news of a life that is over
+        await ledger.tell(facts(0, generation=1, inserted=120, held=100))  # late news of the life before
         await ledger.tell(facts(0, generation=2, inserted=90, held=90, restored=60, sampled=3))
         await ledger.tell(facts(0, generation=3))  # without one
         return (await ledger.report())["shards"]
 
     first, second = asyncio.run(run())
-    assert (first.births, first.inserted, first.sampled, first.lost) == (3, 130, 10, 40 + 90)
+    assert (first.births, first.inserted, first.sampled, first.lost) == (3, 150, 10, 60 + 90)
     assert (second.births, second.inserted, second.lost) == (1, 0, 0)
 
 
@@ -174,6 +174,26 @@ def test_what_went_without_a_permit_counts_for_the_limit_too(make):
         return report["limiter_inserted"], report["limiter_sampled"]
 
     assert asyncio.run(run()) == (16, 9)  # at least the 16 inserts of which the shards tell: 9 and 3 are among them
+
+
+def test_what_a_lost_shard_had_not_told_its_writers_tell(make):
+    async def run(late):
+        ledger = make(shards=1)
+        await ledger.tell(facts(0))
+        await ledger.tell(facts(0, inserted=80, held=80, free_inserted=80))
+        told = facts(0, inserted=104, held=104, sampled=5, free_inserted=104)
+        if not late:
+            await ledger.witness(told)
+        await ledger.tell(facts(0, generation=2, inserted=60, held=60, restored=60))
+        await ledger.witness(told)
+        await ledger.witness(facts(0, inserted=96, held=96, free_inserted=96))  # another writer knows less
+        await ledger.tell(facts(0, generation=2, inserted=64, held=64, restored=60))
+        report = await ledger.report()
+        (counts,) = report["shards"]
+        return counts.lost, counts.inserted, counts.sampled, report["limiter_inserted"], counts.facts.inserted
+
+    assert asyncio.run(run(late=False)) == (44, 108, 5, 104, 64)
+    assert asyncio.run(run(late=True)) == (44, 108, 5, 104, 64)
 
 
 def test_a_writer_of_which_a_shard_tells_keeps_its_place(make):

@@ -71,7 +71,7 @@ def steps(samples, num_envs):
 
 
 def insert(shard, writer, place, samples):
-    stored, refused, _ = shard.insert(writer, place, steps(samples, place.stop - place.first), True)
+    stored, refused, *_ = shard.insert(writer, place, steps(samples, place.stop - place.first), True)
     assert refused is None
     return stored
 
@@ -101,7 +101,7 @@ def test_a_step_that_is_refused_stops_its_call_and_is_told(make):
     good, bad = step_of(0, 0, 4), step_of(0, 1, 4)
     bad["terminated"] = torch.full((4,), float("nan"))
     good["terminated"] = torch.zeros(4)
-    stored, refused, _ = shard.insert("a", WHOLE, steps([good, bad, step_of(0, 2, 4)], 4), True)
+    stored, refused, *_ = shard.insert("a", WHOLE, steps([good, bad, step_of(0, 2, 4)], 4), True)
     assert stored == 4
     assert isinstance(refused, InvalidInputError)
     assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4)
@@ -112,7 +112,7 @@ def test_lanes_that_were_given_away_are_not_written_by_the_writer_before(make):
     shard, _ = make(uniform(num_envs=4))
     insert(shard, "old", Place(0, 0, 2, False), [step_of(0, 0, 2)])
     insert(shard, "new", Place(0, 1, 3, False), [step_of(1, 0, 2)])
-    _, refused, _ = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2), True)
+    _, refused, *_ = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2), True)
     assert isinstance(refused, PeerLostError)
     shard.forget("new")
     insert(shard, "third", Place(0, 0, 4, True), [step_of(2, 0, 4)])
@@ -124,7 +124,7 @@ def test_of_two_places_that_overlap_the_one_given_later_holds(make):
     shard, _ = make(uniform(num_envs=4))
     late, early = Place(0, 0, 2, False, ticket=8), Place(0, 1, 3, False, ticket=7)
     insert(shard, "late", late, [step_of(0, 0, 2)])
-    stored, refused, _ = shard.insert("early", early, steps([step_of(1, 0, 2)], 2), True)
+    stored, refused, *_ = shard.insert("early", early, steps([step_of(1, 0, 2)], 2), True)
     assert stored == 0
     assert isinstance(refused, PeerLostError)
     insert(shard, "late", late, [step_of(0, 1, 2)])
@@ -134,10 +134,11 @@ def test_of_two_places_that_overlap_the_one_given_later_holds(make):
 
 def test_without_a_rate_limit_nobody_needs_a_permit_and_all_is_counted(make):
     shard, ledger = make(uniform(num_envs=4))
-    assert shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True) == (4, None, True)
+    stored = shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True)
+    assert (stored.stored, stored.facts.inserted, stored.facts.held, stored.limited) == (4, 4, 4, True)
     shard.keep(1, None, False)
-    assert shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True) == (4, None, False)
-    assert shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False) == (4, None, False)
+    assert not shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True).limited
+    assert not shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False).limited
     assert [draw.limited for draw in shard.draw([3, 2], False)] == [False, False]
     shard.keep(0, None, True)  # older than what is known
     assert shard.draw([7], True)[0].limited is False

@@ -13,17 +13,26 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.episode_ring import EpisodeRing
-from rlstore.engine.memory import KEEP_BYTES, Allocator, Holders, Recycler, allocate_empty
+from rlstore.engine.memory import (
+    KEEP_BYTES,
+    Allocator,
+    Holders,
+    Made,
+    Pieces,
+    Recycler,
+    ahead_bytes,
+    allocate_empty,
+    keep_bytes_on_cuda,
+)
 from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
-
-# The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
-Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
 # Mini-batches of this size and more are gathered one by one, and kept for the next epoch.
 LARGE_BYTES = 256 << 10
+# On CUDA so many mini-batches are gathered in one launch, at most.
+MOST_AHEAD = 32
 
 
 def gather_rows(
@@ -75,8 +84,14 @@ def gather_batches(
 ) -> Iterator[tuple[Tensor, ...]]:
     """An epoch's rows ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered as they are needed.
 
-    Large ones are taken from ``kept`` where they are still as they were handed out.
+    Large ones are taken from ``kept`` where they are still as they were handed out. On CUDA all count as large, and
+    many are gathered in one launch.
     """
+    if rows.is_cuda:
+        epoch = GatheredAhead(sources, rows, count, dtypes, kept, ahead_bytes(rows.device))
+        for index in range(count):
+            yield kept.get(index, partial(epoch.make, index))
+        return
     size = rows.shape[0] // count
     row_bytes = sum(source.shape[2:].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
     if size * row_bytes >= LARGE_BYTES:
@@ -96,6 +111,52 @@ def _gather_alone(sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[to
     return tensors, tensors
 
 
+class GatheredAhead:
+    """The mini-batches of an epoch, gathered several in one launch, each in memory of its own.
+
+    Args:
+        sources: As for :func:`gather_batches`, and so the others.
+        rows: The rows of the epoch, ``[count * size]``.
+        count: Mini-batches.
+        dtypes: What to serve each source as.
+        kept: Those that it serves need not be gathered.
+        most_bytes: What is gathered in one launch.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[Tensor, ...],
+        rows: Tensor,
+        count: int,
+        dtypes: Sequence[torch.dtype],
+        kept: KeptBatches,
+        most_bytes: int,
+    ) -> None:
+        self._sources, self._rows, self._count, self._kept = sources, rows, count, kept
+        self._size = rows.shape[0] // count
+        self._layout = Pieces([(self._size, *source.shape[2:]) for source in sources], dtypes)
+        self._most = min(max(1, most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
+        self._pieces: dict[int, tuple[Tensor, ...]] = {}
+
+    def make(self, index: int) -> Made:
+        """The tensors of a mini-batch, and their memory; with it those that follow are gathered too."""
+        if index not in self._pieces:
+            last = index + 1
+            while last < min(index + self._most, self._count) and not self._kept.serves(last):
+                last += 1
+            self._gather(index, last)
+        pieces = self._pieces.pop(index)
+        return self._layout.cut(pieces), pieces
+
+    def _gather(self, first: int, last: int) -> None:
+        device = self._rows.device
+        pieces = [self._layout.empty(device) for _ in range(first, last)]
+        rows = self._rows if last - first == self._count else self._rows[first * self._size : last * self._size]
+        by_place = tuple(zip(*pieces, strict=True))
+        kernel("gather_batches", device.type)(self._sources, rows, self._layout.places, by_place)
+        self._pieces = dict(enumerate(pieces, first))
+
+
 class KeptBatches:
     """Batches that cost much to make, served epoch after epoch.
 
@@ -105,10 +166,11 @@ class KeptBatches:
 
     Args:
         keep: Whether the same batches will be asked for again.
+        device: Where they lie.
     """
 
-    def __init__(self, *, keep: bool) -> None:
-        self._keep = keep
+    def __init__(self, *, keep: bool, device: torch.device | None = None) -> None:
+        self._keep, self._device = keep, device
         self._kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[int], Holders]] = {}
         self._bytes = 0
         self._stamp: object = None
@@ -119,24 +181,33 @@ class KeptBatches:
             self._kept.clear()
             self._stamp, self._bytes = stamp, 0
 
+    def serves(self, index: int) -> bool:
+        """True if batch ``index`` is still as it was handed out."""
+        if index not in self._kept:
+            return False
+        tensors, _, versions, holders = self._kept[index]
+        return holders.same() and [tensor._version for tensor in tensors] == versions
+
     def get(self, index: int, make: Callable[[], Made]) -> tuple[Tensor, ...]:
         """Batch ``index``, made anew unless it is still as it was handed out.
 
         What ``make`` gives are the tensors of the batch and those whose memory they lie in.
         """
+        if self.serves(index):
+            return tuple([tensor.detach() for tensor in self._kept[index][0]])
         if index in self._kept:
-            tensors, pieces, versions, holders = self._kept[index]
-            if holders.same() and [tensor._version for tensor in tensors] == versions:
-                return tuple(tensor.detach() for tensor in tensors)
-            del self._kept[index]
-            self._bytes -= sum(piece.nbytes for piece in pieces)
+            self._bytes -= sum(piece.nbytes for piece in self._kept.pop(index)[1])
         tensors, pieces = make()
         nbytes = sum(piece.nbytes for piece in pieces)
-        if self._keep and self._bytes + nbytes <= KEEP_BYTES:
+        if self._keep and self._bytes + nbytes <= self._most():
             self._bytes += nbytes
             self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
         # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
         return tuple(tensor.detach() for tensor in tensors)
+
+    def _most(self) -> int:
+        on_cuda = self._device is not None and self._device.type == "cuda"
+        return keep_bytes_on_cuda(self._device) if on_cuda else KEEP_BYTES
 
 
 class Part(IntEnum):

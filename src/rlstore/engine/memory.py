@@ -7,6 +7,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from torch import Tensor
 # The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
+# The same for what lies on CUDA, and the most that is gathered there in one launch: these parts of the device's memory.
+_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 128
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+# The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
+Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
@@ -48,6 +53,18 @@ def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         first = -whole.data_ptr() % _HUGE_PAGE
         made = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=first)
         return made.view(tuple(shape)).data  # no view of another tensor: those that hold the memory are counted
+
+
+@cache
+def keep_bytes_on_cuda(device: torch.device) -> int:
+    """:data:`KEEP_BYTES` for a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // _CUDA_KEEP_PART
+
+
+@cache
+def ahead_bytes(device: torch.device) -> int:
+    """The most that is gathered ahead on a CUDA device, in one launch."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // _CUDA_AHEAD_PART
 
 
 class Recycler:
@@ -133,6 +150,47 @@ class Arena:
 
 
 _ALIGNMENT = 64
+
+
+class Pieces:
+    """How tensors of some shapes lie in pieces of memory, those of one dtype in one piece: few calls make many tensors.
+
+    Args:
+        shapes: The shape of each tensor.
+        dtypes: The dtype of each tensor.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
+        self._dtypes = list(dict.fromkeys(dtypes))
+        self.places = tuple([self._dtypes.index(dtype) for dtype in dtypes])  # the piece that each tensor lies in
+        self._shapes = list(shapes)
+        self._cuts: list[list[int]] = [[] for _ in self._dtypes]  # entries of each tensor, and from its end to the next
+        for shape, place in zip(shapes, self.places, strict=True):
+            entries = math.prod(shape)
+            self._cuts[place] += [entries, -entries % _PIECE_ENTRIES]
+        self._lengths = [sum(cuts) for cuts in self._cuts]
+        self.nbytes = sum(length * dtype.itemsize for length, dtype in zip(self._lengths, self._dtypes, strict=True))
+
+    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        """New pieces, flat."""
+        return tuple(
+            [allocate_empty((n,), dtype, device) for n, dtype in zip(self._lengths, self._dtypes, strict=True)]
+        )
+
+    def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors, in the order of their shapes."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.cut(pieces)
+        # Not views of the piece: the parts are to be tensors in their own right, which a caller may change in any way.
+        parts = [
+            iter(torch.unsafe_split_with_sizes(piece, cuts)[::2])
+            for piece, cuts in zip(pieces, self._cuts, strict=True)
+        ]
+        return tuple([next(parts[place]).view(shape) for shape, place in zip(self._shapes, self.places, strict=True)])
+
+
+_PIECE_ENTRIES = 16  # tensors of a piece begin at multiples of this
 
 
 class Holders:

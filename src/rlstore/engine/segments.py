@@ -7,35 +7,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import Allocator, allocate_empty
+from rlstore.engine.memory import Allocator, Made, Pieces, allocate, allocate_empty
+from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Stretches of lanes between episode ends, lane by lane; each tensor is int64 ``[trajectories]``."""
+    """Stretches of lanes between episode ends, lane by lane; each tensor is int64 ``[trajectories]``.
+
+    Where only the first ``held`` are trajectories, the others stand for nothing: they have no steps.
+    """
 
     lanes: Tensor
     starts: Tensor
     lengths: Tensor
+    held: int | None = None
 
 
-def split(dones: Tensor, first: int, last: int) -> Trajectories:
-    """The trajectories of the lanes ``[first, last)``.
+def split(dones: Tensor, first: int, last: int, room: int | None = None) -> Trajectories:
+    """The trajectories of the lanes ``[first, last)``; with ``room`` for so many, whether or not there are.
 
     Args:
         dones: One-byte flags ``[steps, lanes]`` or ``[steps, lanes, 1]``: the episode ended with this step. The last
             step ends a trajectory in any case.
         first: The first lane.
         last: The lane after the last.
+        room: How many the result is to hold; None for as many as there are.
+
+    Raises:
+        InvalidInputError: If there is no room for all of them.
     """
     device = dones.device
     count = kernel("count_segments", device.type)(dones, first, last)
-    trajectories = Trajectories(*(allocate_empty((count,), torch.int64, device) for _ in range(3)))
-    kernel("split_segments", device.type)(
-        dones, first, last, trajectories.lanes, trajectories.starts, trajectories.lengths
-    )
-    return trajectories
+    if room is not None and count > room:
+        raise InvalidInputError(
+            f"environments {first} to {last - 1} fall into {count} trajectories; there is room for {room}"
+        )
+    lanes, starts, lengths = (allocate((count if room is None else room,), torch.int64, device) for _ in range(3))
+    kernel("split_segments", device.type)(dones, first, last, lanes[:count], starts[:count], lengths[:count])
+    return Trajectories(lanes, starts, lengths, count)
 
 
 def pad(
@@ -78,4 +89,53 @@ def first_states(states: Tensor, trajectories: Trajectories, empty: Allocator = 
     shape = (states.shape[1], trajectories.lanes.shape[0], states.shape[3])
     out = empty(shape, states.dtype, states.device)
     kernel("first_states", states.device.type)(states, trajectories.lanes, trajectories.starts, out)
+    if trajectories.held is not None:
+        out[:, trajectories.held :] = 0
     return out
+
+
+class TrajectoryTable:
+    """Where the trajectories of all mini-batches are, found in two launches: for CUDA.
+
+    Args:
+        dones: As for :func:`split`.
+        width: Lanes of each mini-batch, those from ``b * width`` on for mini-batch b.
+        count: Mini-batches.
+        most: Room for trajectories in each; None makes as much as each one needs, and waits for the device to tell.
+    """
+
+    def __init__(self, dones: Tensor, width: int, count: int, most: int | None) -> None:
+        device = dones.device
+        self._table = allocate_empty((3, count * width * dones.shape[0]), torch.int32, device)
+        self._totals = allocate_empty((count,), torch.int32, device)
+        self._width, self._steps = width, dones.shape[0]
+        kernel("tabulate_trajectories", device.type)(dones, width, self._table, self._totals)
+        self._counts = self._totals.tolist() if most is None else [most] * count
+
+    def make(
+        self, index: int, observations: tuple[Tensor, ...], states: tuple[Tensor, ...], others: tuple[Tensor, ...]
+    ) -> Made:
+        """The tensors of a mini-batch: padded observations, their mask, first states, and copies of the others.
+
+        Args:
+            index: Which mini-batch.
+            observations: ``[steps, lanes, ...]``.
+            states: ``[steps, layers, lanes, hidden]``.
+            others: ``[steps, lanes, ...]``.
+        """
+        steps, width, count = self._steps, self._width, self._counts[index]
+        shapes = [
+            *((steps, count, *source.shape[2:]) for source in observations),
+            (steps, count),
+            *((source.shape[1], count, source.shape[3]) for source in states),
+            *((steps, width, *source.shape[2:]) for source in others),
+        ]
+        kinds = [source.dtype for source in (*observations, *states, *others)]
+        place = len(observations)
+        layout = Pieces(shapes, [*kinds[:place], torch.bool, *kinds[place:]])
+        pieces = layout.empty(self._table.device)
+        tensors = layout.cut(pieces)
+        targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
+        fields = (observations, states, others, self._table, self._totals)
+        kernel("fill_trajectories", mask.device.type)(*fields, index, width, targets, mask)
+        return tensors, pieces

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,15 +13,42 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.memory import allocate, allocate_empty
 from rlstore.kernels import kernel
 
+# The orders of so many epochs are made in one launch; and the longest permutation that is made so.
+_ORDER_BYTES = 32 << 20
+_LONGEST_PERMUTATION = 1 << 32
+
 
 def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: bool = True) -> Tensor:
     """``wanted`` of the ``held`` rows for one epoch, none twice: int64 ``[wanted]``.
 
     Shuffled, any row may be among those left out; in order, the last ones are.
     """
+    return next(epoch_orders(held, wanted, generator, 1, shuffle=shuffle))
+
+
+def epoch_orders(
+    held: int, wanted: int, generator: torch.Generator, epochs: int, *, shuffle: bool = True
+) -> Iterator[Tensor]:
+    """:func:`epoch_rows` for each of some epochs, drawn as they are asked for; on CUDA several of them ahead."""
+    device = generator.device
     if not shuffle:
-        return torch.arange(wanted, device=generator.device)
-    return torch.randperm(held, generator=generator, device=generator.device)[:wanted]
+        yield from repeat(torch.arange(wanted, device=device), epochs)
+    elif device.type != "cuda" or held > _LONGEST_PERMUTATION:
+        for _ in range(epochs):
+            yield torch.randperm(held, generator=generator, device=device)[:wanted]
+    else:
+        ahead = max(1, _ORDER_BYTES // max(8 * wanted, 1))
+        for first in range(0, epochs, ahead):
+            yield from keyed_orders(held, wanted, generator, min(ahead, epochs - first))
+
+
+def keyed_orders(held: int, wanted: int, generator: torch.Generator, epochs: int) -> Tensor:
+    """Orders of an epoch's rows, int64 ``[epochs, wanted]``, in two launches: keys, and the permutations they give."""
+    device = generator.device
+    keys = torch.randint(-(2**63), 2**63 - 1, (epochs,), generator=generator, device=device)
+    rows = allocate_empty((epochs, wanted), torch.int64, device)
+    kernel("permutation", device.type)(keys, held, rows)
+    return rows
 
 
 def new_random(seed: int) -> Tensor:

@@ -49,6 +49,8 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "Priorities": {"cpu": _native.Priorities},
     "draw_units": {"cpu": _native.draw_units},
     "gather": {"cpu": _native.gather},
+    "gather_batches": {},
+    "permutation": {},
     "gather_slots": {"cpu": _native.gather_slots},
     "gae": {"cpu": _native.gae},
     "fill_gae": {},
@@ -60,6 +62,8 @@ _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
     "split_segments": {"cpu": _native.split_segments},
     "pad_segments": {"cpu": _native.pad_segments},
     "copy_lanes": {"cpu": _native.copy_lanes},
+    "tabulate_trajectories": {},
+    "fill_trajectories": {},
     "first_states": {"cpu": _native.first_states},
 }
 

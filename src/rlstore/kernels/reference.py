@@ -74,6 +74,47 @@ def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...
         target.copy_(source.flatten(0, 1).index_select(0, rows))
 
 
+def gather_batches(
+    sources: tuple[Tensor, ...], rows: Tensor, places: tuple[int, ...], pieces: Sequence[Sequence[Tensor]]
+) -> None:
+    """:func:`gather` of an epoch's rows ``[batches * size]``, as mini-batches in pieces of memory.
+
+    Mini-batch b has the fields f with ``places[f] == p`` in ``pieces[p][b]``, which is flat and of the dtype to serve:
+    one field ``[size, ...]`` after another, each beginning at a multiple of 16 entries.
+    """
+    for index, own in enumerate(rows.chunk(len(pieces[0])) if sources else ()):
+        used = [0] * len(pieces)
+        for source, place in zip(sources, places, strict=True):
+            count = own.shape[0] * source.shape[2:].numel()
+            piece = pieces[place][index].view(-1)[used[place] : used[place] + count]
+            gather((source,), own, (piece.view(own.shape[0], *source.shape[2:]),))
+            used[place] += -(-count // 16) * 16
+
+
+def permutation(keys: Tensor, held: int, rows: Tensor) -> None:
+    """Row e of ``rows``, int64 ``[epochs, wanted]``: the first entries of a permutation of ``[0, held)``, ``keys[e]``.
+
+    A Feistel network of six rounds shuffles ``[0, 4**half)``, a power of 4 that is no smaller; what falls outside of
+    ``[0, held)`` is shuffled again until it falls inside. Keys are any int64; equal keys give equal permutations.
+    """
+    half = max(3, -(-(held - 1).bit_length() // 2))
+    bits, mask = 0xFFFFFFFF, (1 << half) - 1
+    halves = (keys & bits)[:, None], ((keys >> 32) & bits)[:, None]
+
+    def shuffled(x: Tensor) -> Tensor:
+        left, right = x >> half, x & mask
+        for r in range(6):
+            mixed = ((right ^ ((halves[r % 2] + r * 0x9E3779B) & bits)) * 0x5BD1E995) & bits
+            mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & bits
+            left, right = right, (left ^ mixed ^ (mixed >> 13)) & mask
+        return (left << half) | right
+
+    x = shuffled(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))
+    while bool((x >= held).any()):
+        x = torch.where(x >= held, shuffled(x), x)
+    rows.copy_(x)
+
+
 def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, targets: tuple[Tensor, ...]) -> None:
     """``targets[k][t, i] = sources[k][slots[i], t]``: the rollouts of some slots, side by side."""
     for source, target in zip(sources, targets, strict=True):
@@ -276,3 +317,57 @@ def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tupl
 def first_states(states: Tensor, lanes: Tensor, starts: Tensor, target: Tensor) -> None:
     """``target[l, s] = states[starts[s], l, lanes[s]]`` for states ``[steps, layers, lanes, hidden]``."""
     target.copy_(states[starts, :, lanes].transpose(0, 1))
+
+
+def tabulate_trajectories(dones: Tensor, width: int, table: Tensor, totals: Tensor) -> None:
+    """Where the trajectories of each mini-batch of ``width`` lanes are, lane by lane.
+
+    Args:
+        dones: ``[steps, lanes]``, perhaps with a trailing dimension of 1.
+        width: Mini-batch b has the lanes from ``b * width`` on.
+        table: int32 ``[3, batches * width * steps]``: lane, first step and length of each trajectory. Mini-batch b has
+            its own from ``b * width * steps`` on; what is left is not written.
+        totals: int32 ``[batches]``: how many they are.
+    """
+    for batch in range(totals.shape[0]):
+        first, last = batch * width, (batch + 1) * width
+        found = torch.empty((3, count_segments(dones, first, last)), dtype=torch.int64, device=dones.device)
+        split_segments(dones, first, last, *found)
+        table[:, first * dones.shape[0] :][:, : found.shape[1]] = found
+        totals[batch] = found.shape[1]
+
+
+def fill_trajectories(
+    padded: tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    copied: tuple[Tensor, ...],
+    table: Tensor,
+    totals: Tensor,
+    batch: int,
+    width: int,
+    targets: tuple[Tensor, ...],
+    mask: Tensor,
+) -> None:
+    """The tensors of a mini-batch of which :func:`tabulate_trajectories` has told where its trajectories are.
+
+    Args:
+        padded: What :func:`pad_segments` is to pad.
+        states: What :func:`first_states` is to pick from.
+        copied: What :func:`copy_lanes` is to copy.
+        table: As for :func:`tabulate_trajectories`, and so totals.
+        totals: How many trajectories the mini-batches have.
+        batch: Which mini-batch.
+        width: Its lanes.
+        targets: Where to, in this order.
+        mask: bool ``[steps, trajectories]``. Where there is room for more than there are, the rest is padding; where
+            there is room for fewer, the last ones are left out.
+    """
+    steps, count = mask.shape[0], min(int(totals[batch]), mask.shape[1])
+    lanes, starts, lengths = table[:, batch * width * steps :][:, :count].long()
+    for target in (*targets[: len(padded) + len(states)], mask):
+        target[:, count:].view(_SIGNED.get(target.dtype, target.dtype)).zero_()
+    there = [target[:, :count] for target in targets]
+    pad_segments(padded, lanes, starts, lengths, tuple(there[: len(padded)]), mask[:, :count])
+    for state, target in zip(states, there[len(padded) :], strict=False):
+        first_states(state, lanes, starts, target)
+    copy_lanes(copied, batch * width, (batch + 1) * width, targets[len(padded) + len(states) :])

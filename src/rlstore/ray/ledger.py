@@ -62,6 +62,12 @@ class ShardCounts:
     inserted: int = 0  # in all lives
     sampled: int = 0
     lost: int = 0
+    before: Facts | None = None  # the last that is known of the life before this one
+    begun_with: int = 0  # of all that was inserted, what this life began with
+
+    def lost_with(self, life: Facts) -> int:
+        """What went with the life before this one: stored since the snapshot, and not overwritten."""
+        return min(max(life.inserted - self.begun_with, 0), life.held)
 
 
 @dataclass
@@ -127,12 +133,20 @@ class Ledger:
         self._news += 1
         self._wake()
 
+    async def witness(self, facts: Facts) -> None:
+        """A writer has met the loss of a shard: the last that the shard told it, which may be news here."""
+        self._hear(facts)
+        self._wake()
+
     def _hear(self, facts: Facts) -> bool:
-        """Take in what a shard tells; True if it has begun a new life."""
+        """Take in what is told of a shard; True if it has begun a new life."""
         counts = self._shards[facts.shard]
         known = counts.facts
         if facts.generation < known.generation:
-            return False  # news of a life that is over
+            self._hear_of_the_past(counts, facts)
+            return False
+        if facts.generation == known.generation and facts.inserted < known.inserted:
+            return False  # older than what is known
         counts.facts = facts
         if facts.generation == known.generation:
             counts.inserted += facts.inserted - known.inserted
@@ -145,7 +159,8 @@ class Ledger:
         if counts.births == 1:
             counts.inserted = facts.inserted  # those of a snapshot are there too
         else:
-            counts.lost += min(max(known.inserted - facts.inserted, 0), known.held)
+            counts.before, counts.begun_with = known, facts.inserted
+            counts.lost += counts.lost_with(known)
         counts.sampled += facts.sampled
         self._inserts.granted += facts.free_inserted
         self._samples.granted += facts.free_sampled
@@ -154,6 +169,16 @@ class Ledger:
         self._inserts.granted = max(self._inserts.granted, sum(other.facts.inserted for other in self._shards))
         self._serve_lines()
         return True
+
+    def _hear_of_the_past(self, counts: ShardCounts, facts: Facts) -> None:
+        before = counts.before
+        if before is None or facts.generation != before.generation or facts.inserted <= before.inserted:
+            return
+        counts.inserted += facts.inserted - before.inserted
+        counts.sampled += max(facts.sampled - before.sampled, 0)
+        counts.lost += counts.lost_with(facts) - counts.lost_with(before)
+        self._inserts.granted += facts.free_inserted - before.free_inserted
+        counts.before = facts
 
     async def wait_for_news(self, seen: int, seconds: float) -> int:
         """A number that grows when a shard has something new to tell, as soon as it is above ``seen``."""

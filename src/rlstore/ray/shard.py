@@ -30,8 +30,8 @@ from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.storage import BatchDict, Storage
 
-# How soon after an insert the ledger knows of it: many inserts are told of in one call. What is lost with this process
-# in the meantime is not counted.
+# How soon after an insert the ledger knows of it: many inserts are told of in one call. If this process is lost in the
+# meantime, the writers tell what they know.
 _TELL_SECONDS = 0.02
 
 
@@ -65,6 +65,18 @@ class Draw(NamedTuple):
     priorities: Array | None
     total: float
     beta: float
+    limited: bool
+
+
+class Stored(NamedTuple):
+    """The answer to an insert: how many transitions are stored, the error if a step was refused, and the shard's facts.
+
+    ``limited``: the next insert needs a permit.
+    """
+
+    stored: int
+    refused: Exception | None
+    facts: Facts
     limited: bool
 
 
@@ -169,12 +181,10 @@ class Shard:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def insert(self, writer: str, place: Place, steps: Steps, permitted: bool) -> tuple[int, Exception | None, bool]:
+    def insert(self, writer: str, place: Place, steps: Steps, permitted: bool) -> Stored:
         """Store steps ``[steps, envs, ...]`` of a writer's lanes, with or without the ledger's permit.
 
-        Returns:
-            The transitions stored; the error if a step was refused (those before it are stored then, and it and those
-            behind it are not); and whether the next call needs a permit.
+        If a step is refused, those before it are stored, and it and those behind it are not.
         """
         storage, stored, refused = self._open(), 0, None
         try:
@@ -191,7 +201,8 @@ class Shard:
         self._tell_soon(writer)
         if self._every is not None and self._facts.inserted - self._saved_at >= self._every:
             self.save()
-        return stored, refused, self._limited
+        with self._lock:
+            return Stored(stored, refused, replace(self._facts, held=self._held(storage)), self._limited)
 
     def _open_lanes(self, storage: Storage, writer: str, place: Place) -> None:
         if writer in self._writers:

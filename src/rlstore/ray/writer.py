@@ -12,6 +12,7 @@ from typing import Any
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.ray.calls import Deadline, GoneForGoodError, answer, is_done, program_goes_on
 from rlstore.ray.connection import Connection
+from rlstore.ray.ledger import Facts
 from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
@@ -45,6 +46,7 @@ class ServedWriter:
         self._open: deque[tuple[StepBuffer, Future[tuple[Any, bool]]]] = deque()
         self._closed = False
         self._limited = True  # until the shard says that there is no rate limit
+        self._last_heard: Facts | None = None  # of the shard
         self.added, self.lost = 0, 0
 
     @property
@@ -127,19 +129,28 @@ class ServedWriter:
             self._count_lost(buffer, 0)  # it had no permit
             raise
         try:
-            stored, refused, self._limited = answer(ref, self._who, self._served.deadline)
+            stored, refused, facts, self._limited = answer(ref, self._who, self._served.deadline)
         except PeerLostError as error:
             self._limited = True  # the shard may come back under another limit
+            self._bear_witness()
             self._count_lost(buffer, buffer.transitions if permitted else 0)
             self._wait_for_shard(error)
             return
         except BaseException:
             self._count_lost(buffer, buffer.transitions if permitted else 0)
             raise
+        if self._last_heard is not None and facts.generation != self._last_heard.generation:
+            self._bear_witness()
+        self._last_heard = facts
         if refused is not None:
             self._count_lost(buffer, buffer.transitions - stored if permitted else 0, stored)
             raise refused
         self._spare(buffer)
+
+    def _bear_witness(self) -> None:
+        """Tell the ledger the last that the shard said, which went with it before it told."""
+        if self._last_heard is not None:
+            self._served.ledger.witness.remote(self._last_heard)
 
     def _count_lost(self, buffer: StepBuffer, permitted: int, stored: int = 0) -> None:
         lost = buffer.transitions - stored

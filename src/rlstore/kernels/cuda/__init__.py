@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels.cuda.replay_gather import ReplayGather
-from rlstore.kernels.cuda.replay_priorities import Priorities
-from rlstore.kernels.cuda.replay_ring import EpisodeRing
-from rlstore.kernels.cuda.rows import RowWriter
-from rlstore.kernels.cuda.scans import discounted_returns, fill_gae, gae, n_step_returns, normalize, vtrace
+from rlstore.kernels.cuda import gather, replay_gather, replay_priorities, replay_ring, rows, scans, segments
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "EpisodeRing": EpisodeRing,
-    "Priorities": Priorities,
-    "ReplayGather": ReplayGather,
-    "RowWriter": RowWriter,
-    "discounted_returns": discounted_returns,
-    "fill_gae": fill_gae,
-    "gae": gae,
-    "n_step_returns": n_step_returns,
-    "normalize": normalize,
-    "vtrace": vtrace,
+    "EpisodeRing": replay_ring.EpisodeRing,
+    "Priorities": replay_priorities.Priorities,
+    "ReplayGather": replay_gather.ReplayGather,
+    "RowWriter": rows.RowWriter,
+    "discounted_returns": scans.discounted_returns,
+    "fill_gae": scans.fill_gae,
+    "fill_trajectories": segments.fill_trajectories,
+    "gae": scans.gae,
+    "gather": gather.gather,
+    "gather_batches": gather.gather_batches,
+    "n_step_returns": scans.n_step_returns,
+    "normalize": scans.normalize,
+    "permutation": gather.permutation,
+    "tabulate_trajectories": segments.tabulate_trajectories,
+    "vtrace": scans.vtrace,
 }

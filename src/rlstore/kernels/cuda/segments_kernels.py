@@ -1,0 +1,168 @@
+"""The device's side of recurrent mini-batches: where trajectories are, and their tensors.
+
+Loops are written with ``while``: Triton's interpreter cannot count to a number that was an argument.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["steps", "lanes"])
+def count_trajectories(dones, counts, steps: tl.int64, lanes: tl.int64, STEPS: tl.constexpr, LANES: tl.constexpr):
+    """How many trajectories each lane falls into: one more than episodes ended before the last step."""
+    own_lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    lane = own_lane[None, :]
+    found = tl.full([LANES], 1, tl.int32)
+    first = 0
+    while first < steps - 1:
+        t = first + tl.arange(0, STEPS)[:, None]
+        done = tl.load(dones + t * lanes + lane, mask=(t < steps - 1) & (lane < lanes), other=0) != 0
+        found += tl.sum(done.to(tl.int32), 0)
+        first += STEPS
+    tl.store(counts + own_lane, found, mask=own_lane < lanes)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["steps", "lanes", "width", "room"])
+def tabulate(
+    dones,
+    counts,
+    table,
+    totals,
+    steps: tl.int64,
+    lanes: tl.int64,
+    width: tl.int64,
+    room: tl.int64,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """Lane, first step and length of every trajectory of each mini-batch of ``width`` lanes, lane by lane.
+
+    The three stand ``room`` entries apart in ``table``; mini-batch b has the entries from ``b * width * steps`` on.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    first_lane = tl.program_id(0).to(tl.int64) * LANES
+    # Trajectories of the lanes before: nobody waits for another program.
+    before = tl.zeros([COUNTED], tl.int32)
+    counted = 0
+    while counted < first_lane:
+        place = counted + tl.arange(0, COUNTED)
+        before += tl.load(counts + batch * width + place, mask=place < first_lane, other=0)
+        counted += COUNTED
+    own_lane = first_lane + tl.arange(0, LANES)
+    own = tl.load(counts + batch * width + own_lane, mask=own_lane < width, other=0)
+    following = tl.sum(before, 0) + tl.cumsum(own, 0)
+    place = following - own  # of each lane's first trajectory
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(totals + batch, tl.max(following, 0))
+
+    lane = batch * width + own_lane[None, :]
+    entries = table + batch * width * steps
+    begun = tl.zeros([LANES], tl.int32)  # where the trajectory began that the step before the present ones is in
+    first = 0
+    while first < steps:
+        t = first + tl.arange(0, STEPS)[:, None]
+        inside = (t < steps) & (own_lane[None, :] < width)
+        at = t * lanes + lane
+        ends = (tl.load(dones + at, mask=inside, other=0) != 0) | (t == steps - 1)
+        ends = (ends & inside).to(tl.int32)
+        ended_before = tl.load(dones + at - lanes, mask=inside & (t > 0), other=0) != 0
+        starts = tl.where(ended_before, t, 0).to(tl.int32)
+        starts = tl.maximum(tl.associative_scan(starts, 0, _later), begun[None, :])
+        entry = (place[None, :] + tl.cumsum(ends, 0) - ends).to(tl.int64)
+        stored = ends != 0
+        tl.store(entries + entry, (lane + 0 * t).to(tl.int32), mask=stored)
+        tl.store(entries + room + entry, starts, mask=stored)
+        tl.store(entries + 2 * room + entry, (t + 1 - starts).to(tl.int32), mask=stored)
+        place += tl.sum(ends, 0)
+        begun = tl.maximum(begun, tl.max(tl.where(inside, starts, 0), 0))
+        first += STEPS
+
+
+# What a field of a recurrent mini-batch is made of.
+PADDED = tl.constexpr(0)
+STATE = tl.constexpr(1)
+COPIED = tl.constexpr(2)
+
+
+@triton.jit
+def _source_rows(
+    entries, room, outer, inner, inside, total, lanes, first_lane, KIND: tl.constexpr, LAYERS: tl.constexpr
+):
+    """The row of the source that stands at ``[outer, inner]`` of the target, and whether there is one."""
+    if KIND == COPIED:
+        row = outer * lanes + first_lane + inner
+        there = inside
+    else:
+        there = inside & (inner < total)
+        lane = tl.load(entries + inner, mask=there, other=0).to(tl.int64)
+        start = tl.load(entries + room + inner, mask=there, other=0).to(tl.int64)
+        if KIND == PADDED:
+            there = there & (outer < tl.load(entries + 2 * room + inner, mask=there, other=0))
+            row = (start + outer) * lanes + lane
+        else:
+            row = (start * LAYERS + outer) * lanes + lane
+    return row, there
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "lanes", "width", "trajectories", "room"])
+def fill_fields(
+    sources,
+    targets,
+    mask,
+    table,
+    totals,
+    batch: tl.int64,
+    steps: tl.int64,
+    lanes: tl.int64,
+    width: tl.int64,
+    trajectories: tl.int64,
+    room: tl.int64,
+    KINDS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """All tensors of recurrent mini-batch ``batch``: padded ones, first states, copies, and the mask.
+
+    A program copies ROWS[f] rows of one field, side by side in the target, or one of the PARTS[f] parts of a wide row;
+    or MASKED entries of the mask.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    entries = table + batch * width * steps
+    total = tl.minimum(tl.load(totals + batch).to(tl.int64), trajectories)
+    first_program = program * 0
+    for f in tl.static_range(len(WIDTHS)):
+        across = width if KINDS[f] == COPIED else trajectories
+        blocks = (across + ROWS[f] - 1) // ROWS[f] * PARTS[f]
+        programs = blocks * (LAYERS[f] if KINDS[f] == STATE else steps)
+        if (program >= first_program) & (program < first_program + programs):
+            outer = (program - first_program) // blocks
+            number = (program - first_program) % blocks
+            part = number % PARTS[f]
+            first_row = number // PARTS[f] * ROWS[f]
+            entry = part * ENTRIES[f] + tl.arange(0, ENTRIES[f])
+            inner = first_row + entry // WIDTHS[f]
+            inside = (entry < ROWS[f] * WIDTHS[f]) & (inner < across)
+            row, there = _source_rows(
+                entries, room, outer, inner, inside, total, lanes, batch * width, KINDS[f], LAYERS[f]
+            )
+            x = tl.load(sources[f] + row * WIDTHS[f] + entry % WIDTHS[f], mask=there, other=0)
+            tl.store(targets[f] + (outer * across + first_row) * WIDTHS[f] + entry, x, mask=inside)
+        first_program += programs
+    blocks = (trajectories + MASKED - 1) // MASKED
+    if program >= first_program:
+        t = (program - first_program) // blocks
+        inner = (program - first_program) % blocks * MASKED + tl.arange(0, MASKED)
+        there = inner < total
+        length = tl.load(entries + 2 * room + inner, mask=there, other=0)
+        tl.store(mask + t * trajectories + inner, t < length, mask=inner < trajectories)

@@ -1,0 +1,86 @@
+"""Recurrent mini-batches with room for a fixed number of trajectories, and those that CUDA makes of a table."""
+
+import pytest
+import torch
+from rollout_ids import ENVS, STEPS, assert_equal, build, fill, hidden_of, tensors_of
+
+from rlstore import InvalidInputError
+from rlstore.engine import segments
+from rlstore.engine.memory import allocate_empty
+from rlstore.recurrent import _Epoch
+
+MEMORIES = {
+    "none": lambda ids: (None, None),
+    "gru": lambda ids: (hidden_of(ids, 2), hidden_of(ids, sign=-1)),
+    "lstm": lambda ids: ((hidden_of(ids), hidden_of(ids + 1)), None),
+}
+# With these ends environments 0 and 1 fall into 1 and 3 trajectories, 2 and 3 into 3 and 1.
+MOST = 4
+
+
+@pytest.fixture(params=MEMORIES)
+def storage(request):
+    storage = build()
+    fill(storage, hidden=lambda _, ids: MEMORIES[request.param](ids))
+    return storage
+
+
+@pytest.mark.parametrize("room", [MOST, MOST + 1, 40])
+def test_what_is_not_there_is_padding(storage, room):
+    pairs = zip(
+        storage.recurrent_mini_batch_generator(2, 2, max_trajectories=room),
+        storage.recurrent_mini_batch_generator(2, 2),
+        strict=True,
+    )
+    for batch, plain in pairs:
+        count = plain.masks.shape[1]
+        assert count == MOST
+        assert batch.masks.shape == batch.observations.batch_size == (STEPS, room)
+        assert not batch.masks[:, count:].any()
+        assert torch.equal(batch.masks[:, :count], plain.masks)
+        pairs = [(batch.observations, plain.observations), (batch.hidden_states, plain.hidden_states)]
+        for ours, theirs in pairs:
+            expected = tensors_of(theirs)
+            for name, tensor in tensors_of(ours).items():
+                assert torch.equal(tensor[:, :count], expected[name])
+                assert not tensor[:, count:].any()
+                assert tensor.is_contiguous()
+        assert_equal(batch.returns, plain.returns)
+        assert_equal(batch.actions, plain.actions)
+
+
+def test_more_than_there_is_room_for_is_refused(storage):
+    with pytest.raises(InvalidInputError, match="environments 0 to 1 fall into 4 trajectories; there is room for 3"):
+        list(storage.recurrent_mini_batch_generator(2, 1, max_trajectories=MOST - 1))
+
+
+@pytest.mark.parametrize("room", [0, -1, 1.5, "3"])
+def test_room_for_no_whole_number_of_trajectories_is_refused(storage, room):
+    with pytest.raises(InvalidInputError, match="max_trajectories"):
+        list(storage.recurrent_mini_batch_generator(2, 1, max_trajectories=room))
+
+
+def test_the_trainer_can_ask_for_it_too(storage):
+    batches = list(storage.generate_batches(2, recurrent=True, max_trajectories=9))
+    assert [tuple(batch["masks"].shape) for batch in batches] == [(STEPS, 9)] * 2
+    with pytest.raises(InvalidInputError, match="recurrent=True"):
+        list(storage.generate_batches(2, max_trajectories=9))
+
+
+@pytest.mark.parametrize("room", [None, 7])
+@pytest.mark.parametrize("count", [1, 2, ENVS])
+def test_a_table_of_all_trajectories_gives_the_same_tensors(storage, count, room):
+    """What is done on CUDA, here by the reference."""
+    ring, layout = storage._ring, storage._layout
+    room = None if room is None else room * ENVS
+    here = _Epoch(ring, layout, storage._batch_sources(STEPS), STEPS, count, room, allocate_empty)
+    table = segments.TrajectoryTable(here._dones, ENVS // count, count, room)
+    for index in range(count):
+        ours, pieces = table.make(index, here._observations, here._states, here._others)
+        truth, _ = here.make(index)
+        assert len(ours) == len(truth)
+        for tensor, expected in zip(ours, truth, strict=True):
+            assert tensor.dtype == expected.dtype
+            assert torch.equal(tensor, expected)
+            assert tensor.is_contiguous()
+            assert any(tensor.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p in pieces)
