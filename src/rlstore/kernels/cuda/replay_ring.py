@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels import replay_reference
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Argument, Launcher
 from rlstore.kernels.cuda.replay_draw_kernels import draw_rows
 from rlstore.kernels.cuda.replay_memory import layout_of, next_power, place_of, plain
 from rlstore.kernels.cuda.replay_ring_kernels import summarise, write_step
@@ -52,6 +52,13 @@ class EpisodeRing(replay_reference.EpisodeRing):
         self._watch, self._asked = Watch(self.words), False
         self._deep = 0
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        # The values of a step, before its flags; and whether some of them are flags of one byte.
+        blocks = [*self.leaves, *self.leaves, *self.columns]
+        self._fields = [(block.dtype, torch.Size((self.lanes, *block.shape))) for block in blocks]
+        self._has_bools = any(block.dtype == torch.bool for block in blocks)
+        widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
+        self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power(self.lanes))  # lanes of a program
+        self._grid = (-(-self.lanes // self._block), 1, 1)
         offsets = tuple(place.offset for place in self.counter_places)
         self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
@@ -68,13 +75,17 @@ class EpisodeRing(replay_reference.EpisodeRing):
         else:
             self._watch.forget()
         self._deep, self._asked = deep, False
-        self._all_free = free_slots
         self.is_fixed = deep > self.kept  # there is a slot for each row, so that no table has to grow
         self._lacks_starts = any(leaf.stack > 1 and leaf.starts is None for leaf in self.leaves)
         # Where frames are not stacked nothing is read of the starts.
         self.tables = (
             tuple(leaf.finals for leaf in self.leaves if leaf.finals is not None),
             tuple(self.words if leaf.starts is None else leaf.starts for leaf in self.leaves),
+        )
+        self._own: tuple[Argument, ...] = (
+            *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
+            *(place.memory for place in self.counter_places),
+            *(self.ends, self.words, self._marks, self._ticket),
         )
         self.refresh()
 
@@ -99,6 +110,11 @@ class EpisodeRing(replay_reference.EpisodeRing):
         if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
 
+    def part(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The lanes and times of rows that are held; of others, of the nearest one that may be."""
+        lane, time = rows % self.lanes, rows // self.lanes
+        return lane, torch.minimum(torch.maximum(time, self.oldest()[lane]), self.written[lane] - 1).clamp(min=0)
+
     # ---------------------------------------------------------------------------------------------- drawing
 
     def draw(self, generator: Tensor, rows: Tensor) -> None:
@@ -120,10 +136,9 @@ class EpisodeRing(replay_reference.EpisodeRing):
 
         That an episode was broken off is told by a write that comes after.
         """
-        leaves, columns = len(self.leaves), len(self.columns)
-        if len(values) != 3 * leaves + columns + 4:
+        if len(values) != len(self._fields) + len(self.leaves) + 4:
             raise ValueError("a step has a value for each field")
-        misfit = self._misfit(values)
+        misfit = None if self._is_usual(values) else self._misfit(values)
         if misfit is not None:
             return misfit
         if self._lacks_starts:
@@ -132,9 +147,24 @@ class EpisodeRing(replay_reference.EpisodeRing):
         if not self.is_fixed and self._watch.is_short(self._deep):
             self._asked = True
             return _NEED_SLOTS
-        self._launch(tuple(None if value is None else plain(value) for value in values), leaves, columns)
+        self._launch(values)
         self._watch.count_write()
         return _DONE_WITH_BREAK if self._watch.has_broken() else _DONE
+
+    def _is_usual(self, values: tuple[Any, ...]) -> bool:
+        """True if all that is given apart from final observations is ready as it most often is; seen at a glance."""
+        device, flags, lanes = self.device, len(self._fields), (self.lanes,)
+        for value, (dtype, shape) in zip(values, self._fields, strict=False):
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value.device != device:
+                return False
+            if not value.is_contiguous() or value.is_neg() or value.numel() == 1:
+                return False
+        for value in values[flags : flags + 2]:
+            if type(value) is not Tensor or value.dtype is not torch.bool or value.shape != lanes:
+                return False
+            if value.device != device or not value.is_contiguous() or value.numel() == 1:
+                return False
+        return all(value is None for value in values[flags + 2 :])
 
     def _is_flags(self, value: object) -> bool:
         # That there is no NaN among them cannot be seen without a wait.
@@ -142,51 +172,32 @@ class EpisodeRing(replay_reference.EpisodeRing):
             return False
         return self._is_ready(value, value.dtype, ())
 
-    def _launch(self, values: tuple[Any, ...], leaves: int, columns: int) -> None:
-        flags = 2 * leaves + columns
+    def _launch(self, values: tuple[Any, ...]) -> None:
+        if self._has_bools:
+            values = tuple(None if value is None else plain(value) for value in values)
+        leaves, flags = len(self.leaves), len(self._fields)
         terminated, truncated, mask = values[flags : flags + 3]
-        finals, given = values[flags + 3 : flags + 3 + leaves], values[-1]
+        finals, given = values[flags + 3 : -1], values[-1]
         has_finals = finals[0] is not None
-        key = (
-            terminated.dtype,
-            truncated.dtype,
-            None if mask is None else mask.dtype,
-            None if given is None or not has_finals else given.dtype,
-            has_finals,
-        )
+        mask_dtype = None if mask is None else mask.dtype
+        given_dtype = None if given is None or not has_finals else given.dtype
+        key = (terminated.dtype, truncated.dtype, mask_dtype, given_dtype, has_finals)
         launcher = self._launchers.get(key)
         if launcher is None:
             launcher = self._launchers[key] = self._launcher(key)
-        nothing = self.words
         launcher(
-            (-(-self.lanes // self._block), 1, 1),
+            self._grid,
             self.device,
             values[:leaves],
             values[leaves : 2 * leaves],
             values[2 * leaves : flags],
             terminated,
             truncated,
-            nothing if mask is None else mask,
+            self.words if mask is None else mask,
             finals if has_finals else values[:leaves],
-            nothing if key[3] is None else given,
-            self.leaf_memory,
-            self.column_memory,
-            *self.tables,
-            self.episode_place.memory,
-            self.episodes,
-            self._all_free,
-            *(place.memory for place in self.counter_places),
-            self.ends,
-            self.words,
-            self._marks,
-            self._ticket,
+            self.words if given_dtype is None else given,
+            *self._own,
         )
-
-    @property
-    def _block(self) -> int:
-        """Lanes that a program writes."""
-        widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
-        return min(max(_TILE_ELEMENTS // widest, 1), 32, next_power(self.lanes))
 
     def _launcher(self, key: tuple[Any, ...]) -> Launcher:
         columns = self.column_layout
