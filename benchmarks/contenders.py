@@ -193,7 +193,7 @@ class Rlstore(TransitionLoop):
         return batches
 
 
-def _rsl_rl_storage() -> Any:
+def rsl_rl_storage() -> Any:
     """Import rsl_rl's storage without TensorBoard, from which its log writers, not its storage, want a base class."""
     if "torch.utils.tensorboard" not in sys.modules:
         stand_in: Any = ModuleType("torch.utils.tensorboard")
@@ -208,7 +208,7 @@ class RslRl(TransitionLoop):
     """rsl_rl's RolloutStorage. Its GAE lives in the algorithm, as a loop over the storage's tensors."""
 
     def __init__(self, rollout: Rollout) -> None:
-        super().__init__("rsl_rl", _rsl_rl_storage(), rollout)
+        super().__init__("rsl_rl", rsl_rl_storage(), rollout)
 
     @torch.inference_mode()
     def compute_returns(self) -> None:

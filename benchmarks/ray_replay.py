@@ -27,7 +27,6 @@ from benchmarks.replay_data import GAMMA, PixelSource, Source, VectorSource, che
 BATCH = 256
 BATCHES = 10
 SHARDS = WRITERS = 2
-PREFETCH = 2
 # Calls of the writers that may be open while batches are taken.
 INSERTS = 4
 OBJECT_STORE = 256 << 20
@@ -40,11 +39,11 @@ class RayContender(Contender):
 
     _users: ClassVar[int] = 0
 
-    def __init__(self, name: str, source: Source, capacity: int) -> None:
+    def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
         super().__init__(name)
         _start_ray()
         RayContender._users += 1
-        self.source, self.capacity = source, capacity
+        self.source, self.capacity, self.prefetch = source, capacity, prefetch
         self._inserts: deque[Any] = deque()
         self._batch: Batch = {}
         self._inserters: list[Any] = []
@@ -115,8 +114,8 @@ class Rlstore(RayContender):
 
     role = "ours"
 
-    def __init__(self, name: str, source: Source, capacity: int) -> None:
-        super().__init__(name, source, capacity)
+    def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
+        super().__init__(name, source, capacity, prefetch)
         from rlstore import ReplayStorage
         from rlstore.ray import serve
 
@@ -124,7 +123,7 @@ class Rlstore(RayContender):
         factory = ReplayStorage.create_factory(capacity // SHARDS, *spaces, 1, discount=GAMMA)
         self._served = serve(factory, SHARDS, seed=0)
         self.start_writers([partial(self._served.writer, num_envs=1)] * WRITERS)
-        self._learner = self._served.learner(BATCH, prefetch=PREFETCH)
+        self._learner = self._served.learner(BATCH, prefetch=prefetch)
 
     def take(self) -> Batch:
         return next(self._learner)
@@ -163,8 +162,8 @@ def _as_tensor(values: Any) -> Tensor:
 class Calls(RayContender):
     """Ray alone: two actors give batches that are ready, as far ahead as ours."""
 
-    def __init__(self, name: str, source: Source, capacity: int) -> None:
-        super().__init__(name, source, capacity)
+    def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
+        super().__init__(name, source, capacity, prefetch)
         import ray
 
         actor: Any = ray.remote(ReadyMade)
@@ -176,7 +175,7 @@ class Calls(RayContender):
     def take(self) -> Batch:
         import ray
 
-        while len(self._ahead) < PREFETCH:
+        while len(self._ahead) < self.prefetch:
             self._ahead.append(next(self._actors).batch.remote())
         arrays = ray.get(self._ahead.popleft())
         self._ahead.append(next(self._actors).batch.remote())
@@ -186,8 +185,8 @@ class Calls(RayContender):
 class OneActor(RayContender):
     """One actor with a replay buffer, which the learner asks for a batch when it wants one."""
 
-    def __init__(self, name: str, source: Source, capacity: int) -> None:
-        super().__init__(name, source, capacity)
+    def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
+        super().__init__(name, source, capacity, prefetch)
         import ray
 
         actor: Any = ray.remote(OneReplay)
@@ -201,24 +200,24 @@ class OneActor(RayContender):
         return self._own(ray.get(self._actor.sample.remote(BATCH)))
 
 
-CONTENDERS: dict[str, Callable[[str, Source, int], RayContender]] = {
+CONTENDERS: dict[str, Callable[[str, Source, int, int], RayContender]] = {
     "rlstore": Rlstore,
     "Ray calls": Calls,
     "one actor": OneActor,
 }
 
 
-def _workload(name: str, title: str, source: Source, capacity: int, served: int, rounds: int) -> Workload:
+def _workload(name: str, title: str, source: Source, capacity: int, served: int, prefetch: int) -> Workload:
     keep_freed_memory()
     floor = Copies({"batch": (BATCH * served, BATCHES)})
     return Workload(
         name=name,
         title=f"Replay of {capacity:,} transitions served by Ray, {title}",
         phases=(Phase("batch", "batch of 256", BATCHES),),
-        contenders={name: partial(make, name, source, capacity) for name, make in CONTENDERS.items()}
+        contenders={name: partial(make, name, source, capacity, prefetch) for name, make in CONTENDERS.items()}
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source, (BATCH,), 1),
-        rounds=rounds,
+        rounds=15,
         targets=(Target("batch", ("Ray calls",), round(1 / 0.7, 2)), Target("batch", ("one actor",), round(1 / 3, 2))),
         clock="wall",
     )
@@ -228,11 +227,11 @@ def pixels() -> Workload:
     """Stacks of four frames, both of them whole in each transition."""
     served = 2 * 4 * PixelSource.SIDE**2 + 8 + 4 + 4
     source = PixelSource(4, channels=1, actions=0)
-    return _workload("ray_pixels", "observations 4 x 84 x 84 in uint8", source, 4_000, served, rounds=15)
+    return _workload("ray_pixels", "observations 4 x 84 x 84 in uint8", source, 4_000, served, prefetch=2)
 
 
 def vectors() -> Workload:
     """Small batches, where calls are all there is."""
     return _workload(
-        "ray_vector", "observations 17, actions 6", VectorSource(), 20_000, 4 * (2 * 17 + 6 + 2), rounds=15
+        "ray_vector", "observations 17, actions 6", VectorSource(), 20_000, 4 * (2 * 17 + 6 + 2), prefetch=8
     )

@@ -7,11 +7,14 @@ import inspect
 import pickle
 import threading
 from abc import ABC
+from types import SimpleNamespace
 
 import pytest
 import torch
+from gymnasium import spaces
+from tensordict import TensorDict
 
-from rlstore import DecoupledRolloutStorage, RolloutStorage, Storage
+from rlstore import DecoupledRolloutStorage, ReplayStorage, RolloutStorage, Storage
 
 TEN = {
     "create_factory": ["size"],
@@ -283,3 +286,15 @@ def test_an_instance_is_equal_to_itself_alone_and_can_be_a_key():
     assert storage == storage
     assert storage != other
     assert {storage: 1}[storage] == 1
+
+
+def test_a_graph_is_told_of_a_generator_on_cuda_alone():
+    storage, told = RolloutStorage("rl", 2, 3, TensorDict({"p": torch.zeros(2, 1)}, batch_size=[2]), [1]), []
+    graph = SimpleNamespace(register_generator_state=told.append)
+    storage.register_graph(graph)
+    assert told == []
+    storage._generator = SimpleNamespace(device=torch.device("cuda", 0))
+    storage.register_graph(graph)
+    assert told == [storage._generator]
+    ReplayStorage(spaces.Box(0, 1, (1,)), spaces.Discrete(2), storage_size=4).register_graph(graph)
+    assert len(told) == 1

@@ -8,24 +8,36 @@ import queue
 import threading
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlstore.distributed_actor import check_version
 from rlstore.distributed_memory import RolloutGather, RolloutMemory
 from rlstore.engine.handoff import Member
+from rlstore.engine.staging import Staging, received
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.rollout_batch import RolloutBatch
+
+
+class _Made(NamedTuple):
+    """Rollouts side by side: their tensors by key and their states, perhaps on their way to the device."""
+
+    joined: Any
+    versions: Tensor
 
 
 class _Work:
     """What collects and gathers, in the calling thread or in one of its own. It knows nothing of the learner."""
 
-    def __init__(self, memory: RolloutMemory, member: Member, batch_size: int, prefetch: int, pin_memory: bool) -> None:
+    def __init__(
+        self, memory: RolloutMemory, member: Member, batch_size: int, prefetch: int, device: torch.device
+    ) -> None:
         self.member, self._batch_size, self._stopped = member, batch_size, False
-        self._gather, self._structure = RolloutGather(memory, pin_memory=pin_memory), memory.fields.structure
-        self._ready: queue.Queue[RolloutBatch | BaseException] = queue.Queue()
+        self._gather, self._structure = RolloutGather(memory, pin_memory=device.type == "cuda"), memory.fields.structure
+        self._staging = None if device.type == "cpu" else Staging(device)
+        self._ready: queue.Queue[_Made | BaseException] = queue.Queue()
         self._room = threading.Semaphore(prefetch)  # batches that may still be made ahead
         self._thread: threading.Thread | None = None
         if prefetch:
@@ -33,30 +45,34 @@ class _Work:
             self._thread.start()
 
     def next(self, seconds: float) -> RolloutBatch:
-        """The next batch, on the CPU, within so many seconds."""
+        """The next batch, on the device, within so many seconds."""
         if self._thread is None:
-            return self._batch(seconds)
-        try:
-            made = self._ready.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        except queue.Empty:
-            raise self.member.overdue(self._batch_size, seconds) from None
+            made: _Made | BaseException = self._make(seconds)
+        else:
+            try:
+                made = self._ready.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                raise self.member.overdue(self._batch_size, seconds) from None
         if isinstance(made, BaseException):
             raise made
-        self._room.release()
-        return made
+        if self._thread is not None:
+            self._room.release()
+        tensors, states = received(made.joined)
+        return RolloutBatch(tensors, states, made.versions, self._structure)
 
-    def _batch(self, seconds: float) -> RolloutBatch:
+    def _make(self, seconds: float) -> _Made:
         slots = self.member.collect(self._batch_size, seconds, self._check)
         tensors, states, versions = self._gather(slots)
         self.member.release(slots)
-        return RolloutBatch(tensors, states, versions, self._structure)
+        joined = (tensors, states)
+        return _Made(joined if self._staging is None else self._staging.send(joined), versions)
 
     def _run(self) -> None:
         try:
             while True:
                 self._room.acquire()
                 self._check()
-                self._ready.put(self._batch(math.inf))  # the deadline is the consumer's
+                self._ready.put(self._make(math.inf))  # the deadline is the consumer's
         except BaseException as error:
             self.member.leave()
             self._ready.put(error)  # the consumer is the one to hear of it
@@ -116,13 +132,13 @@ class Learner:
         except Exception:
             self._stop()  # the thread is over; whoever asks again begins another
             raise
-        return batch if self.device.type == "cpu" else batch.to(self.device, non_blocking=True)
+        return batch
 
     def _started(self) -> _Work:
         """The worker of this process."""
         if self._work is None or self._pid != os.getpid():
             member = Member(self._memory.handoff, "learner", None, self.timeout)
-            self._work = _Work(self._memory, member, self.batch_size, self.prefetch, self.device.type == "cuda")
+            self._work = _Work(self._memory, member, self.batch_size, self.prefetch, self.device)
             self._pid = os.getpid()
             self._end = Finalize(self, self._work.stop, exitpriority=20)  # before the member leaves by itself
         return self._work

@@ -16,8 +16,8 @@ from rlstore.engine.schema import as_tensor
 from rlstore.engine.select import random_units, uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.transition_batch import ReplayBatch, TransitionStorage
 
 _STRATEGIES = ("future", "final", "episode")

@@ -85,7 +85,7 @@ class KeptEpisodes:
         """Write the episodes that ended since."""
         ring = self._ring
         newest = ring.written - 1
-        lanes = torch.arange(ring.lanes)
+        lanes = torch.arange(ring.lanes, device=ring.device)
         slots = ring.blocks["episode"][lanes, newest.clamp(min=0) % ring.rows].long()
         start, stop = ring.episodes[slots, 0], ring.episodes[slots, 1]
         # Up to the newest row if its episode is over, else up to where that began: what came before was broken off.
@@ -109,7 +109,7 @@ class KeptEpisodes:
         self._kept[lane] = until
 
     def _write(self, lane: int, first: int, stop: int) -> None:
-        rows = torch.arange(first, stop) * self._ring.lanes + lane
+        rows = torch.arange(first, stop, device=self._ring.device) * self._ring.lanes + lane
         count = len(self._fields.observations)
         tensors = [tensor.cpu() for tensor in self._whole(rows)]
         last = [tensor.cpu() for tensor in self._last(rows[-1:])]

@@ -198,8 +198,8 @@ class OffPolicyStorage(SavedReplay):
         ring, fields = self._ring_of(), self._fields
         held = ring.held()
         steps, place = int(held.max()), "cpu" if data_to_cpu else self._torch_device
-        step = torch.arange(steps).unsqueeze(1)
-        rows = torch.where(step < held, (ring.written - held + step) * ring.lanes + torch.arange(ring.lanes), -1)
+        step, lane = torch.arange(steps, device=ring.device).unsqueeze(1), torch.arange(ring.lanes, device=ring.device)
+        rows = torch.where(step < held, (ring.written - held + step) * ring.lanes + lane, -1)
         requests = self._whole_requests()
         tensors = [
             tensor.to(place).unflatten(0, (steps, ring.lanes))
@@ -252,7 +252,7 @@ class OffPolicyStorage(SavedReplay):
         for step in range(first.shape[0]):
             row = tuple(None if value is None else value[step] for value in values)
             # None of these is a reset step.
-            ring.after_end[... if row[-1] is None else row[-1].cpu() != 0] = -1
+            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = -1
             ring.write((*row, *row[count : 2 * count], None))
             self._added += 1
             self._follow()

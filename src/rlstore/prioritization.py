@@ -56,13 +56,14 @@ class PriorityStorage(OffPolicyStorage):
 
     def priorities(self, rows: Any) -> Tensor:
         """``p_i`` of rows that are held, float32 ``[n]``."""
-        ring, ids = self._ring_of(), as_tensor(rows, "rows").to("cpu", torch.int64)
+        ring = self._ring_of()
+        ids = as_tensor(rows, "rows").to(ring.device, torch.int64)
         self._catch_up()
         time, lane = ids // ring.lanes, ids % ring.lanes
         if bool(((time < ring.written[lane] - ring.held()[lane]) | (time >= ring.written[lane]) | (ids < 0)).any()):
             raise InvalidInputError("rows holds some that are not held now; give the rows that a batch has")
         if self._priorities is None:
-            return torch.ones(len(ids))
+            return torch.ones(len(ids), device=ring.device)
         return self._priorities.of(ids)
 
     def _draw_by_priority(self, count: int, priorities: Priorities) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.select import new_random
 from rlstore.engine.spaces import SpaceLike
+from rlstore.engine.staging import Staging, at_hand, launched, received
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.final_observations import find_final, fit_final
 from rlstore.replay_options import MEMORIES, OPTIONS, ReplayOptions
+from rlstore.replay_prepare import Drawn, Prepared, prepare
 from rlstore.replay_spaces import ReplayFields, check_autoreset
 from rlstore.storage import Storage
-
-
-class Drawn(NamedTuple):
-    """What a batch is made of: the rows to gather, and what goes with them."""
-
-    rows: Tensor
-    weights: Tensor | None = None
-    others: Tensor | None = None  # rows to gather something else from: where sequences begin, or goals come from
 
 
 class ReplayBase(Storage):
@@ -101,9 +95,22 @@ class ReplayBase(Storage):
 
     def seed(self, seed: int | None = None) -> None:
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
-        self._random = new_random(check_seed(type(self).__name__, seed))
+        random = new_random(check_seed(type(self).__name__, seed))
+        if self._replay is None:
+            self._random = random
+        else:
+            self._random.copy_(random)  # in place: a CUDA graph draws from it
         if self._ahead is not None:
             self._ahead.clear()
+
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the storage, anew in each replay; to be called before it is captured.
+
+        Room is made for an episode for each row, so that no table has to move while a graph reads it.
+        """
+        super().register_graph(graph)
+        if self._ring_of().device.type == "cuda":
+            self._ring_of().fix_tables()
 
     # ---------------------------------------------------------------------------------------------- for subclasses
 
@@ -154,7 +161,7 @@ class ReplayBase(Storage):
         backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, self._autoreset, self._beside())
-        self._replay, self.num_envs = ring, num_envs
+        self._replay, self.num_envs, self._random = ring, num_envs, self._random.to(ring.device)
         self._prepared(ring)
         self._bind()
 
@@ -169,20 +176,28 @@ class ReplayBase(Storage):
     def _bind(self) -> None:
         """Make what gathers, from the parameters as they are now."""
         ring, (n_step, gamma) = self._ring_of(), self._gather_with()
-        pin = self.pin_memory and self._torch_device.type == "cuda" and ring.device.type == "cpu"
+        on_host = ring.device.type == "cpu"
+        moves = on_host and self._torch_device.type != "cpu"
+        pin = self.pin_memory and moves and self._torch_device.type == "cuda"
         requests, others = self._requests(), self._other_requests()
         casts = self._casts([*requests, *others])
+        staging = Staging(self._torch_device)
 
-        def preparer() -> Callable[[Drawn], tuple[Tensor, ...] | None]:
+        def preparer(*, ahead: bool) -> Callable[[Drawn], Prepared | None]:
             gather = TransitionGather(ring, requests, n_step, gamma, pin_memory=pin)
             gather_others = TransitionGather(ring, others, 1, gamma, pin_memory=pin) if others else None
-            return partial(_prepare, gather, gather_others, casts, self._torch_device)
+            hand_over: Any = staging.send if moves else launched if ahead and not on_host else at_hand
+            return partial(prepare, gather, gather_others, casts, hand_over)
 
-        self._prepare = preparer()
+        self._prepare = preparer(ahead=False)
         if self._ahead is not None:
             self._ahead.close()
-        # The thread has a gatherer of its own: two threads must not share outputs.
-        self._ahead = Ahead(self.num_workers, self.fetch_every, preparer()) if self.num_workers else None
+        self._ahead = None
+        if self.num_workers:
+            # The thread has a gatherer of its own: two threads must not share outputs. A device needs no thread: what
+            # it is to do is launched, on the stream that writes the rows.
+            ahead = preparer(ahead=True)
+            self._ahead = Ahead(self.num_workers, self.fetch_every, ahead, in_background=on_host)
 
     def _casts(self, requests: Sequence[Request]) -> tuple[torch.dtype | None, ...]:
         """The dtype that each tensor is converted to after it was gathered, which knows float32 only."""
@@ -379,19 +394,19 @@ class ReplayBase(Storage):
         drawn = self._draw_checked(size)
         return self._finished(drawn, self._prepare(drawn))
 
-    def _finished(self, drawn: Drawn, tensors: tuple[Tensor, ...] | None) -> tuple[Drawn, tuple[Tensor, ...]]:
+    def _finished(self, drawn: Drawn, prepared: Prepared | None) -> tuple[Drawn, tuple[Tensor, ...]]:
         """A batch, drawn anew if other processes have overwritten some of it while it was read."""
-        while tensors is None:
+        while prepared is None:
             self._catch_up()
             drawn = self._draw(len(drawn.rows))
-            tensors = self._prepare(drawn)
-        return drawn, tensors
+            prepared = self._prepare(drawn)
+        return drawn, received(prepared)
 
     def _catch_up(self) -> None:
         """Take in what others have added."""
 
     def _draw_checked(self, size: int) -> Drawn:
-        if self._ring_of().size == 0:
+        if not self._ring_of().has_rows:
             raise NotReadyError(f"this {type(self).__name__} holds no data yet; add transitions first")
         return self._draw(size)
 
@@ -423,27 +438,3 @@ _BROKEN = (
     "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
     "gave them. (This is said once.)"
 )
-
-
-def _prepare(
-    gather: TransitionGather,
-    gather_others: TransitionGather | None,
-    casts: tuple[torch.dtype | None, ...],
-    device: torch.device,
-    drawn: Drawn,
-) -> tuple[Tensor, ...] | None:
-    """A batch's tensors on the device. It may run in the background, and so knows nothing of the storage.
-
-    None if rows were overwritten by other processes while they were read.
-    """
-    tensors = gather.attempt(drawn.rows)
-    if tensors is not None and gather_others is not None and drawn.others is not None:
-        others = gather_others.attempt(drawn.others)
-        tensors = None if others is None else (*tensors, *others)
-    if tensors is None:
-        return None
-    if device.type != "cpu":
-        tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
-    if casts:
-        tensors = tuple(t if cast is None else t.to(cast) for t, cast in zip(tensors, casts, strict=True))
-    return tensors

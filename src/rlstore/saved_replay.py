@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlstore.engine.limiter import RateLimit
 from rlstore.engine.snapshot import SnapshotReader
-from rlstore.replay_base import Drawn
+from rlstore.engine.staging import received
+from rlstore.replay_prepare import Drawn
 from rlstore.shared_replay import SharedReplay
 
 _AnyReplay = TypeVar("_AnyReplay", bound="SavedReplay")
@@ -58,7 +59,8 @@ class SavedReplay(SharedReplay):
         if self._replay is None:
             return numbers, tensors
         prepared = [] if self._ahead is None else self._ahead.prepared()
-        prepared = [job for job in prepared if job[2] is not None]  # a writer overwrote it; it would be drawn anew
+        # What a writer overwrote meanwhile is None, and would be drawn anew.
+        prepared = [(drawn, added, received(batch)) for drawn, added, batch in prepared if batch is not None]
         numbers["prepared"] = [{"added": added, "tensors": len(batch)} for _, added, batch in prepared]
         for index, (drawn, _, batch) in enumerate(prepared):
             parts = {name: value for name, value in drawn._asdict().items() if value is not None}
@@ -71,12 +73,13 @@ class SavedReplay(SharedReplay):
         self._random = reader.tensor("random")
         if self._replay is None:
             return
+        self._random = self._random.to(self._replay.device)
         self._replay.set_state(reader.shape, reader.read_into, reader.names)
         self._set_limit_state(numbers.get("limit"))
         self._restored(reader)
         for index, job in enumerate(numbers["prepared"]):
             fields = {
-                name: reader.tensor(f"prepared {index} {name}")
+                name: reader.tensor(f"prepared {index} {name}", self._replay.device)
                 for name in Drawn._fields
                 if f"prepared {index} {name}" in reader.names
             }

@@ -18,8 +18,8 @@ from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.storage import BatchDict
 
 
@@ -242,8 +242,8 @@ class SequenceReplayStorage(PriorityStorage):
         actions, rewards, terminated, truncated, is_first, held = tensors[2 * leaves : 2 * leaves + 6]
         if self.burn_in:
             held[:, : self.burn_in] = False
-        weights = torch.ones(size[0], 1) if drawn.weights is None else drawn.weights
-        if self._torch_device.type != "cpu":
+        weights = torch.ones(size[0], 1, device=begins.device) if drawn.weights is None else drawn.weights
+        if self._torch_device != begins.device:
             begins, weights = begins.to(self._torch_device), weights.to(self._torch_device)
         return SequenceBatch(
             structure.build(tensors[:leaves], size),

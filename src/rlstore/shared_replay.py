@@ -16,7 +16,8 @@ from rlstore.engine.checks import check_name
 from rlstore.engine.lane_control import LaneControl
 from rlstore.engine.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
-from rlstore.replay_base import Drawn, ReplayBase
+from rlstore.replay_base import ReplayBase
+from rlstore.replay_prepare import Drawn
 from rlstore.replay_writer import ReplayWriter, count_of, writing_part
 
 _SWEEP_SECONDS = 0.5  # between two looks at whether the writers live
@@ -100,8 +101,7 @@ class SharedReplay(ReplayBase):
             return
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
-        if ring.is_shared:
-            ring.catch_up()
+        ring.catch_up()
         self._follow()
         while ring.is_shared and (lanes := ring.overrun()) is not None:
             # Episodes were looked up in rows that were overwritten at that moment.

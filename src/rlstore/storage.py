@@ -99,13 +99,13 @@ class Storage(ABC):
         """Start the storage's generator anew: everything that is drawn at random comes from it."""
         self._generator.manual_seed(check_seed(type(self).__name__, seed))
 
-    def register_generator(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Let a CUDA graph draw from the storage's generator; call it before the graph captures the storage's work.
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the storage; call it before the graph captures the storage's work.
 
         Each replay then draws anew, as one more call would::
 
             graph = torch.cuda.CUDAGraph()
-            storage.register_generator(graph)
+            storage.register_graph(graph)
             with torch.cuda.graph(graph):
                 storage.compute_returns(last_values, 0.99, 0.95)
                 batches = list(storage.mini_batch_generator(4, 5))
@@ -114,7 +114,9 @@ class Storage(ABC):
         Everything but adding can be captured, on storages whose data lie on CUDA. Do the same work once before, so that
         its kernels are compiled.
         """
-        graph.register_generator_state(self._generator)
+        generator = self.__dict__.get("_generator")
+        if generator is not None and generator.device.type == "cuda":
+            graph.register_generator_state(generator)
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 

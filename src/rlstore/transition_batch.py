@@ -12,8 +12,8 @@ from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.select import uniform_rows
 from rlstore.engine.spaces import SpaceLike
 from rlstore.off_policy import OffPolicyStorage
-from rlstore.replay_base import Drawn
 from rlstore.replay_options import ReplayOptions
+from rlstore.replay_prepare import Drawn
 from rlstore.storage import BatchDict
 
 
@@ -94,7 +94,7 @@ class TransitionStorage(OffPolicyStorage):
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
         size = self.batch_size if batch_size is None else int(batch_size)
-        if self._gather.is_small(size) and len(self):
+        if self._gather.is_small(size) and self._ring_of().has_rows:
             # The short way, without a stop between drawing and gathering; what it gives is the same.
             tensors = self._gather.sample(size, self._random)
             if tensors is not None:
@@ -103,11 +103,11 @@ class TransitionStorage(OffPolicyStorage):
 
     def _bind(self) -> None:
         super()._bind()
-        on_host = self._torch_device.type == "cpu" and self.dtype in (None, torch.float32)
+        ring = self._ring_of()
+        is_there = self._torch_device == ring.device and self.dtype in (None, torch.float32)
         is_plain = type(self)._draw is TransitionStorage._draw and type(self)._batch is TransitionStorage._batch
         n_step, gamma = self._gather_with()
-        ring = self._ring_of()
-        self._gather = TransitionGather(ring, self._requests(), n_step, gamma) if on_host and is_plain else None
+        self._gather = TransitionGather(ring, self._requests(), n_step, gamma) if is_there and is_plain else None
 
     def _draw(self, count: int) -> Drawn:
         return Drawn(uniform_rows(self._ring_of(), count, self._random))

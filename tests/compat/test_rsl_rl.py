@@ -1,4 +1,4 @@
-"""rsl_rl's own runners and algorithms, unchanged, with our RolloutStorage in the place of theirs."""
+"""rsl_rl's own runners and algorithms, unchanged, with our RolloutStorage in the place of theirs; on CUDA if there."""
 
 import copy
 import importlib
@@ -13,7 +13,7 @@ from rsl_rl.extensions import Symmetry
 from rsl_rl.runners import DistillationRunner, OnPolicyRunner
 from rsl_rl.storage import RolloutStorage as TheirStorage
 from tensordict import TensorDict
-from toy_env import PointMassEnv, mirror
+from toy_env import DEVICE, PointMassEnv, mirror
 
 from rlstore import RolloutStorage
 
@@ -134,7 +134,7 @@ def distillation_config(student):
 def train(runner_class, config, *, seed, iterations=20, checkpoint=None):
     """Train from scratch; return the runner and the losses of every update."""
     torch.manual_seed(seed)
-    runner = runner_class(PointMassEnv(seed=seed), copy.deepcopy(config))
+    runner = runner_class(PointMassEnv(seed=seed), copy.deepcopy(config), device=str(DEVICE))
     if checkpoint is not None:
         runner.load(str(checkpoint))
     losses = []
@@ -251,12 +251,12 @@ def fill(storage, *, memory=None, first_id=0):
     draw = torch.Generator().manual_seed(first_id)
     with torch.inference_mode():
         for step in range(STEPS):
-            ids = first_id + step * ENVS + torch.arange(ENVS, dtype=torch.float32).unsqueeze(1)
+            ids = first_id + step * ENVS + torch.arange(ENVS, dtype=torch.float32, device=DEVICE).unsqueeze(1)
             transition = storage.Transition()
             transition.observations = observations(ids)
             transition.actions = torch.cat([ids, ids + 0.125], dim=1)
             transition.rewards = ids.squeeze(1)
-            transition.dones = torch.rand(ENVS, generator=draw) < 0.3
+            transition.dones = (torch.rand(ENVS, generator=draw) < 0.3).to(DEVICE)
             transition.values = ids + 0.25
             transition.actions_log_prob = ids.squeeze(1) + 0.5
             transition.distribution_params = (torch.cat([ids, -ids], dim=1), ids + 0.75)
@@ -273,7 +273,7 @@ def observations(ids):
 
 
 def hidden_states(ids, memory):
-    state = ids.expand(LAYERS, ENVS, HIDDEN) + torch.arange(LAYERS).view(-1, 1, 1) / 8
+    state = ids.expand(LAYERS, ENVS, HIDDEN) + torch.arange(LAYERS, device=DEVICE).view(-1, 1, 1) / 8
     choices = {
         None: (None, None),
         "gru": (state, -state),
@@ -285,7 +285,7 @@ def hidden_states(ids, memory):
 
 
 def build(storage_class):
-    return storage_class("rl", ENVS, STEPS, observations(torch.zeros(ENVS, 1)), [2], "cpu")
+    return storage_class("rl", ENVS, STEPS, observations(torch.zeros(ENVS, 1, device=DEVICE)), [2], str(DEVICE))
 
 
 def assert_same_batches(ours, theirs):

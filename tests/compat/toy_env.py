@@ -6,6 +6,7 @@ from tensordict import TensorDict
 
 ARENA = 3.0
 GOAL = 0.25
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class PointMassEnv(VecEnv):
@@ -22,14 +23,14 @@ class PointMassEnv(VecEnv):
     def __init__(self, num_envs=32, seed=0):
         self.num_envs = num_envs
         self.num_actions = 2
-        self.device = "cpu"
+        self.device = DEVICE
         self.cfg = {}
-        self.max_episode_length = 20 + torch.arange(num_envs) % 11
-        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long)
+        self.max_episode_length = 20 + torch.arange(num_envs, device=DEVICE) % 11
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long, device=DEVICE)
         self.generator = torch.Generator().manual_seed(seed)
         self.position = self._draw_positions()
-        self.velocity = torch.zeros(num_envs, 2)
-        self.episode_return = torch.zeros(num_envs)
+        self.velocity = torch.zeros(num_envs, 2, device=DEVICE)
+        self.episode_return = torch.zeros(num_envs, device=DEVICE)
         self.finished_returns = []
 
     @property
@@ -70,7 +71,7 @@ class PointMassEnv(VecEnv):
         self.episode_length_buf = self.episode_length_buf * ~dones
 
     def _draw_positions(self):
-        return 2.0 * torch.rand(self.num_envs, 2, generator=self.generator) - 1.0
+        return (2.0 * torch.rand(self.num_envs, 2, generator=self.generator) - 1.0).to(DEVICE)
 
 
 def mirror(env, obs, actions):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from storages import NUM_ENVS, Case, ids_in
+from where import DEVICE
 
 MADE_LATER = ("returns", "advantages")
 SIZE = 4
@@ -159,7 +160,7 @@ def make(
 ) -> tuple[Any, RolloutModel]:
     """An empty storage of a class, and the model of what it must do."""
     options = {"gamma": 0.9, "lam": 0.5, "seed": 11, **options}
-    storage = case.create_factory(size, **options)(case.device, actor, algorithm)
+    storage = case.create_factory(size, **options)(DEVICE, actor, algorithm)
     return storage, RolloutModel(case, size, options["gamma"], options["lam"])
 
 

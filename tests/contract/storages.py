@@ -35,7 +35,6 @@ class Case:
         learns_midway: Whether batches can be had before the rollout is complete.
         restarts: Whether an insert into a full rollout begins a new one; else it is refused.
         is_lazy: Whether the factory knows no shapes, and the first sample brings them.
-        device: Where its data lie.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Case:
     learns_midway: bool
     restarts: bool
     is_lazy: bool = True
-    device: str = "cpu"
 
     @property
     def computes_targets(self) -> bool:

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from rollout_model import leaves, same_data
+from where import DEVICE
 
 from rlstore import DistributedStorage, RolloutFullError, Storage
 
@@ -17,7 +18,7 @@ ENDS = [((0,), (1,)), ((), ()), ((2,), (0, 2)), ((), ()), ((1,), ())]
 
 def make(num_storages=SLOTS, size=STEPS, **options):
     factory = DistributedStorage.create_factory(size, num_storages=num_storages, batch_size=2, seed=5, **options)
-    return factory("cpu", None, None)
+    return factory(DEVICE, None, None)
 
 
 def sample_of(step, envs=ENVS):

@@ -19,7 +19,7 @@ WAYS = {
     "view": (lambda tensor: tensor.flatten()[1:], lambda kept: kept.tolist()),
     "detached": (lambda tensor: tensor.detach(), lambda kept: kept.tolist()),
     "data": (lambda tensor: tensor.data, lambda kept: kept.tolist()),
-    "numpy array": (lambda tensor: tensor.numpy(), lambda kept: kept.tolist()),
+    "numpy array": (lambda tensor: tensor.cpu().numpy(), lambda kept: kept.tolist()),
     "slice of a numpy array": (lambda tensor: np.asarray(tensor)[:1], lambda kept: kept.tolist()),
     "dlpack": (lambda tensor: np.from_dlpack(tensor), lambda kept: kept.tolist()),
     "storage": (lambda tensor: tensor.untyped_storage(), lambda kept: list(kept)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from rollout_model import HELD, SIZE, RolloutModel, collect, make
 from storages import NUM_ENVS, Actor, Algorithm
+from where import DEVICE
 
 # ------------------------------------------------------------------------------------------------- the loop
 
@@ -248,13 +249,13 @@ def test_sizes_and_names_are_told(case):
     for step in range(SIZE):
         collect(case, storage, model, first=step, steps=1)
         assert len(storage) == NUM_ENVS * (step + 1)
-        assert repr(storage).startswith(f"{name}(4 steps x 3 envs on {case.device}: {step + 1} steps held")
+        assert repr(storage).startswith(f"{name}(4 steps x 3 envs on {DEVICE}: {step + 1} steps held")
     storage.reset()
     assert len(storage) == 0
     assert storage
 
 
-@pytest.mark.parametrize("form", [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.double()])
+@pytest.mark.parametrize("form", [lambda x: x.cpu().numpy(), lambda x: x.tolist(), lambda x: x.double()])
 def test_samples_of_arrays_and_lists_mean_the_same(case, form):
     storage, model = make(case)
     storage.init_tensors(case.sample(0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rollout_model import HELD, SIZE, collect, leaves, make, same_data
 from storages import NUM_ENVS, Actor, Algorithm
+from where import DEVICE
 
 
 def prepare(case, storage, model):
@@ -337,7 +338,7 @@ def test_an_actor_that_cannot_be_copied_is_no_obstacle(case):
 
 def test_storages_of_one_factory_share_nothing(case):
     factory = case.create_factory(SIZE, seed=1)
-    one, other = factory(case.device, None, None), factory(case.device, None, None)
+    one, other = factory(DEVICE, None, None), factory(DEVICE, None, None)
     collect(case, one)
     assert len(other) == 0
     collect(case, other, first=8)

@@ -130,7 +130,7 @@ def test_a_replay_gives_what_calling_again_would(kind, device):
     update(storage, last_values)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    storage.register_generator(graph)
+    storage.register_graph(graph)
     with torch.cuda.graph(graph):
         batches = update(storage, last_values)
     orders = []
@@ -150,7 +150,7 @@ def test_one_order_for_all_epochs_is_drawn_anew_by_each_replay(device):
     flat_update(storage, last_values, reshuffle=False)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    storage.register_generator(graph)
+    storage.register_graph(graph)
     with torch.cuda.graph(graph):
         batches = flat_update(storage, last_values, reshuffle=False)
     orders = set()

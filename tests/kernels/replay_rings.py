@@ -12,6 +12,7 @@ from kernel_inputs import DTYPES
 
 from rlstore.kernels import kernel, reference_of
 
+CPU = torch.device("cpu")
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,16 +83,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Memory:
     """The tensors of a ring and a kernel on them, which grow as the engine lets them grow."""
 
-    def __init__(self, layout: Layout, ring_class) -> None:
-        self.layout, lanes = layout, layout.lanes
-        self.counters = torch.zeros(5, lanes, dtype=torch.int64)
+    def __init__(self, layout: Layout, ring_class, device: torch.device = CPU) -> None:
+        self.layout, self.device, lanes = layout, device, layout.lanes
+        self.counters = torch.zeros(5, lanes, dtype=torch.int64, device=device)
         self.counters[2:4] = -1
         self.blocks = [self._block(leaf.frame, leaf.dtype) for leaf in layout.leaves]
         self.columns = [self._block(shape, dtype) for dtype, shape in layout.columns]
         self.episode_of = self._block((), torch.int32)
-        self.episodes = torch.zeros(0, 4, dtype=torch.int64)
-        self.free_slots = torch.zeros(0, lanes, dtype=torch.int32)
-        self.finals = [torch.zeros(0, *leaf.frame, dtype=leaf.dtype) for leaf in layout.leaves]
+        self.episodes = torch.zeros(0, 4, dtype=torch.int64, device=device)
+        self.free_slots = torch.zeros(0, lanes, dtype=torch.int32, device=device)
+        self.finals = [torch.zeros(0, *leaf.frame, dtype=leaf.dtype, device=device) for leaf in layout.leaves]
         self.starts: list[torch.Tensor | None] = [None] * len(layout.leaves)
         self.ring = ring_class(
             layout.steps,
@@ -107,7 +108,7 @@ class Memory:
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         lanes, rows, size = self.layout.lanes, self.layout.rows, math.prod(shape) + self.layout.gap
-        whole = torch.zeros(lanes * rows * size, dtype=dtype)
+        whole = torch.zeros(lanes * rows * size, dtype=dtype, device=self.device)
         inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return whole.as_strided((lanes, rows, *shape), (rows * size, size, *inner))
 
@@ -125,7 +126,9 @@ class Memory:
     def make_starts(self) -> None:
         slots = len(self.episodes)
         self.starts = [
-            torch.zeros(slots, leaf.stack - 1, *leaf.frame, dtype=leaf.dtype) if leaf.stack > 1 else None
+            torch.zeros(slots, leaf.stack - 1, *leaf.frame, dtype=leaf.dtype, device=self.device)
+            if leaf.stack > 1
+            else None
             for leaf in self.layout.leaves
         ]
         self._bind()
@@ -164,7 +167,7 @@ class Memory:
 
 
 def _longer(table: torch.Tensor, rows: int) -> torch.Tensor:
-    longer = torch.zeros(rows, *table.shape[1:], dtype=table.dtype)
+    longer = torch.zeros(rows, *table.shape[1:], dtype=table.dtype, device=table.device)
     longer.view(RAW[table.dtype.itemsize])[: len(table)] = table.view(RAW[table.dtype.itemsize])
     return longer
 

@@ -46,7 +46,8 @@ class WindowMemory:
 
     def __init__(self, memory: Memory, make, length: int, stride: int, across: bool) -> None:
         lanes, self.steps = memory.layout.lanes, memory.layout.steps
-        self.queue, self.counters = torch.zeros(lanes, self.steps).long(), torch.zeros(4, lanes).long()
+        self.queue = torch.zeros(lanes, self.steps, dtype=torch.int64, device=memory.device)
+        self.counters = torch.zeros(4, lanes, dtype=torch.int64, device=memory.device)
         self.index = make(memory.ring, length, stride, across, (self.queue, *self.counters))
 
     def windows(self) -> list[list[int]]:
@@ -119,9 +120,10 @@ class PriorityMemory:
     def __init__(self, memory: Memory, make) -> None:
         count = -(-memory.layout.lanes * memory.layout.steps // 16) * 16
         above = sum(make.level_sizes(count))
-        self.leaves = torch.zeros(count)
-        self.sums, self.maxima = torch.zeros(above, dtype=torch.float64), torch.zeros(above)
-        self.seen = torch.zeros(memory.layout.lanes).long()
+        self.leaves = torch.zeros(count, device=memory.device)
+        self.sums = torch.zeros(above, dtype=torch.float64, device=memory.device)
+        self.maxima = torch.zeros(above, device=memory.device)
+        self.seen = torch.zeros(memory.layout.lanes, dtype=torch.int64, device=memory.device)
         self.tree = make(memory.ring, (self.leaves, self.sums, self.maxima, self.seen))
 
 

@@ -30,6 +30,7 @@ def test_a_lost_node_takes_what_was_stored_since_the_snapshot_and_nothing_else(c
     before = next(learner)
     assert set(before["rows"][:, 0].tolist()) == {0, 1}
 
+    until(lambda: known_to_ledger(served, doomed) == (SAVED + SINCE) * 4, "that the ledger knows of the inserts")
     cluster.remove_node(node, allow_graceful=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -65,6 +66,10 @@ def test_a_lost_node_takes_what_was_stored_since_the_snapshot_and_nothing_else(c
         writer.close()
     served.shutdown()
     check_a_new_one_goes_on(tmp_path, ids)
+
+
+def known_to_ledger(served, shard):
+    return ray.get(served._connection.ledger.report.remote())["shards"][shard].facts.inserted
 
 
 def serve_with_one_shard_on(node, folder):

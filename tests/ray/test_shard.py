@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
-from ray_play import ACTIONS, OBSERVATIONS, check_batch, held_ids, ids_of, prioritized, step_of, uniform
+from ray_play import ACTIONS, OBSERVATIONS, check_batch, held_ids, ids_of, prioritized, step_of, uniform, until
 
 from rlstore import (
     DecoupledRolloutStorage,
@@ -71,13 +71,13 @@ def steps(samples, num_envs):
 
 
 def insert(shard, writer, place, samples):
-    stored, refused = shard.insert(writer, place, steps(samples, place.stop - place.first))
+    stored, refused, *_ = shard.insert(writer, place, steps(samples, place.stop - place.first), True)
     assert refused is None
     return stored
 
 
 def drawn(shard, count):
-    (draw,) = shard.draw([count])
+    (draw,) = shard.draw([count], True)
     return draw, join(draw.parts, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
 
 
@@ -101,7 +101,7 @@ def test_a_step_that_is_refused_stops_its_call_and_is_told(make):
     good, bad = step_of(0, 0, 4), step_of(0, 1, 4)
     bad["terminated"] = torch.full((4,), float("nan"))
     good["terminated"] = torch.zeros(4)
-    stored, refused = shard.insert("a", WHOLE, steps([good, bad, step_of(0, 2, 4)], 4))
+    stored, refused, *_ = shard.insert("a", WHOLE, steps([good, bad, step_of(0, 2, 4)], 4), True)
     assert stored == 4
     assert isinstance(refused, InvalidInputError)
     assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4)
@@ -112,18 +112,58 @@ def test_lanes_that_were_given_away_are_not_written_by_the_writer_before(make):
     shard, _ = make(uniform(num_envs=4))
     insert(shard, "old", Place(0, 0, 2, False), [step_of(0, 0, 2)])
     insert(shard, "new", Place(0, 1, 3, False), [step_of(1, 0, 2)])
-    _, refused = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2))
+    _, refused, *_ = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2), True)
     assert isinstance(refused, PeerLostError)
     shard.forget("new")
     insert(shard, "third", Place(0, 0, 4, True), [step_of(2, 0, 4)])
     assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 2) | ids_of(1, 1, 2) | ids_of(2, 1, 4)
 
 
+def test_of_two_places_that_overlap_the_one_given_later_holds(make):
+    """A shard that was started again does not know who had been there before it."""
+    shard, _ = make(uniform(num_envs=4))
+    late, early = Place(0, 0, 2, False, ticket=8), Place(0, 1, 3, False, ticket=7)
+    insert(shard, "late", late, [step_of(0, 0, 2)])
+    stored, refused, *_ = shard.insert("early", early, steps([step_of(1, 0, 2)], 2), True)
+    assert stored == 0
+    assert isinstance(refused, PeerLostError)
+    insert(shard, "late", late, [step_of(0, 1, 2)])
+    insert(shard, "latest", early._replace(ticket=9), [step_of(2, 0, 2)])
+    assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 2, 2) | ids_of(2, 1, 2)
+
+
+def test_without_a_rate_limit_nobody_needs_a_permit_and_all_is_counted(make):
+    shard, ledger = make(uniform(num_envs=4))
+    stored = shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True)
+    assert (stored.stored, stored.facts.inserted, stored.facts.held, stored.limited) == (4, 4, 4, True)
+    shard.keep(1, None, False)
+    assert not shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True).limited
+    assert not shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False).limited
+    assert [draw.limited for draw in shard.draw([3, 2], False)] == [False, False]
+    shard.keep(0, None, True)  # older than what is known
+    assert shard.draw([7], True)[0].limited is False
+    shard.keep(2, None, True)
+    assert shard.draw([1], True)[0].limited is True
+    shard.each("__len__", (), {})
+    told = ledger.newest
+    assert (told.inserted, told.free_inserted, told.sampled, told.free_sampled) == (12, 4, 13, 5)
+
+
+def test_the_ledger_is_told_of_inserts_soon_and_of_their_writers(make):
+    shard, ledger = make(uniform(num_envs=4))
+    begun = len(ledger.told)
+    insert(shard, "a", Place(0, 0, 2, False), [step_of(0, 0, 2)])
+    insert(shard, "b", Place(0, 2, 4, False), [step_of(1, 0, 2)])
+    until(lambda: sum(len(writers) for _, writers in ledger.told[begun:]) == 2, "the news")
+    assert {name for _, writers in ledger.told[begun:] for name in writers} == {"a", "b"}
+    assert ledger.newest.inserted == 4
+
+
 def test_an_empty_shard_has_nothing_to_draw(make):
     shard, _ = make(prioritized())
     assert shard.totals() == (0.0, 0)
     with pytest.raises(NotReadyError):
-        shard.draw([3])
+        shard.draw([3], True)
 
 
 def test_priorities_decide_what_is_drawn_and_go_with_it(make):
@@ -156,7 +196,7 @@ def test_shards_of_one_seed_draw_apart(make):
     for index in (0, 1, 1):
         shard, _ = make(uniform(seed=5), index=index, seed=9)
         insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(50)])
-        draws.append(shard.draw([64])[0].rows.tolist())
+        draws.append(shard.draw([64], True)[0].rows.tolist())
     assert draws[0] != draws[1] == draws[2]
 
 
@@ -337,7 +377,7 @@ def test_a_storage_that_learns_its_lanes_tells_them(make):
     shard, ledger = make(ReplayStorage.create_factory(100))
     assert ledger.newest.lanes is None
     insert(shard, "a", Place(0, 0, 4, True), [step_of(0, 0, 4)])
-    assert ledger.newest.lanes == 4
+    until(lambda: ledger.newest.lanes == 4, "the news")
 
 
 def test_discrete_spaces_and_factories_travel_small():

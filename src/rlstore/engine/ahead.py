@@ -31,10 +31,14 @@ class Ahead(Generic[Drawn]):
         max_age: A batch drawn this many added steps ago, or more, is thrown away.
         prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
             :meth:`take`. It must not hold whoever holds this object.
+        in_background: False if it returns at once anyhow, and so runs in the calling thread.
     """
 
-    def __init__(self, count: int, max_age: int, prepare: Callable[[Drawn], Any]) -> None:
+    def __init__(
+        self, count: int, max_age: int, prepare: Callable[[Drawn], Any], *, in_background: bool = True
+    ) -> None:
         self._count, self._max_age, self._prepare = count, max_age, prepare
+        self._in_background = in_background
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._process = 0
@@ -85,6 +89,9 @@ class Ahead(Generic[Drawn]):
         self._jobs.append(_Job(drawn, added, done))
 
     def _submit(self, drawn: Drawn, added: int) -> None:
+        if not self._in_background:
+            self.put(drawn, added, self._prepare(drawn))
+            return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
             self._process = os.getpid()

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from rlstore.engine.backing import Backing
 from rlstore.engine.row_layout import Layout, Leaf, bytes_of
-from rlstore.engine.schema import Field, as_tensor
+from rlstore.engine.schema import Field
+from rlstore.engine.step_fields import StepFields
 from rlstore.kernels import kernel
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
+_FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
 # What the kernel's write returns, besides the index of a value that does not fit.
 _DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
@@ -32,6 +34,9 @@ class EpisodeRing:
 
     In shared memory other processes may write, each into lanes of its own (:meth:`part`). The ring then counts for
     itself which rows it has taken notice of: :meth:`catch_up` takes in what they wrote.
+
+    On a device the counters and all tables are there too. To look at them is to wait for the device, and neither
+    writing nor drawing does.
 
     Args:
         leaves: The leaves of the observations.
@@ -87,17 +92,18 @@ class EpisodeRing:
         for name, shape, dtype in self._layout.apart:
             self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
         self._records = records
-        on_host = self.backing.on_host()
-        self.counters = on_host.zeros("counters", (5, self.lanes), torch.int64)
+        self.counters = make("counters", (5, self.lanes), torch.int64)
         shared = self.backing.kind == "shared"
-        slots = (self.kept + 1 if shared else min(_FIRST_SLOTS, self.kept + 1)) * self.lanes
-        self.episodes = on_host.zeros("episodes", (slots, 4), torch.int64)
-        self.free_slots = on_host.zeros("free_slots", (slots // self.lanes, self.lanes), torch.int32)
+        first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
+        slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
+        self.episodes = make("episodes", (slots, 4), torch.int64)
+        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32)
         self.finals = [make(*table) for table in self._layout.tables(slots)[: len(self.leaves)]]
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
         if shared:
             self._make_starts()
         self._kernel: Any = None
+        self._has_rows = False
         self._view_counters()
         if self.reopened:
             self._take_up()
@@ -121,7 +127,7 @@ class EpisodeRing:
         for lane in range(self.lanes):
             newest = self._rebuild(lane)
             if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it goes on
-                self.episodes[newest, 1:3] = torch.tensor([-1, 0])
+                self.episodes[newest, 1], self.episodes[newest, 2] = -1, 0
                 self.current[lane] = newest
 
     def _rebuild(self, lane: int) -> int | None:
@@ -133,7 +139,7 @@ class EpisodeRing:
         taken = torch.zeros(deep, dtype=torch.bool)
         taken[used // all_lanes] = True
         free = (~taken).nonzero().flatten().flip(0) * all_lanes + self.first + lane
-        self.free_slots[: len(free), self.first + lane] = free.int()
+        self.free_slots[: len(free), self.first + lane] = free.int().to(self.device)
         self.free_count[lane], self.current[lane], self.after_end[lane] = len(free), -1, -1
         return int(used[-1]) if len(used) else None
 
@@ -157,8 +163,9 @@ class EpisodeRing:
             self._inner = self.part(range(self.lanes))  # what this process writes with
             with torch.inference_mode(False):
                 self.written = self.written.clone()
-        # The same memory, which Python reads faster through numpy.
-        self._written, self._begun = self.written.numpy(), self.begun.numpy()
+        if self.device.type == "cpu":
+            # The same memory, which Python reads faster through numpy.
+            self._written, self._begun = self.written.numpy(), self.begun.numpy()
 
     # ---------------------------------------------------------------------------------------------- many writers
 
@@ -183,7 +190,8 @@ class EpisodeRing:
 
     def catch_up(self) -> None:
         """Take notice of all rows that others have written by now."""
-        self.kernel.catch_up()
+        if self.is_shared or hasattr(self.kernel, "refresh"):  # one that counts what all lanes hold, when it writes
+            self.kernel.catch_up()
 
     def overrun(self) -> Tensor | None:
         """The lanes, int64, in which rows that are taken to be held may be overwritten since; None if in none."""
@@ -209,8 +217,19 @@ class EpisodeRing:
         return held
 
     @property
+    def has_rows(self) -> bool:
+        """True if any row is held. Once it is known the device is not asked again."""
+        if self.device.type == "cpu":
+            return self.size > 0
+        if not self._has_rows:
+            self._has_rows = self.size > 0
+        return self._has_rows
+
+    @property
     def size(self) -> int:
         """The rows held by all lanes."""
+        if self.device.type != "cpu":
+            return int(self.held().sum())
         if self.lanes == 1:
             return min(int(self._written.item()) - int(self._begun.item()), self.steps)
         return int((self._written - self._begun).clip(max=self.steps).sum())
@@ -233,6 +252,8 @@ class EpisodeRing:
         # The slot on top of the stack is the first to be taken: the lowest.
         order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
         self.free_slots.copy_(order.flip(0))
+        self._has_rows = False
+        self._bind_tables()
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -290,44 +311,18 @@ class EpisodeRing:
         outcome = (self._kernel or self.kernel).write(values)
         if outcome == _DONE:
             return False
-        fitted = -1
+        fitted, fields = -1, StepFields(self.leaves, self.columns, self.lanes)
         while outcome not in (_DONE, _DONE_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
                 if outcome == fitted:
-                    raise RuntimeError(f"{self._field(outcome).name} was checked and still does not fit its block")
-                fitting = self._fit(outcome, values)
+                    raise RuntimeError(f"{fields.field(outcome).name} was checked and still does not fit its block")
+                fitting = fields.fit(outcome, values, self.device)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             else:
                 self._extend(outcome == _NEED_SLOTS)
             outcome = self.kernel.write(values)
         return bool(outcome == _DONE_WITH_BREAK)
-
-    def _field(self, index: int) -> Field:
-        """The field of the value at a place in what :meth:`write` takes."""
-        leaves = [leaf.field for leaf in self.leaves]
-        origin = f"num_envs={self.lanes}"
-        flags = [Field(n, (), torch.uint8, origin, is_flag=True) for n in ("terminateds", "truncateds", "mask")]
-        following = [_renamed(field, "next_observations") for field in leaves]
-        finals = [_renamed(field, "final observations") for field in leaves]
-        given = Field("which final observations are given", (), torch.uint8, origin, is_flag=True)
-        return [*leaves, *following, *self.columns, *flags, *finals, given][index]
-
-    def _fit(self, index: int, values: tuple[Any, ...]) -> Tensor:
-        field, value = self._field(index), values[index]
-        if self.lanes == 1 and value is not None:
-            value = as_tensor(value, field.name)
-            if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
-                value = value.reshape(1, *field.shape)
-        mask = values[2 * len(self.leaves) + len(self.columns) + 2]
-        if field.is_flag and field.name != "mask" and mask is not None:
-            # Nothing is read of a lane that sat out, not even that its flags are no flags.
-            given, taken = as_tensor(value, field.name), self._fit(2 * len(self.leaves) + len(self.columns) + 2, values)
-            if given.numel() == self.lanes:
-                value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
-        fitted = field.fit(value, self.lanes, self.device)
-        # A single element counts as contiguous whatever its strides; the kernel wants them plain.
-        return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
     def _extend(self, slots: bool) -> None:
         """Make room for more episodes, or the tables of starts."""
@@ -350,13 +345,23 @@ class EpisodeRing:
         self._free_from(deep)
         self._bind_tables()
 
+    def fix_tables(self) -> None:
+        """Make room for an episode for each row, and all tables: from now on none of them moves."""
+        deep = self.slots // self.lanes
+        if deep <= self.kept:
+            self._extend_tables((self.kept + 1) * self.lanes)
+            self._free_from(deep)
+        if any(leaf.stack > 1 and start is None for leaf, start in zip(self.leaves, self.starts, strict=True)):
+            self._make_starts()
+        self._bind_tables()
+
     def _free_from(self, deep: int) -> None:
         """Put the slots from ``deep`` a lane on on top of each stack, the lowest uppermost: they are free."""
-        deeper = self.slots // self.lanes
-        for lane in range(self.lanes):
-            count, new = int(self.free_count[lane]), torch.arange(deeper - 1, deep - 1, -1) * self.lanes + lane
-            self.free_slots[count : count + deeper - deep, lane] = new
-        self.free_count += deeper - deep
+        more = self.slots // self.lanes - deep
+        lane, up = torch.arange(self.lanes, device=self.device), torch.arange(more, device=self.device).unsqueeze(1)
+        new = (deep + more - 1 - up) * self.lanes + lane
+        self.free_slots[self.free_count + up, lane] = new.int()
+        self.free_count += more
 
     def _extend_tables(self, slots: int) -> None:
         """Make room for ``slots`` episodes, which are not yet free."""
@@ -365,9 +370,8 @@ class EpisodeRing:
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
-        on_host = self.backing.on_host()
-        self.episodes = on_host.extend("episodes", self.episodes, slots)
-        self.free_slots = on_host.extend("free_slots", self.free_slots, slots // self.lanes)
+        self.episodes = self.backing.extend("episodes", self.episodes, slots)
+        self.free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
         self.finals = [longer["final", k] for k in range(len(self.leaves))]
         self.starts = [longer.get(("start", k)) for k in range(len(self.leaves))]
 
@@ -411,6 +415,7 @@ class EpisodeRing:
             after_end = self.after_end.clone()
             self.rebuild()
             self.after_end.copy_(after_end)
+        self._has_rows = False
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()
@@ -441,9 +446,3 @@ class EpisodeRing:
         self.blocks = {**self._layout.views(self._records), **apart}
         self._kernel, self._whole = None, None
         self._view_counters()
-
-
-def _renamed(field: Field, name: str) -> Field:
-    """The field as errors call it when it is given under another name."""
-    rest = field.name.removeprefix("observations")
-    return Field(name + rest, field.shape, field.dtype, field.origin)

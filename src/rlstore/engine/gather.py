@@ -25,6 +25,7 @@ from rlstore.engine.memory import (
     keep_bytes_on_cuda,
     pieces_for,
 )
+from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
 
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
@@ -274,8 +275,23 @@ class TransitionGather:
                 return self._kernel.sample(random, count)  # type: ignore[no-any-return]
         return self._kernel.sample(random, count)  # type: ignore[no-any-return]
 
+    def sample_by_priority(
+        self, priorities: Priorities, count: int, beta: float, random: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        """The tensors, weights and rows of ``count`` rows drawn as :meth:`Priorities.draw` draws them.
+
+        None where there is no shorter way than to draw and then to gather.
+        """
+        self._bind()
+        if not hasattr(self._kernel, "sample_by_priority"):
+            return None
+        with torch.inference_mode(False):
+            return self._kernel.sample_by_priority(priorities.kernel, random, beta, count)  # type: ignore[no-any-return]
+
     def is_small(self, count: int) -> bool:
-        """True if the results of ``count`` rows are so small that their memory need not serve again."""
+        """True if the memory of the results of ``count`` rows need not serve again: on a device, or if it is small."""
+        if self._ring.device.type != "cpu":
+            return True
         return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -289,7 +305,7 @@ class TransitionGather:
         """One tensor ``[*rows.shape, ...]`` for each request; None if another process overwrote rows meanwhile.
 
         Args:
-            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 on the CPU; -1 gives zeros.
+            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 where the ring is; -1 gives zeros.
         """
         self._bind()
         if self._ring.device.type != "cpu":

@@ -14,13 +14,15 @@ from rlstore.engine.select import Windows
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.kernels import kernel
 
-_CPU = torch.device("cpu")
-
 
 class Priorities:
     """``p_i = priority_i ** alpha`` for every row i, and draws with ``P(i) = p_i / sum(p)``.
 
     A new row takes the largest p that is held (1 if none is above 0).
+
+    On CUDA nothing here waits for the device but :attr:`total`, :attr:`stale` and what looks at the leaves. So there a
+    draw does not notice that every priority is 0 (the weights are), and an update refuses nothing: what would be
+    refused is dropped and counted as stale.
 
     Args:
         ring: The rows.
@@ -29,12 +31,12 @@ class Priorities:
     """
 
     def __init__(self, ring: EpisodeRing, alpha: float, windows: Windows | None = None) -> None:
-        self.alpha, self.stale = alpha, 0
+        self.alpha, self._stale = alpha, 0
         self._ring, self._windows = ring, windows
         leaves = -(-ring.steps * ring.lanes // 16) * 16
         above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))  # type: ignore[attr-defined]
-        make = ring.backing.on_host().zeros
-        self.leaves = make("priorities", (leaves,), torch.float32)
+        make = ring.backing.zeros
+        self._leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
         with torch.inference_mode(False):
@@ -46,9 +48,25 @@ class Priorities:
     def kernel(self) -> Any:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
-            memory = (self.leaves, self._sums, self._maxima, self._seen)
+            memory = (self._leaves, self._sums, self._maxima, self._seen)
             self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
         return self._kernel
+
+    @property
+    def leaves(self) -> Tensor:
+        """Every p, float32, by row: that of ``time`` in ``lane`` is at ``lane * steps + time % steps``."""
+        if hasattr(self.kernel, "settle"):  # it may give new rows theirs later
+            self.kernel.settle()
+        return self._leaves
+
+    @property
+    def stale(self) -> int:
+        """Priorities that came for rows overwritten since, and were dropped."""
+        return self._stale + (self.kernel.dropped() if hasattr(self.kernel, "dropped") else 0)
+
+    @stale.setter
+    def stale(self, count: int) -> None:
+        self._stale += count - self.stale
 
     @property
     def total(self) -> float:
@@ -58,7 +76,7 @@ class Priorities:
     @property
     def nbytes(self) -> int:
         """Bytes of the tree."""
-        return self.leaves.nbytes + self._sums.nbytes + self._maxima.nbytes
+        return self._leaves.nbytes + self._sums.nbytes + self._maxima.nbytes
 
     def follow(self) -> None:
         """Give what was written since its first priority, and drop what was overwritten."""
@@ -69,7 +87,7 @@ class Priorities:
 
     def clear(self) -> None:
         """No row has a priority any more."""
-        self.leaves.zero_()
+        self._leaves.zero_()
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -83,9 +101,9 @@ class Priorities:
         Returns:
             rows int64 ``[count]``, weights float32 ``[count, 1]``: ``(P(i) * size) ** -beta`` over the largest of them.
         """
-        rows = allocate_empty((count,), torch.int64, _CPU)
-        weights = allocate_empty((count, 1), torch.float32, _CPU)
-        if not self.total > 0:
+        rows = allocate_empty((count,), torch.int64, self._ring.device)
+        weights = allocate_empty((count, 1), torch.float32, self._ring.device)
+        if self._ring.device.type == "cpu" and not self.total > 0:
             raise NotReadyError("every priority is 0, so no row can be drawn; give some row a priority above 0")
         self.kernel.draw(random, beta, rows, weights)
         return rows, weights
@@ -106,15 +124,16 @@ class Priorities:
                 f"priorities are {tuple(given.shape)} {given.dtype} for {len(ids)} rows; give a real number for each. "
                 f"{_UNCHANGED}"
             )
-        ids = ids.to(_CPU, torch.int64).contiguous()
-        values = given.flatten().to(_CPU, torch.float32).contiguous()
+        ids = ids.to(self._ring.device, torch.int64).contiguous()
+        given = given.to(self._ring.device)
+        values = given.flatten().to(torch.float32).contiguous()
         if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
-            values = torch.where(given.flatten().cpu() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
+            values = torch.where(given.flatten() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
         windows = None if self._windows is None else self._windows.kernel
         refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
         if refused:
             self._refuse(refused, index, ids, given.flatten())
-        self.stale += stale
+        self._stale += stale
 
     def _refuse(self, reason: int, index: int, rows: Tensor, priorities: Tensor) -> None:
         row, count = int(rows[index]), len(rows)
@@ -137,7 +156,7 @@ class Priorities:
         return self.leaves[lane * self._ring.steps + time % self._ring.steps]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None}
+        return {**self.__dict__, "_stale": self.stale, "_leaves": self.leaves, "_kernel": None}
 
 
 _UNCHANGED = "No priority was changed."

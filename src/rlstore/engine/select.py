@@ -13,7 +13,6 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.memory import allocate, allocate_empty
 from rlstore.kernels import kernel
 
-_CPU = torch.device("cpu")
 # The orders of so many epochs are made in one launch; and the longest permutation that is made so.
 _ORDER_BYTES = 32 << 20
 _LONGEST_PERMUTATION = 1 << 32
@@ -54,21 +53,25 @@ def keyed_orders(held: int, wanted: int, generator: torch.Generator, epochs: int
 
 
 def new_random(seed: int) -> Tensor:
-    """The generator of replay, int64 ``[seed, draws made]``: what it draws is a function of these two numbers."""
-    return torch.tensor([seed, 0])
+    """The generator of replay, int64 ``[seed, draws made]``: what it draws is a function of these two numbers.
+
+    It has to be where the ring is that it draws rows of.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor([seed, 0])
 
 
 def uniform_rows(ring: EpisodeRing, count: int, random: Tensor) -> Tensor:
     """``count`` rows of all that are held, each as likely as any other, int64 ``[count]``; some may come twice."""
-    rows = allocate_empty((count,), torch.int64, _CPU)
+    rows = allocate_empty((count,), torch.int64, ring.device)
     ring.kernel.draw(random, rows)
     return rows
 
 
 def random_units(count: int, random: Tensor) -> Tensor:
     """``count`` numbers uniform in [0, 1), float64 ``[count]``."""
-    units = allocate_empty((count,), torch.float64, _CPU)
-    kernel("draw_units", "cpu")(random, units)
+    units = allocate_empty((count,), torch.float64, random.device)
+    kernel("draw_units", random.device.type)(random, units)
     return units
 
 
@@ -89,8 +92,8 @@ class Windows:
     def __init__(self, ring: EpisodeRing, length: int, stride: int, *, across: bool = False) -> None:
         self.length = length
         self._ring, self._stride, self._across = ring, stride, across
-        self._queue = allocate((ring.lanes, ring.steps), torch.int64, _CPU)
-        self._counters = allocate((4, ring.lanes), torch.int64, _CPU)
+        self._queue = allocate((ring.lanes, ring.steps), torch.int64, ring.device)
+        self._counters = allocate((4, ring.lanes), torch.int64, ring.device)
         self._kernel: Any = None
         self.rebuild()
 
@@ -121,13 +124,13 @@ class Windows:
 
     def draw(self, count: int, random: Tensor) -> Tensor:
         """The first rows of ``count`` windows, each as likely as any other."""
-        rows = allocate_empty((count,), torch.int64, _CPU)
+        rows = allocate_empty((count,), torch.int64, self._ring.device)
         self.kernel.draw(random, rows)
         return rows
 
     def rows(self, starts: Tensor) -> Tensor:
         """All rows of the windows that begin at ``starts``, int64 ``[windows, length]``; -1 after their end."""
-        rows = allocate_empty((starts.shape[0], self.length), torch.int64, _CPU)
+        rows = allocate_empty((starts.shape[0], self.length), torch.int64, self._ring.device)
         self._ring.kernel.windows(starts, self.length, self._across, rows)
         return rows
 

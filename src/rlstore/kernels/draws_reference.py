@@ -1,4 +1,7 @@
-"""Windows and priorities of a ring, in plain torch on the CPU: the truth that the C++ versions are tested against."""
+"""Windows and priorities of a ring, in plain torch: the truth that the C++ versions are tested against.
+
+Everything is where the counters of the ring are.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,12 @@ class WindowIndex:
         starts, self._heads, self._tails, self._seen, self._open = memory
         self._starts = starts.view(ring.lanes, ring.steps)
         # Rows of windows that the last follow() added and dropped.
-        self.added = self.dropped = torch.empty(0, dtype=torch.int64)
+        self.added = self.dropped = torch.empty(0, dtype=torch.int64, device=ring.home)
 
     def follow(self) -> None:
         """Take in what was written since, one row of every lane at a time."""
-        added: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-        dropped: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        added: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self._ring.home)]
+        dropped: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self._ring.home)]
         self._begin_anew((self._seen < self._ring.oldest()).nonzero().flatten(), dropped)
         while True:
             lanes = (self._seen < self._ring.written).nonzero().flatten()
@@ -119,8 +122,8 @@ class WindowIndex:
         """Forget everything and take in all rows that are held, all at once."""
         ring, oldest = self._ring, self._ring.oldest()
         held = ring.written - oldest
-        lane = torch.repeat_interleave(torch.arange(ring.lanes), held)
-        time = torch.arange(len(lane)) - (held.cumsum(0) - held - oldest)[lane]
+        lane = torch.repeat_interleave(torch.arange(ring.lanes, device=ring.home), held)
+        time = torch.arange(len(lane), device=ring.home) - (held.cumsum(0) - held - oldest)[lane]
         stop = time + 1
         if self._across:
             starts, begins = stop - self._length, self._completes(stop - ring.begun[lane])
@@ -137,7 +140,7 @@ class WindowIndex:
         count = torch.bincount(lane, minlength=ring.lanes)
         self._heads.zero_()
         self._tails.copy_(count)
-        self._starts[lane, torch.arange(len(lane)) - (count.cumsum(0) - count)[lane]] = starts
+        self._starts[lane, torch.arange(len(lane), device=ring.home) - (count.cumsum(0) - count)[lane]] = starts
         self._seen.copy_(ring.written)
 
     def count(self) -> int:
@@ -157,7 +160,7 @@ class WindowIndex:
 
     def contains(self, row: int) -> bool:
         """True if a window begins at this row."""
-        return bool(self.contain(torch.tensor([row]))[0])
+        return bool(self.contain(torch.tensor([row], device=self._ring.home))[0])
 
     def contain(self, rows: Tensor) -> Tensor:
         """True for each row at which a window begins."""
@@ -205,7 +208,7 @@ class Priorities:
 
     def rebuild(self) -> None:
         """Every sum from the leaves."""
-        self._refresh(torch.arange(len(self._leaves)))
+        self._refresh(torch.arange(len(self._leaves), device=self._leaves.device))
 
     def _set(self, leaves: Tensor, values: Tensor) -> None:
         """Set leaves, of which none comes twice, and what is above them."""
@@ -232,8 +235,8 @@ class Priorities:
         """Give the rows written since their first priority."""
         ring = self._ring
         new = (ring.written - self._seen).clamp(min=0)
-        lane = torch.repeat_interleave(torch.arange(ring.lanes), new)
-        time = torch.arange(len(lane)) - (new.cumsum(0) - new - self._seen)[lane]
+        lane = torch.repeat_interleave(torch.arange(ring.lanes, device=ring.home), new)
+        time = torch.arange(len(lane), device=ring.home) - (new.cumsum(0) - new - self._seen)[lane]
         self._set(torch.unique(self._leaf_of(lane, time)), self._first_value())
         self._seen.copy_(torch.maximum(self._seen, ring.written))
 
@@ -250,8 +253,8 @@ class Priorities:
             raise ValueError("draw: all priorities are 0")
         if weights.numel() != count:
             raise ValueError("draw: a weight for each row")
-        target = (torch.arange(count) + take_units(generator, count)) / count * total
-        leaf = torch.zeros(count, dtype=torch.int64)
+        target = (torch.arange(count, device=ring.home) + take_units(generator, count)) / count * total
+        leaf = torch.zeros(count, dtype=torch.int64, device=ring.home)
         for level in (*reversed(self._sums), self._leaves):
             leaf, target = _descend(level, leaf, target)
         chosen = self._leaves[leaf]
@@ -288,7 +291,7 @@ class Priorities:
         leaves, values = self._leaf_of(lane, time)[held], raised[held]
         # Where a row comes twice, the later priority counts.
         leaves, which = torch.unique(leaves, return_inverse=True)
-        last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which)), "amax")
+        last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amax")
         self._set(leaves, values[last])
         return 0, 0, int((~held).sum())
 
@@ -311,11 +314,11 @@ def _descend(level: Tensor, index: Tensor, target: Tensor) -> tuple[Tensor, Tens
     fours = groups.view(-1, 4, 4)
     a, b, c, d = fours.unbind(2)
     quarter, target = _pick((a + b) + (c + d), target)
-    picked, target = _pick(fours[torch.arange(len(fours)), quarter], target)
+    picked, target = _pick(fours[torch.arange(len(fours), device=fours.device), quarter], target)
     child = quarter * 4 + picked
     # Rounding may put the target past the end: then it is the last child before it that holds anything, or the first
     # after it.
-    place, holds = torch.arange(_WIDTH), groups > 0
+    place, holds = torch.arange(_WIDTH, device=groups.device), groups > 0
     before = torch.where(holds & (place <= child[:, None]), place, -1).amax(1)
     after = torch.where(holds, place, _WIDTH - 1).amin(1)
     empty = before < child

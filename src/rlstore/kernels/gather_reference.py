@@ -55,7 +55,7 @@ class ReplayGather:
 
     def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
         """:meth:`gather` of ``count`` rows drawn as the ring draws them."""
-        rows = torch.empty(count, dtype=torch.int64)
+        rows = torch.empty(count, dtype=torch.int64, device=self._ring.home)
         self._ring.draw(generator, rows)
         return self.gather(rows, None)
 
@@ -69,11 +69,11 @@ class ReplayGather:
         if given is not None and len(given) != len(self._requests):
             raise ValueError("gather: an output for each request")
         if rows.dim() == 2:
-            after = torch.arange(rows.shape[1]) * self._ring.lanes
+            after = torch.arange(rows.shape[1], device=rows.device) * self._ring.lanes
             follows = ((rows == rows[:, :1] + after) & (rows[:, :1] >= 0)).long().cumprod(1) > 0
             if bool((~follows & (rows != -1)).any()):
                 raise IndexError("a row is not held")
-        found = self._find(rows.flatten())
+        found = self._find(rows.flatten().to(self._ring.home))
         made = tuple(self._make(found, *request).unflatten(0, rows.shape) for request in self._requests)
         if given is None:
             return made

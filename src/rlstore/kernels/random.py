@@ -13,16 +13,16 @@ def take_units(generator: Tensor, count: int) -> Tensor:
     """The next ``count`` numbers of a generator, which moves on: multiples of 2^-53 in [0, 1).
 
     Args:
-        generator: int64 ``[seed, draws made]`` on the CPU.
+        generator: int64 ``[seed, draws made]``.
         count: How many.
 
     Returns:
-        float64 ``[count]`` on the CPU.
+        float64 ``[count]`` where the generator is.
     """
     if generator.dtype != torch.int64 or generator.numel() != 2:
         raise ValueError("a generator is int64 [seed, draws made]")
     seed, made = generator.unbind()
-    bits = seed + (made + torch.arange(1, count + 1)) * _STEP
+    bits = seed + (made + torch.arange(1, count + 1, device=generator.device)) * _STEP
     bits = (bits ^ _shift(bits, 30)) * _FIRST
     bits = (bits ^ _shift(bits, 27)) * _SECOND
     bits = bits ^ _shift(bits, 31)

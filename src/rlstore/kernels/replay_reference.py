@@ -1,7 +1,8 @@
 """The ring of episodes in plain torch: the truth that the C++ version is tested against.
 
 Blocks, final observations and starts may lie on any device. Counters, the table of episodes, free slots, rows and
-generators are on the CPU. Frames are compared and copied as bytes: a NaN equals itself, and -0.0 is not 0.0.
+generators are on the CPU, or all with the blocks. Frames are compared and copied as bytes: a NaN equals itself, and
+-0.0 is not 0.0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlstore.kernels.replay_blocks import END, KEPT, REPEATED, STOP, TERMINATED,
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 # What the step after an end is: a reset step if it looks like one, always, never.
 _TELL, _ALWAYS = 0, 1
-_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass
@@ -39,7 +40,7 @@ class _Step:
 
 @dataclass
 class _Seen:
-    """What the data say of each lane, ``[lanes]`` on the CPU."""
+    """What the data say of each lane, ``[lanes]`` where the counters are."""
 
     goes_on: Tensor  # the observation is the one that was to follow
     repeats_final: Tensor  # it is the final observation of the episode before, without a reward or an end
@@ -79,7 +80,7 @@ class EpisodeRing:
         self.steps = steps
         self.lanes, self.rows = episode_of.shape
         self.written, self.begun, self._current, self._after_end, self._free_count = counters
-        self.device = episode_of.device
+        self.device, self.home = episode_of.device, self.written.device
         self._episode_of = episode_of
         self.leaves = [Block(*leaf) for leaf in leaves]
         self.columns = [Block(*column) for column in columns]
@@ -94,7 +95,7 @@ class EpisodeRing:
             raise ValueError("rewards are float32")
         self._every = torch.arange(self.lanes, device=self.device)
         self._episodes: Tensor | None = None
-        self._free_slots = torch.empty(0, self.lanes, dtype=torch.int32)
+        self._free_slots = torch.empty(0, self.lanes, dtype=torch.int32, device=self.home)
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
@@ -125,7 +126,8 @@ class EpisodeRing:
 
     def catch_up(self) -> None:
         """Take notice of what was written."""
-        self.written.copy_(require(self._written_now))
+        if self._written_now is not None:
+            self.written.copy_(self._written_now)
 
     def overrun(self, flags: Tensor) -> bool:
         """Flags, uint8 ``[lanes]``: where rows that this ring takes to be held may have been overwritten."""
@@ -201,7 +203,7 @@ class EpisodeRing:
         return self.lanes == 1 and (given == shape or (is_scalar and given == ()))
 
     def _is_flags(self, value: object) -> bool:
-        if not isinstance(value, Tensor) or value.dtype not in _FLAG_DTYPES:
+        if not isinstance(value, Tensor) or value.dtype not in FLAG_DTYPES:
             return False
         if not self._is_ready(value, value.dtype, ()):
             return False
@@ -237,7 +239,7 @@ class EpisodeRing:
         )
 
     def _see(self, step: _Step) -> _Seen:
-        """Everything that the moves depend on, brought to the CPU at once."""
+        """Everything that the moves depend on, brought to the counters at once."""
         gone = self.written - self.kept
         ended = self._after_end.clamp(min=0)
         place, oldest, ended = self._send(self.written % self.rows, gone % self.rows, ended)
@@ -252,13 +254,12 @@ class EpisodeRing:
         oldest_slot = self._episode_of[self._every, oldest]
         parts = (goes_on, repeats, self._padding(step), oldest_slot)
         flags = (step.terminated, step.truncated, step.mask, step.given)
-        on_cpu = torch.stack([part.long() for part in (*parts, *flags)]).cpu()
-        seen = on_cpu.unbind()
+        seen = torch.stack([part.long() for part in (*parts, *flags)]).to(self.home).unbind()
         return _Seen(seen[0] != 0, seen[1] != 0, seen[2], seen[3], *(flag != 0 for flag in seen[4:]))
 
     def _older(self, leaf: Block, slots: Tensor) -> Tensor:
         """All but the newest frame of the stack that follows each lane's newest row, ``[lanes, stack - 1, frame]``."""
-        slots, back = slots.clamp(min=0), torch.arange(leaf.stack - 1, 0, -1)
+        slots, back = slots.clamp(min=0), torch.arange(leaf.stack - 1, 0, -1, device=self.home)
         start, _, _, padding = self.episodes[slots].unbind(1)
         time = self.written[:, None] - back
         kept = (leaf.stack - 1 - (start[:, None] - time)).clamp(0, leaf.stack - 2)
@@ -353,7 +354,7 @@ class EpisodeRing:
         self._after_end[lanes] = torch.where(may_reset, slots, -1)
 
     def _send(self, *indices: Tensor) -> tuple[Tensor, ...]:
-        """Indices of the CPU on the device, in one transfer."""
+        """Indices on the blocks' device, in one transfer."""
         return torch.stack(indices).to(self.device).unbind()
 
     # ---------------------------------------------------------------------------------------------- reading
@@ -374,9 +375,9 @@ class EpisodeRing:
         return lane, time
 
     def slots_of(self, lane: Tensor, time: Tensor) -> Tensor:
-        """The slots of rows' episodes, int64 on the CPU."""
+        """The slots of rows' episodes, int64 where the counters are."""
         lanes, places = self._send(lane, time % self.rows)
-        return self._episode_of[lanes, places].cpu().long()
+        return self._episode_of[lanes, places].to(self.home).long()
 
     def draw(self, generator: Tensor, rows: Tensor) -> None:
         """Fill ``rows`` with rows drawn uniformly from all that are held."""
@@ -405,7 +406,7 @@ class EpisodeRing:
         lane, time = self.part(starts)
         stop = self.episodes[self.slots_of(lane, time), STOP]
         stop = torch.where((stop < 0) | (stop > self.written[lane]) | across, self.written[lane], stop)
-        at = time[:, None] + torch.arange(length)
+        at = time[:, None] + torch.arange(length, device=self.home)
         found = torch.where(at < stop[:, None], at * self.lanes + lane[:, None], -1)
         rows.copy_(found.view(rows.shape))
 

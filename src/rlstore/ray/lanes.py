@@ -34,6 +34,11 @@ class LaneWriter:
         if isinstance(storage, OffPolicyStorage) and can_split(storage) and lanes is not None:
             self._writer = storage.writer(range(lanes) if place.whole else range(place.first, place.stop))
 
+    @property
+    def ticket(self) -> int:
+        """When the place was given: later ones have higher tickets."""
+        return self._place.ticket
+
     def insert(self, sample: Sample) -> None:
         """Store one step of these lanes."""
         (self._writer or self._target).insert_transition(sample)

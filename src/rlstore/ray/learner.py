@@ -68,9 +68,10 @@ class ServedLearner:
         self._random = np.random.default_rng(check_seed("learner()", seed))
         self._random_lock = threading.Lock()
         self._prefetch, self._group = prefetch, 1
+        self._limited = True  # until the shards say that there is no rate limit
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
-        self._ahead: deque[Future[list[BatchDict]]] = deque()
-        self._ready: deque[BatchDict] = deque()
+        self._ahead: deque[Future[list[Any]]] = deque()
+        self._ready: deque[Any] = deque()  # batches, perhaps on their way to the device
         self._updates: deque[tuple[Any, int, int]] = deque()
         self._closed = False
 
@@ -109,14 +110,16 @@ class ServedLearner:
     def _wanted(self) -> bool:
         return not self._closed and program_goes_on()
 
-    def _fetch(self) -> list[BatchDict]:
+    def _fetch(self) -> list[Any]:
         """Some batches, in a thread."""
         served, size = self._served, self._size
-        many, news = served.ask_ledger("permit_sample", size, self._group, served.deadline, wanted=self._wanted)
+        many, news, limited = self._group, -1, self._limited
+        if limited:
+            many, news = served.ask_ledger("permit_sample", size, many, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
-                batches = self._draw(many)
+                batches = self._draw(many, limited)
                 if batches is not None:
                     return batches
                 if not self._wanted():
@@ -128,7 +131,8 @@ class ServedLearner:
                 else:
                     self._health.wait(deadline)
         except BaseException:
-            served.ledger.return_sample.remote(many * size)
+            if limited:
+                served.ledger.return_sample.remote(many * size)
             raise
 
     def _give_up(self, deadline: Deadline) -> None:
@@ -141,8 +145,8 @@ class ServedLearner:
             f"{self._health.left_out()}"
         )
 
-    def _draw(self, many: int) -> list[BatchDict] | None:
-        """Batches, drawn across the shards that answer; None if it has to be tried again."""
+    def _draw(self, many: int, permitted: bool) -> list[Any] | None:
+        """Batches to hand out, drawn across the shards that answer; None if it has to be tried again."""
         shards = self._health.answering()
         if len(self._served.shards) == 1:
             chances, counts = [1.0] * len(shards), np.full((many, len(shards)), self._size)
@@ -155,7 +159,7 @@ class ServedLearner:
             with self._random_lock:
                 counts = self._random.multinomial(self._size, chances, size=many)
         wanted = [(place, shard) for place, shard in enumerate(shards) if counts[:, place].any()]
-        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist()) for i, s in wanted]
+        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist(), permitted) for i, s in wanted]
         given = self._collect([shard for _, shard in wanted], refs)
         if not wanted or any(drawn is None for drawn in given):
             return None
@@ -163,10 +167,11 @@ class ServedLearner:
         for (place, shard), drawn in zip(wanted, given, strict=True):
             for batch, part in zip(np.flatnonzero(counts[:, place]).tolist(), drawn, strict=True):
                 parts[batch].append(_Part(shard, chances[place], part))
+        self._limited = any(part.draw.limited for batch in parts for part in batch)
         # Half of the batches under way are asked for at once, if they are small: so they need few calls.
         nbytes = sum(array.nbytes for part in parts[0] for packed in part.draw.parts for array in packed.arrays)
         self._group = max(self._prefetch // 2, 1) if nbytes < _LARGE_BYTES else 1
-        return [self._assemble(batch) for batch in parts]
+        return [self._output.send(self._assemble(batch)) for batch in parts]
 
     def _ask(self, shards: list[int], method: str) -> list[tuple[int, Totals]]:
         refs = [getattr(self._served.shards[shard], method).remote() for shard in shards]

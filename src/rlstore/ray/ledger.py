@@ -14,6 +14,7 @@ import asyncio
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class Facts:
     """What a shard tells of itself.
 
     ``lanes`` is None as long as the storage waits for its first sample; ``splits`` tells whether several writers can
-    share its lanes. ``inserted`` counts on from the snapshot that the shard began with.
+    share its lanes. ``inserted`` counts on from the snapshot that the shard began with; what is ``free`` came without
+    a permit, while there was no rate limit.
     """
 
     shard: int
@@ -46,6 +48,8 @@ class Facts:
     held: int = 0
     sampled: int = 0
     restored: int = 0
+    free_inserted: int = 0
+    free_sampled: int = 0
     said: str = ""
 
 
@@ -58,6 +62,12 @@ class ShardCounts:
     inserted: int = 0  # in all lives
     sampled: int = 0
     lost: int = 0
+    before: Facts | None = None  # the last that is known of the life before this one
+    begun_with: int = 0  # of all that was inserted, what this life began with
+
+    def lost_with(self, life: Facts) -> int:
+        """What went with the life before this one: stored since the snapshot, and not overwritten."""
+        return min(max(life.inserted - self.begun_with, 0), life.held)
 
 
 @dataclass
@@ -114,35 +124,61 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    async def tell(self, facts: Facts) -> None:
-        """A shard tells of itself: when it begins a life, and after each insert."""
+    async def tell(self, facts: Facts, writers: Sequence[str] = ()) -> None:
+        """A shard tells of itself, when it begins a life and soon after inserts, and of the writers that made them."""
+        for writer in writers:
+            self._places.touch(writer)
         if self._hear(facts):
             self._share()
         self._news += 1
         self._wake()
 
+    async def witness(self, facts: Facts) -> None:
+        """A writer has met the loss of a shard: the last that the shard told it, which may be news here."""
+        self._hear(facts)
+        self._wake()
+
     def _hear(self, facts: Facts) -> bool:
-        """Take in what a shard tells; True if it has begun a new life."""
+        """Take in what is told of a shard; True if it has begun a new life."""
         counts = self._shards[facts.shard]
         known = counts.facts
         if facts.generation < known.generation:
-            return False  # news of a life that is over
+            self._hear_of_the_past(counts, facts)
+            return False
+        if facts.generation == known.generation and facts.inserted < known.inserted:
+            return False  # older than what is known
         counts.facts = facts
         if facts.generation == known.generation:
             counts.inserted += facts.inserted - known.inserted
             counts.sampled += facts.sampled - known.sampled
+            self._inserts.granted += facts.free_inserted - known.free_inserted
+            self._samples.granted += facts.free_sampled - known.free_sampled
+            self._serve_lines()
             return False
         counts.births += 1
         if counts.births == 1:
             counts.inserted = facts.inserted  # those of a snapshot are there too
         else:
-            counts.lost += min(max(known.inserted - facts.inserted, 0), known.held)
+            counts.before, counts.begun_with = known, facts.inserted
+            counts.lost += counts.lost_with(known)
         counts.sampled += facts.sampled
+        self._inserts.granted += facts.free_inserted
+        self._samples.granted += facts.free_sampled
         self._places.describe(facts.shard, facts.lanes, facts.splits)
         # A snapshot may hold data that no file with the limiter's counts tells of.
         self._inserts.granted = max(self._inserts.granted, sum(other.facts.inserted for other in self._shards))
         self._serve_lines()
         return True
+
+    def _hear_of_the_past(self, counts: ShardCounts, facts: Facts) -> None:
+        before = counts.before
+        if before is None or facts.generation != before.generation or facts.inserted <= before.inserted:
+            return
+        counts.inserted += facts.inserted - before.inserted
+        counts.sampled += max(facts.sampled - before.sampled, 0)
+        counts.lost += counts.lost_with(facts) - counts.lost_with(before)
+        self._inserts.granted += facts.free_inserted - before.free_inserted
+        counts.before = facts
 
     async def wait_for_news(self, seen: int, seconds: float) -> int:
         """A number that grows when a shard has something new to tell, as soon as it is above ``seen``."""
@@ -216,7 +252,7 @@ class Ledger:
         self._serve_lines()
 
     async def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again.
+        """Change the limit; whoever waits looks again. When this returns the shards know of it.
 
         Whether its tolerance is enough is looked at anew with each call that comes: those who made large ones may be
         gone.
@@ -227,7 +263,11 @@ class Ledger:
         self._inserts.largest, self._samples.largest = largest
         self._limit = limit
         self._serve_lines()
-        self._share()
+        known = asyncio.gather(*self._share(), return_exceptions=True)
+        try:
+            await asyncio.wait_for(known, _SHARE_SECONDS)
+        except asyncio.TimeoutError:
+            return  # one that does not answer is told again when it begins another life
 
     async def _line_up(self, line: _Line, count: int, seconds: float) -> None:
         other = self._samples if line is self._inserts else self._inserts
@@ -302,8 +342,8 @@ class Ledger:
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(f"{self._file} does not hold a limiter's counts: {error}") from error
 
-    def _share(self) -> None:
-        """Have the shards keep what must not be lost with this process."""
+    def _share(self) -> list[Any]:
+        """Have the shards keep what must not be lost with this process; gives the calls."""
         self._version += 1
         kept = _Kept(
             self._limit,
@@ -316,10 +356,9 @@ class Ledger:
             self._restarts,
             self._version,
         )
-        for shard in range(len(self._shards)):
-            handle = self._handle(shard)
-            if handle is not None:
-                handle.keep.remote(self._version, kept)
+        handles = [self._handle(shard) for shard in range(len(self._shards))]
+        limited = self._limit is not None
+        return [handle.keep.remote(self._version, kept, limited) for handle in handles if handle is not None]
 
     def _handle(self, shard: int) -> Any:
         """The actor of a shard, which stays the same when it is started again; None before its first life."""
@@ -375,7 +414,7 @@ def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:
     return limit.resolved(inserts, samples)
 
 
-_RECOVER_SECONDS = 5.0
+_RECOVER_SECONDS = _SHARE_SECONDS = 5.0
 
 
 def shard_name(name: str, shard: int) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.memory import Recycler, allocate_empty
+from rlstore.engine.staging import Staging, received
 
 # Smaller tensors cost little to make.
 _RECYCLED_BYTES = 1 << 16
@@ -21,7 +21,7 @@ class Output:
     """Makes the tensors of batches, which threads fill, and moves whole batches to the learner's device.
 
     On the CPU the memory of batches that nobody holds any more serves again. For another device batches are put
-    together in page-locked memory, and copied on the stream of whoever takes them.
+    together in page-locked memory, and copied on a stream of their own as soon as they are whole.
 
     Args:
         device: Where batches are served.
@@ -29,6 +29,7 @@ class Output:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._recycler, self._lock = device, Recycler(), threading.Lock()
+        self._staging = Staging(device)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor on the host, with whatever was in its memory."""
@@ -46,14 +47,10 @@ class Output:
         """A small tensor, in the memory in which batches are put together."""
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
-    def hand_out(self, nest: Any) -> Any:
-        """A nest of tensors on the device."""
-        if self._device.type == "cpu":
-            return nest
-        if isinstance(nest, (Tensor, TensorDictBase)):
-            return nest.to(self._device, non_blocking=True)
-        if isinstance(nest, dict):
-            return {key: self.hand_out(part) for key, part in nest.items()}
-        if isinstance(nest, (tuple, list)):
-            return type(nest)(self.hand_out(part) for part in nest)
-        return nest
+    def send(self, nest: Any) -> Any:
+        """A nest of tensors, whole now, for :meth:`hand_out`. It may be called in any thread."""
+        return nest if self._device.type == "cpu" else self._staging.send(nest)
+
+    def hand_out(self, sent: Any) -> Any:
+        """What was sent, for use by the calling thread."""
+        return received(sent)

@@ -9,12 +9,16 @@ from rlstore.errors import InvalidInputError, NotReadyError
 
 
 class Place(NamedTuple):
-    """The lanes ``[first, stop)`` of a shard; ``whole`` if those are all that it has."""
+    """The lanes ``[first, stop)`` of a shard; ``whole`` if those are all that it has.
+
+    Of two places that overlap, the one with the higher ``ticket`` was given later, and holds.
+    """
 
     shard: int
     first: int
     stop: int
     whole: bool
+    ticket: int = 0
 
 
 class Places:
@@ -27,6 +31,7 @@ class Places:
 
     def __init__(self, shards: int, patience: float) -> None:
         self.given: dict[str, Place] = {}
+        self._tickets = 0
         self._heard: dict[str, float] = {}
         self._lanes: list[int | None] = [None] * shards
         self._splits = [False] * shards
@@ -44,6 +49,7 @@ class Places:
     def take(self, given: dict[str, Place]) -> None:
         """Go on from the places that were given before."""
         self.given = dict(given)
+        self._tickets = max((place.ticket for place in given.values()), default=0)
         self._heard = dict.fromkeys(given, time.monotonic())
         for place in given.values():
             if place.whole:
@@ -77,6 +83,8 @@ class Places:
         if place is None:
             self._refuse(num_envs)
         assert place is not None
+        self._tickets += 1
+        place = place._replace(ticket=self._tickets)
         self.given[writer] = place
         self._heard[writer] = time.monotonic()
         if self._lanes[place.shard] is None:

@@ -150,6 +150,13 @@ def _check_rollout(rollout: Any) -> dict[str, Tensor]:
     return tensors
 
 
+class _Stacked(NamedTuple):
+    """Rollouts side by side: their tensors by key and their states, perhaps on their way to the learner's device."""
+
+    joined: Any
+    versions: Tensor
+
+
 class _Fetched(NamedTuple):
     """A rollout that is on this node."""
 
@@ -176,7 +183,7 @@ class QueueLearner:
         self._output, self._client = Output(device), uuid.uuid4().hex
         # One thread, so that rollouts stay in their order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlstore-rollouts")
-        self._ahead: deque[Future[tuple[list[_Fetched], RolloutBatch | None]]] = deque()
+        self._ahead: deque[Future[tuple[list[_Fetched], _Stacked | None]]] = deque()
         self._messages: list[str] = []
         self._served = self._lost = 0
         self._closed = False
@@ -214,8 +221,8 @@ class QueueLearner:
         self._confirm(0, 0, self._size)
         if not self._closed:
             self._ahead.append(self._thread.submit(self._fetch, []))
-        handed: Any = self._output.hand_out
-        return RolloutBatch(handed(dict(batch)), handed(batch.states), batch.versions)
+        tensors, states = self._output.hand_out(batch.joined)
+        return RolloutBatch(tensors, states, batch.versions)
 
     def _fresh(self, rollouts: list[_Fetched]) -> list[_Fetched]:
         return [rollout for rollout in rollouts if not self._queue._is_stale(rollout.version)]
@@ -253,7 +260,7 @@ class QueueLearner:
 
     # ---------------------------------------------------------------------------------------------- in the thread
 
-    def _fetch(self, rollouts: list[_Fetched]) -> tuple[list[_Fetched], RolloutBatch | None]:
+    def _fetch(self, rollouts: list[_Fetched]) -> tuple[list[_Fetched], _Stacked | None]:
         """A batch that begins with rollouts that are here already; without the batch if the learner is closed."""
         rollouts, deadline = list(rollouts), Deadline(self._queue._deadline)
         while len(rollouts) < self._size:
@@ -302,7 +309,7 @@ class QueueLearner:
             if not isinstance(given, Exception)
         ]
 
-    def _stack(self, rollouts: list[_Fetched]) -> RolloutBatch:
+    def _stack(self, rollouts: list[_Fetched]) -> _Stacked:
         first = rollouts[0].packed
         shapes = [[array.shape for array in rollout.packed.arrays] for rollout in rollouts]
         if any(rollout.packed.spec != first.spec for rollout in rollouts) or any(s != shapes[0] for s in shapes):
@@ -319,4 +326,4 @@ class QueueLearner:
             self._output.allocate,
         )["hidden_states"]
         versions = torch.from_numpy(np.array([rollout.version for rollout in rollouts], dtype=np.int64))
-        return RolloutBatch(dict(zip(fields, tensors, strict=True)), states, versions)
+        return _Stacked(self._output.send((dict(zip(fields, tensors, strict=True)), states)), versions)

@@ -190,8 +190,13 @@ class ServedStorage:
             served.patience,
         )
         known = served.ask_ledger("report")
-        shards = tuple(_report(counts, told[index]) for index, counts in enumerate(known.pop("shards")))
-        return ServedReport(shards=shards, **known)
+        shards = []
+        for counts, answered in zip(known.pop("shards"), told, strict=True):
+            shards.append(_report(counts, answered))
+            if not isinstance(answered, Exception) and answered[0].generation == counts.facts.generation:
+                known["limiter_inserted"] += answered[0].free_inserted - counts.facts.free_inserted
+                known["limiter_sampled"] += answered[0].free_sampled - counts.facts.free_sampled
+        return ServedReport(shards=tuple(shards), **known)
 
     def shutdown(self) -> None:
         """End all actors. Data that are in no snapshot are gone."""

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.storage import BatchDict, Storage
 
-# How long an insert waits for the ledger to know of it; one that is being started again does not hold it up longer.
-_TELL_SECONDS = 1.0
+# How soon after an insert the ledger knows of it: many inserts are told of in one call. If this process is lost in the
+# meantime, the writers tell what they know.
+_TELL_SECONDS = 0.02
 
 
 def packed_factory(factory: Callable[..., Storage]) -> bytes:
@@ -55,7 +56,7 @@ class Draw(NamedTuple):
     """A shard's part of a batch.
 
     ``priorities`` are p_i of the rows, or None where draws are uniform; ``total`` is their sum over the shard, and
-    ``beta`` the exponent of the weights, both as they were at the draw.
+    ``beta`` the exponent of the weights, both as they were at the draw. ``limited``: the next draw needs a permit.
     """
 
     parts: list[Packed]
@@ -64,6 +65,19 @@ class Draw(NamedTuple):
     priorities: Array | None
     total: float
     beta: float
+    limited: bool
+
+
+class Stored(NamedTuple):
+    """The answer to an insert: how many transitions are stored, the error if a step was refused, and the shard's facts.
+
+    ``limited``: the next insert needs a permit.
+    """
+
+    stored: int
+    refused: Exception | None
+    facts: Facts
+    limited: bool
 
 
 class Shard:
@@ -95,6 +109,8 @@ class Shard:
         self._gone: set[str] = set()
         self._late, self._snapshots, self._saved_at = 0, 0, 0
         self._kept: tuple[int, Any] = (0, None)
+        self._limited = True  # until the ledger says that it is not
+        self._to_tell: set[str] | None = None  # the writers since the ledger was told; None if there is no news
         self._facts = Facts(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
         self._storage: Storage | None = None
         self._failure: Exception | None = None
@@ -103,7 +119,7 @@ class Shard:
         except Exception as error:  # told to whoever calls: an actor that fails to start could only say that it did
             self._failure = error
             return
-        self._tell()
+        self._tell(())
 
     def _begin(self, factory: Callable[..., Storage], seed: int) -> None:
         try:
@@ -146,17 +162,29 @@ class Shard:
         with self._lock:
             return replace(self._facts, lanes=count_lanes(storage), splits=can_split(storage), held=self._held(storage))
 
-    def _tell(self) -> Any:
-        return self._ledger.tell.remote(self._news())
+    def _tell(self, writers: Iterable[str]) -> None:
+        self._ledger.tell.remote(self._news(), list(writers))
+
+    def _tell_soon(self, writer: str) -> None:
+        with self._lock:
+            if self._to_tell is None:
+                self._to_tell = set()
+                timer = threading.Timer(_TELL_SECONDS, self._tell_now)
+                timer.daemon = True
+                timer.start()
+            self._to_tell.add(writer)
+
+    def _tell_now(self) -> None:
+        with self._lock:
+            writers, self._to_tell = self._to_tell or set(), None
+        self._tell(writers)
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def insert(self, writer: str, place: Place, steps: Steps) -> tuple[int, Exception | None]:
-        """Store steps ``[steps, envs, ...]`` of a writer's lanes.
+    def insert(self, writer: str, place: Place, steps: Steps, permitted: bool) -> Stored:
+        """Store steps ``[steps, envs, ...]`` of a writer's lanes, with or without the ledger's permit.
 
-        Returns:
-            The transitions stored; and the error if a step was refused. Those before it are stored then, and it and
-            those behind it are not.
+        If a step is refused, those before it are stored, and it and those behind it are not.
         """
         storage, stored, refused = self._open(), 0, None
         try:
@@ -166,23 +194,28 @@ class Shard:
                 with self._lock:
                     self._writers[writer].insert(sample)
                     self._facts.inserted += count
+                    self._facts.free_inserted += 0 if permitted else count
                 stored += count
         except Exception as error:
             refused = error
-        # The ledger knows of it before the writer does: what is lost with this process can then be counted.
-        told = self._tell()
-        if isinstance(told, ray.ObjectRef):
-            ray.wait([told], timeout=_TELL_SECONDS)
+        self._tell_soon(writer)
         if self._every is not None and self._facts.inserted - self._saved_at >= self._every:
             self.save()
-        return stored, refused
+        with self._lock:
+            return Stored(stored, refused, replace(self._facts, held=self._held(storage)), self._limited)
 
     def _open_lanes(self, storage: Storage, writer: str, place: Place) -> None:
         if writer in self._writers:
             return
         if writer in self._gone:
             raise PeerLostError("this writer was closed, or its place was given to another one; make a new writer")
-        for other in [name for name, lanes in self._writers.items() if lanes.overlaps(place)]:
+        others = [name for name, lanes in self._writers.items() if lanes.overlaps(place)]
+        if any(self._writers[other].ticket > place.ticket for other in others):
+            raise PeerLostError(
+                "this writer's place was given to another one, because nothing had been heard of it for longer than "
+                "the deadline; make a new writer"
+            )
+        for other in others:
             self.forget(other)  # the ledger has given its lanes away
         self._writers[writer] = LaneWriter(storage, place)
 
@@ -205,12 +238,12 @@ class Shard:
             return Totals(float(storage.draw_total) if len(storage) else float(held), held)
 
     @ray.method(concurrency_group="draw")
-    def draw(self, counts: list[int]) -> list[Draw]:
+    def draw(self, counts: list[int], permitted: bool) -> list[Draw]:
         """Parts of several batches, of so many rows each, drawn as the storage draws them."""
         storage = self._open()
-        return [self._draw(storage, count) for count in counts]
+        return [self._draw(storage, count, permitted) for count in counts]
 
-    def _draw(self, storage: Storage, count: int) -> Draw:
+    def _draw(self, storage: Storage, count: int, permitted: bool) -> Draw:
         with self._lock:
             batches = list(_batches(storage, count))
             rows = torch.cat([batch.pop("rows", torch.full((0,), -1)).flatten() for batch in batches])
@@ -219,8 +252,9 @@ class Shard:
                 priorities = storage.priorities(rows).numpy()
                 total, beta = storage.priority_total, storage.current_beta
             self._facts.sampled += count
+            self._facts.free_sampled += 0 if permitted else count
         parts = [pack(batch) for batch in batches]
-        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta)
+        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta, self._limited)
 
     @ray.method(concurrency_group="draw")
     def update(self, rows: Array, generations: Array, priorities: Array) -> None:
@@ -240,7 +274,7 @@ class Shard:
         storage = self._open()
         with self._lock:
             result = getattr(storage, method)(*args, **kwargs)
-        self._tell()
+        self._tell(())
         return list(result) if isinstance(result, Iterator) else result
 
     def save(self) -> int:
@@ -264,10 +298,10 @@ class Shard:
         return self._news(), self._late + late, self._snapshots
 
     @ray.method(concurrency_group="draw")
-    def keep(self, version: int, kept: Any) -> None:
-        """Keep what the ledger knows, in case that it is lost."""
+    def keep(self, version: int, kept: Any, limited: bool) -> None:
+        """Keep what the ledger knows, in case that it is lost; and whether there is a rate limit."""
         if version > self._kept[0]:
-            self._kept = version, kept
+            self._kept, self._limited = (version, kept), limited
 
     @ray.method(concurrency_group="draw")
     def recall(self) -> tuple[Any, Facts]:

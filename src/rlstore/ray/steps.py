@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,21 +35,23 @@ class Steps(NamedTuple):
 
 def each_step(steps: Steps) -> Iterator[tuple[Sample, int]]:
     """The samples, and the transitions that each stands for."""
-    nests = {name: own_tensors(packed) for name, packed in steps.fields.items()}
+    columns = {name: _unbind(own_tensors(packed), steps.steps) for name, packed in steps.fields.items()}
     for step in range(steps.steps):
-        sample = {name: _at(nest, step) for name, nest in nests.items() if steps.present[name][step]}
+        sample = {name: column[step] for name, column in columns.items() if steps.present[name][step]}
         masks = sample.get("masks")
         yield sample, steps.num_envs if masks is None else int((masks != 0).sum())
 
 
-def _at(nest: Any, step: int) -> Any:
+def _unbind(nest: Any, steps: int) -> Sequence[Any]:
+    """A nest of tensors ``[steps, ...]`` as the nest of each step."""
     if isinstance(nest, Tensor):
-        return nest[step]
+        return nest.unbind(0)
     if isinstance(nest, dict):
-        return {key: _at(part, step) for key, part in nest.items()}
-    if isinstance(nest, tuple):
-        return tuple(_at(part, step) for part in nest)
-    return nest
+        parts = {key: _unbind(part, steps) for key, part in nest.items()}
+        return [{key: part[step] for key, part in parts.items()} for step in range(steps)]
+    if isinstance(nest, tuple) and nest:
+        return list(zip(*(_unbind(part, steps) for part in nest), strict=True))
+    return [nest] * steps
 
 
 def _flatten(nest: Any, name: str, leaves: list[tuple[str, Any]]) -> Any:
@@ -81,10 +83,16 @@ class _Stacked:
         self._form = _flatten(value, name, found)
         tensors = [as_tensor(leaf, leaf_name) for leaf_name, leaf in found]
         self.stacks = [torch.empty((steps, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
+        unbound = [stack.unbind(0) for stack in self.stacks]
+        self.rows = [[rows[step] for rows in unbound] for step in range(steps)]  # the leaves of each step
         self.present = np.zeros(steps, dtype=bool)
 
     def fit(self, value: Any) -> list[Tensor]:
         """The tensors of a value, or an error; nothing is written."""
+        if isinstance(value, Tensor) and self._form == "tensor" and not value.requires_grad:
+            row = self.rows[0][0]
+            if value.dtype == row.dtype and value.shape == row.shape:
+                return [value]  # as nearly all are
         found: list[tuple[str, Any]] = []
         form = _flatten(value, self._name, found)
         if form != self._form:
@@ -140,8 +148,8 @@ class StepBuffer:
         fields = {**self._fields, **new}
         fitted = {name: fields[name].fit(value) for name, value in given.items()}
         for name, leaves in fitted.items():
-            for stack, leaf in zip(fields[name].stacks, leaves, strict=True):
-                stack[self.steps].copy_(leaf)
+            for row, leaf in zip(fields[name].rows[self.steps], leaves, strict=True):
+                row.copy_(leaf)
             fields[name].present[self.steps] = True
         masks = fitted.get("masks")
         self.transitions += num_envs if masks is None else int((masks[0] != 0).sum())

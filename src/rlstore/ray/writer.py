@@ -12,6 +12,7 @@ from typing import Any
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.ray.calls import Deadline, GoneForGoodError, answer, is_done, program_goes_on
 from rlstore.ray.connection import Connection
+from rlstore.ray.ledger import Facts
 from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
@@ -42,8 +43,10 @@ class ServedWriter:
         self._spares: list[StepBuffer] = []
         # One thread sends, in order, when the ledger permits it; whoever adds steps takes the answers.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rlstore-writer")
-        self._open: deque[tuple[StepBuffer, Future[Any]]] = deque()
+        self._open: deque[tuple[StepBuffer, Future[tuple[Any, bool]]]] = deque()
         self._closed = False
+        self._limited = True  # until the shard says that there is no rate limit
+        self._last_heard: Facts | None = None  # of the shard
         self.added, self.lost = 0, 0
 
     @property
@@ -106,37 +109,48 @@ class ServedWriter:
         self._open.append((full, self._sender.submit(self._send, full)))
         self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs)
 
-    def _send(self, buffer: StepBuffer) -> Any:
-        """Send steps when the ledger permits it; in the thread."""
-        served = self._served
-        served.ask_ledger("permit_insert", self._name, buffer.transitions, served.deadline, wanted=program_goes_on)
-        return self._shard.insert.remote(self._name, self._place, buffer.packed())
+    def _send(self, buffer: StepBuffer) -> tuple[Any, bool]:
+        """Send steps, if there is a rate limit when the ledger permits it; in the thread. Gives the call, and if so."""
+        served, limited = self._served, self._limited
+        if limited:
+            served.ask_ledger("permit_insert", self._name, buffer.transitions, served.deadline, wanted=program_goes_on)
+        return self._shard.insert.remote(self._name, self._place, buffer.packed(), limited), limited
 
     def _is_answered(self) -> bool:
         future = self._open[0][1]
-        return future.done() and (future.exception() is not None or is_done(future.result()))
+        return future.done() and (future.exception() is not None or is_done(future.result()[0]))
 
     def _take_answer(self) -> None:
         """Wait for the answer to the oldest call."""
         buffer, future = self._open.popleft()
         try:
-            ref = future.result()
+            ref, permitted = future.result()
         except BaseException:
             self._count_lost(buffer, 0)  # it had no permit
             raise
         try:
-            stored, refused = answer(ref, self._who, self._served.deadline)
+            stored, refused, facts, self._limited = answer(ref, self._who, self._served.deadline)
         except PeerLostError as error:
-            self._count_lost(buffer, buffer.transitions)
+            self._limited = True  # the shard may come back under another limit
+            self._bear_witness()
+            self._count_lost(buffer, buffer.transitions if permitted else 0)
             self._wait_for_shard(error)
             return
         except BaseException:
-            self._count_lost(buffer, buffer.transitions)
+            self._count_lost(buffer, buffer.transitions if permitted else 0)
             raise
+        if self._last_heard is not None and facts.generation != self._last_heard.generation:
+            self._bear_witness()
+        self._last_heard = facts
         if refused is not None:
-            self._count_lost(buffer, buffer.transitions - stored, stored)
+            self._count_lost(buffer, buffer.transitions - stored if permitted else 0, stored)
             raise refused
         self._spare(buffer)
+
+    def _bear_witness(self) -> None:
+        """Tell the ledger the last that the shard said, which went with it before it told."""
+        if self._last_heard is not None:
+            self._served.ledger.witness.remote(self._last_heard)
 
     def _count_lost(self, buffer: StepBuffer, permitted: int, stored: int = 0) -> None:
         lost = buffer.transitions - stored

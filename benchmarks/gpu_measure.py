@@ -1,0 +1,245 @@
+"""Times calls on a GPU, and counts what they make it do.
+
+A call is timed from an idle GPU until the GPU is idle again, host included. Launches, host synchronisations and the
+time for which the GPU is busy come from torch's profiler, in another process: one that has used it launches at half
+speed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+WARM_UP_CALLS = 5
+SECONDS_OF_ROUNDS = 1.5
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 300
+LONG_CALL = 0.02  # seconds; a longer one is profiled once
+PROFILED_CALLS = 5
+WINDOW = "rlstore benchmark call"
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CALLS = ("cuda_runtime", "cuda_driver")
+SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
+
+
+def nothing() -> None:
+    """What is done before a call that needs nothing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call that is measured; ``before`` is made before each, and not measured."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = nothing
+
+
+Works = Mapping[str, Work]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders that do the same work.
+
+    Attributes:
+        name: Its name on the command line.
+        title: Its name in the report.
+        floors: For each work, the bytes that must be read and written, whoever does it.
+        contenders: A maker for each, ours first.
+    """
+
+    name: str
+    title: str
+    floors: Mapping[str, int]
+    contenders: Mapping[str, Callable[[], Works]]
+
+
+@dataclass
+class Counts:
+    """What one call made the GPU do; ``kernels`` has how often each ran, and for how many microseconds in all."""
+
+    launches: int = 0
+    syncs: int = 0
+    gpu_us: float = 0.0
+    kernels: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass
+class Measured:
+    """What a process found out about a group; by contender and work."""
+
+    group: str = ""
+    title: str = ""
+    floors: dict[str, int] = field(default_factory=dict)  # bytes, by work
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    bytes_a_second: float = 0.0
+
+
+def synchronize() -> None:
+    """Wait until the GPU is idle; nothing on a machine without one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy within the device's memory, read and written; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0.0
+    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * source.nbytes / statistics.median(times[2:])
+
+
+def _make(group: Group, measured: Measured) -> dict[str, Works]:
+    """The contenders that can be made; why the others cannot is noted."""
+    made: dict[str, Works] = {}
+    for name, make in group.contenders.items():
+        try:
+            made[name] = make()
+        except Exception as error:
+            measured.missing[name] = _reason(error)
+    return made
+
+
+def _reason(error: Exception) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return " ".join(lines)[:400]
+
+
+def _warm_up(made: Mapping[str, Works], measured: Measured) -> dict[tuple[str, str], float]:
+    """The works that run, by work and contender, with the seconds of a call."""
+    running = {}
+    for contender, works in made.items():
+        for name, work in works.items():
+            try:
+                seconds = [_timed(work) for _ in range(WARM_UP_CALLS)]
+            except Exception as error:
+                measured.missing[f"{contender}, {name}"] = _reason(error)
+                continue
+            running[name, contender] = min(seconds)
+    return running
+
+
+def _timed(work: Work) -> float:
+    work.before()
+    synchronize()
+    begin = perf_counter()
+    work.call()
+    synchronize()
+    return perf_counter() - begin
+
+
+def time_group(group: Group, device: torch.device, *, seconds: float = SECONDS_OF_ROUNDS) -> Measured:
+    """The times of all calls, contenders in turn, each work for about ``seconds``."""
+    measured = Measured(group.name, group.title, dict(group.floors))
+    made = _make(group, measured)
+    running = _warm_up(made, measured)
+    for name in group.floors:
+        names = [contender for contender in made if (name, contender) in running]
+        if not names:
+            continue
+        together = sum(running[name, contender] for contender in names)
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / together))) if seconds else 1
+        for turn in range(rounds):
+            for place in range(len(names)):
+                contender = names[(place + turn) % len(names)]
+                taken = _timed(made[contender][name])
+                measured.seconds.setdefault(contender, {}).setdefault(name, []).append(taken)
+    measured.bytes_a_second = bandwidth(device)
+    return measured
+
+
+def profile_group(group: Group, device: torch.device) -> Measured:
+    """What each call makes the GPU do."""
+    measured = Measured(group.name, group.title, dict(group.floors))
+    made = _make(group, measured)
+    for (name, contender), seconds in _warm_up(made, measured).items():
+        calls = 1 if seconds > LONG_CALL else PROFILED_CALLS
+        windows = _profiled(made[contender][name], calls)
+        measured.counts.setdefault(contender, {})[name] = sorted(windows, key=lambda w: w.gpu_us)[len(windows) // 2]
+    measured.bytes_a_second = bandwidth(device)
+    return measured
+
+
+def _profiled(work: Work, calls: int) -> list[Counts]:
+    """The counts of some calls."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    on_cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    work.before()
+    synchronize()
+    with profile(activities=activities) as profiler:
+        for _ in range(calls):
+            with record_function(WINDOW):
+                work.call()
+            synchronize()
+            work.before()
+            synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(json.loads(path.read_text())["traceEvents"])
+
+
+def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
+    """The counts of each window of a trace, in order.
+
+    What ran on the device belongs to the window in which the host asked for it. Whatever was asked for in one call of
+    the host, such as all kernels of a CUDA graph, is one launch.
+    """
+    events = list(events)
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event.get("name") == WINDOW
+    )
+    windows = [Counts() for _ in spans]
+
+    def window_at(time: float) -> int | None:
+        return next((i for i, (begin, end) in enumerate(spans) if begin <= time <= end), None)
+
+    asked_in: dict[int, int | None] = {}  # the window of each correlation id; None: in none
+    for event in events:
+        if event.get("cat") in HOST_CALLS:
+            window = window_at(event["ts"])
+            asked_in[event.get("args", {}).get("correlation", -1)] = window
+            if window is not None:
+                windows[window].syncs += event["name"] in SYNCS
+    launches: dict[int, set[int]] = defaultdict(set)
+    ran: dict[int, tuple[Counter[str], Counter[str]]] = defaultdict(lambda: (Counter(), Counter()))
+    for event in events:
+        correlation = event.get("args", {}).get("correlation", -2)
+        if event.get("cat") not in DEVICE_WORK:
+            continue
+        # Where the call of the host was not recorded, what ran belongs to the window that began last.
+        latest = max((i for i, (begin, _) in enumerate(spans) if begin <= event["ts"]), default=None)
+        window = asked_in.get(correlation, latest)
+        if window is None:
+            continue
+        launches[window].add(correlation)
+        ran[window][0][event["name"]] += 1
+        ran[window][1][event["name"]] += event["dur"]
+    for i, counts in enumerate(windows):
+        times, durations = ran[i]
+        counts.launches, counts.gpu_us = len(launches[i]), float(sum(durations.values()))
+        counts.kernels = {name: (times[name], round(float(us), 2)) for name, us in durations.most_common()}
+    return windows

@@ -1,0 +1,140 @@
+"""Replay on a GPU: a million vector transitions of thousands of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+from torch import Tensor
+
+from benchmarks.gpu_measure import Group, Work, Works
+
+ADD, SAMPLE, PRIORITIZED = "add", "sample", "prioritized: sample and update"
+FLOAT, FLAG, ROW_ID = 4, 1, 8
+
+
+@dataclass(frozen=True)
+class ReplaySizes:
+    """Sizes of the replay; every ``episode`` steps all episodes end."""
+
+    envs: int = 4096
+    steps: int = 256
+    observations: int = 48
+    actions: int = 12
+    batch: int = 4096
+    episode: int = 64
+
+
+class ReplayData:
+    """Steps that may follow each other for ever."""
+
+    def __init__(self, sizes: ReplaySizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        random = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random, device=device)
+
+        n = sizes.envs
+        seen = [normal(n, sizes.observations) for _ in range(sizes.episode + 1)]
+        never = torch.zeros(n, dtype=torch.bool, device=device)
+        self.steps = [
+            {
+                "observations": seen[t],
+                "actions": normal(n, sizes.actions),
+                "rewards": normal(n),
+                "terminated": ~never if t == sizes.episode - 1 else never,
+                "truncated": never,
+                "next_observations": seen[t + 1],
+            }
+            for t in range(sizes.episode)
+        ]
+        self.priorities = normal(sizes.batch).abs() + 1e-3
+
+    def filled(self, storage: Any) -> Callable[[], None]:
+        """Fill a storage, and return what adds one step more."""
+        steps = cycle(self.steps)
+
+        def add() -> None:
+            step = next(steps)
+            given = (step["observations"], step["actions"], step["rewards"], step["terminated"], step["truncated"])
+            storage.add(*given, {}, step["next_observations"])
+
+        for _ in range(self.sizes.steps):
+            add()
+        return add
+
+
+def _space(width: int) -> Box:
+    return Box(-np.inf, np.inf, (width,), np.float32)
+
+
+def _ours(data: ReplayData) -> Works:
+    from rlstore import PrioritizedReplayStorage, ReplayStorage
+
+    sizes = data.sizes
+    shape = (_space(sizes.observations), _space(sizes.actions), data.device, sizes.envs * sizes.steps, sizes.envs)
+    uniform, prioritized = ReplayStorage(*shape, sizes.batch), PrioritizedReplayStorage(*shape, sizes.batch)
+    add = data.filled(uniform)
+    data.filled(prioritized)
+
+    def sample_and_update() -> None:
+        batch = prioritized.sample()
+        prioritized.update(batch.rows, data.priorities)
+
+    return {ADD: Work(add), SAMPLE: Work(uniform.sample), PRIORITIZED: Work(sample_and_update)}
+
+
+def _torchrl(data: ReplayData) -> Works:
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+    sizes, capacity = data.sizes, data.sizes.envs * data.sizes.steps
+
+    def buffer(kind: Any, **options: Any) -> Any:
+        return kind(storage=LazyTensorStorage(capacity, device=data.device), batch_size=sizes.batch, **options)
+
+    uniform = buffer(TensorDictReplayBuffer)
+    prioritized = buffer(TensorDictPrioritizedReplayBuffer, alpha=0.6, beta=0.4)
+    steps = [TensorDict(step, batch_size=[sizes.envs]) for step in data.steps]
+    for t in range(sizes.steps):
+        for each in (uniform, prioritized):
+            each.extend(steps[t % len(steps)])
+    following = cycle(steps)
+
+    def sample_and_update() -> None:
+        batch = prioritized.sample()
+        prioritized.update_priority(batch["index"], data.priorities)
+
+    return {
+        ADD: Work(lambda: uniform.extend(next(following))),
+        SAMPLE: Work(uniform.sample),
+        PRIORITIZED: Work(sample_and_update),
+    }
+
+
+def replay(sizes: ReplaySizes, device: torch.device) -> Group:
+    """Adds of all environments and batches, uniform and by priority."""
+    data = ReplayData(sizes, device)
+    # What follows a step is stored as the observation of the next one, and only once.
+    observed, rest = FLOAT * sizes.observations, FLOAT * (sizes.actions + 1) + 2 * FLAG
+    served = 2 * observed + FLOAT * (sizes.actions + 2)
+    drawn = sizes.batch * (2 * observed + rest + served)
+    return Group(
+        name="replay",
+        title=f"Replay of {sizes.envs * sizes.steps:,} transitions of {sizes.envs} environments, observations "
+        f"{sizes.observations}, actions {sizes.actions}, batches of {sizes.batch}",
+        floors={
+            ADD: sizes.envs * 2 * (observed + rest),
+            SAMPLE: drawn,
+            # Rows and weights go out; rows and priorities come back, and priorities are written.
+            PRIORITIZED: drawn + sizes.batch * (ROW_ID + FLOAT + ROW_ID + 2 * FLOAT),
+        },
+        contenders={"rlstore": partial(_ours, data), "TorchRL": partial(_torchrl, data)},
+    )

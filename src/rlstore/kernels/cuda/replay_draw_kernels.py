@@ -1,0 +1,84 @@
+"""Which rows, on the device: random numbers as a function of a seed and a counter, and the rows that they fall on."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rlstore.kernels.cuda.replay_ring_kernels import ALIKE, OLDEST, TOTAL
+
+# The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
+_STEP = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
+_SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
+_ULP = tl.constexpr(2.0**-53)
+# What is left of a number that was moved to the right by so many bits, with zeros coming in.
+_LOW_34 = tl.constexpr((1 << 34) - 1)
+_LOW_37 = tl.constexpr((1 << 37) - 1)
+_LOW_33 = tl.constexpr((1 << 33) - 1)
+_LOW_53 = tl.constexpr((1 << 53) - 1)
+
+
+@triton.jit
+def units(generator, number):
+    """The numbers that come ``number`` places after those already drawn, in [0, 1): the same as on the CPU."""
+    bits = tl.load(generator) + (tl.load(generator + 1) + number + 1) * _STEP
+    bits = (bits ^ ((bits >> 30) & _LOW_34)) * _FIRST
+    bits = (bits ^ ((bits >> 27) & _LOW_37)) * _SECOND
+    bits = bits ^ ((bits >> 31) & _LOW_33)
+    return ((bits >> 11) & _LOW_53).to(tl.float64) * _ULP
+
+
+@triton.jit
+def uniform_rows(
+    generator, number, ends, words, written, begun, LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr
+):
+    """The lanes and times of rows drawn uniformly from all that are held.
+
+    Where the lanes hold the same times, rows are counted by time; else lane by lane. Then the lane is guessed from
+    lanes that hold equally many, and looked for where the guess is wrong.
+    """
+    total = tl.load(words + TOTAL)
+    drawn = (units(generator, number) * total.to(tl.float64)).to(tl.int64)
+    drawn = tl.maximum(tl.minimum(drawn, total - 1), 0)
+    lane = drawn % LANES
+    time = tl.load(words + OLDEST) + drawn // LANES
+    if tl.load(words + ALIKE) == 0:
+        low = tl.minimum(drawn * LANES // tl.maximum(total, 1), LANES - 1)
+        right = tl.load(ends + low) > drawn
+        right = right & (tl.load(ends + low - 1, mask=low > 0, other=0) <= drawn)
+        high = tl.where(right, low, LANES - 1)
+        low = tl.where(right, low, 0)
+        while tl.max(high - low, 0) > 0:
+            middle = (low + high) // 2
+            is_past = tl.load(ends + middle) <= drawn
+            low, high = tl.where(is_past & (low < high), middle + 1, low), tl.where(is_past, high, middle)
+        lane = low
+        before = tl.load(ends + lane - 1, mask=lane > 0, other=0)
+        oldest = tl.maximum(tl.load(begun + COUNTERS[1] + lane), tl.load(written + COUNTERS[0] + lane) - STEPS)
+        time = oldest + drawn - before
+    return lane, time
+
+
+@triton.jit
+def move_on(generator, ticket, count):
+    """Once all programs have drawn, the generator moves on by ``count``."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    if tl.atomic_add(ticket, 1) == programs - 1:
+        tl.store(generator + 1, tl.load(generator + 1) + count)
+        tl.store(ticket, 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def draw_rows(
+    rows, generator, ends, words, written, begun, ticket, count: tl.int64,
+    LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill ``rows`` with rows drawn uniformly."""
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    lane, time = uniform_rows(generator, number, ends, words, written, begun, LANES, STEPS, COUNTERS)
+    tl.store(rows + number, time * LANES + lane, mask=number < count)
+    move_on(generator, ticket, count)

@@ -1,0 +1,88 @@
+"""The ring of the tests of kernels twice: in Triton on the device, and the reference on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from replay_rings import Layout, Leaf, Memory, Steps, as_bytes
+
+from rlstore.kernels import reference_of
+from rlstore.kernels.cuda.replay_ring import EpisodeRing
+
+# One plain leaf of an odd number of lanes; stacks of every kind beside each other; a single lane; a wide frame.
+LAYOUTS = {
+    "plain": Layout(5, 6, (Leaf(torch.float32, 1, 1, 3),), torch.int64, (), 0, 0, seed=0),
+    "always reset": Layout(3, 4, (Leaf(torch.float64, 1, 1, 2),), torch.float32, (2,), 1, 3, seed=1),
+    "never reset": Layout(2, 1, (Leaf(torch.bfloat16, 1, 1, 2),), torch.bool, (1,), 2, 0, seed=2),
+    "stacks": Layout(
+        3,
+        7,
+        (Leaf(torch.uint8, 3, 2, 2), Leaf(torch.float16, 2, 1, 3), Leaf(torch.int16, 1, 1, 1)),
+        torch.uint8,
+        (),
+        0,
+        3,
+        seed=3,
+        trouble=(0.3, 0.1, 0.1, 0.4),
+    ),
+    "one lane": Layout(1, 9, (Leaf(torch.bool, 4, 1, 3),), torch.int32, (), 0, 0, seed=4, trouble=(0.3, 0.1, 0.0, 0.3)),
+    "wide": Layout(2, 3, (Leaf(torch.uint8, 2, 3, 401),), torch.int64, (), 0, 0, seed=5),
+}
+
+
+def as_given(values: tuple, device: torch.device) -> tuple:
+    return tuple(None if value is None else value.to(device) for value in values)
+
+
+class DeviceTwins:
+    """The same ring twice, under the same steps.
+
+    Args:
+        layout: What it is like.
+        device: Where the one in Triton is.
+        deep: Slots a lane that both have from the beginning; None for as many as are ever needed.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, deep: int | None = None) -> None:
+        self.layout, self.device = layout, device
+        self.mine = Memory(layout, EpisodeRing, device)
+        self.truth = Memory(layout, reference_of("EpisodeRing"))
+        self.both = (self.mine, self.truth)
+        for memory in self.both:
+            for _ in range((layout.steps + 1 if deep is None else deep) - 1):
+                memory.grow()
+            memory.make_starts()
+        self.rng = np.random.default_rng(layout.seed)
+        self.steps = Steps(layout, self.rng)
+        self.broken = 0
+
+    def write(self, count: int = 1) -> None:
+        for _ in range(count):
+            values = self.steps.next()
+            self.mine.write(as_given(values, self.device))
+            self.broken += self.truth.write(values)[-1] == -4
+
+    def assert_same(self) -> None:
+        for mine, truth in zip(self.mine.tensors(), self.truth.tensors(), strict=True):
+            assert torch.equal(as_bytes(mine.cpu()), as_bytes(truth))
+
+    def clear(self) -> None:
+        for memory in self.both:
+            counters, deep = memory.counters, len(memory.free_slots)
+            counters[1], counters[2:4], counters[4] = counters[0], -1, deep
+            order = torch.arange(deep * self.layout.lanes, dtype=torch.int32).reshape(deep, self.layout.lanes)
+            memory.free_slots.copy_(order.flip(0))
+            memory._bind()
+
+    def some_rows(self, count: int) -> torch.Tensor:
+        """Rows that are held, and some of -1."""
+        held = self.truth.held()
+        rows = held[torch.from_numpy(self.rng.integers(len(held), size=count))]
+        rows[torch.from_numpy(self.rng.random(count) < 0.15)] = -1
+        return rows

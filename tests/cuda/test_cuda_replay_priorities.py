@@ -1,0 +1,103 @@
+"""Priorities in Triton against the reference: leaves, draws, weights, and what is dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_rings import DeviceTwins, Layout, Leaf
+from test_replay_draws import PriorityMemory, WindowMemory
+
+from rlstore.kernels import reference_of
+from rlstore.kernels.cuda.replay_priorities import Priorities
+
+
+def twins_of(lanes: int, steps: int, device: torch.device) -> DeviceTwins:
+    leaf = Leaf(torch.float32, 1, 1, 1)
+    return DeviceTwins(Layout(lanes, steps, (leaf,), torch.int64, (), 2, 0, seed=9), device, deep=min(steps, 8))
+
+
+def priorities_of(twins: DeviceTwins) -> tuple[PriorityMemory, PriorityMemory]:
+    return PriorityMemory(twins.mine, Priorities), PriorityMemory(twins.truth, reference_of("Priorities"))
+
+
+def write(twins: DeviceTwins, both: tuple[PriorityMemory, ...], count: int) -> None:
+    for _ in range(count):
+        twins.write()
+        for priorities in both:
+            priorities.tree.follow()
+
+
+def assert_draws_agree(both, generators, count: int) -> torch.Tensor:
+    drawn = []
+    for priorities, generator in zip(both, generators, strict=True):
+        rows = torch.empty(count, dtype=torch.int64, device=generator.device)
+        weights = torch.empty(count, 1, device=generator.device)
+        priorities.tree.draw(generator, 0.7, rows, weights)
+        drawn.append((rows.cpu(), weights.cpu()))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    torch.testing.assert_close(drawn[0][1], drawn[1][1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
+    assert generators[0].tolist() == generators[1].tolist()
+    return drawn[1][0]
+
+
+@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30)])
+def test_draws_and_updates_agree(lanes, steps, device):
+    twins = twins_of(lanes, steps, device)
+    both = priorities_of(twins)
+    generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
+    for turn in range(3):
+        write(twins, both, 4)
+        rows = assert_draws_agree(both, generators, 21)
+        if turn == 1:
+            write(twins, both, 1)  # rows without a priority, and then an update
+        values = torch.from_numpy(twins.rng.exponential(1, 21)).float()
+        values[:3] = torch.tensor([0.0, 1e-42, 100.0])
+        rows[4] = rows[5]  # twice: the later one counts
+        both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
+        both[1].tree.update(rows, values, 0.6, None)
+    assert both[0].tree.total() == pytest.approx(both[1].tree.total(), rel=1e-6)
+
+
+def test_what_cannot_be_is_dropped_and_counted(device):
+    twins = twins_of(2, 4, device)
+    both = priorities_of(twins)
+    write(twins, both, 12)
+    held = twins.truth.held()
+    good = held[:3].tolist()
+    both[1].tree.update(torch.tensor(good), torch.tensor([1.0, 2.0, 3.0]), 1.0, None)
+    rows = [good[0], -1, good[1], int(held.max()) + 2, 2**62, good[2], int(held.min()) - 2, held[3], held[4], held[5]]
+    values = [1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0, torch.nan, -1.0, torch.inf]
+    both[0].tree.update(torch.tensor(rows, device=device), torch.tensor(values, device=device), 1.0, None)
+    torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves)
+    assert both[0].tree.dropped() == 7
+
+
+def test_when_all_are_0_nothing_is_weighed(device):
+    twins = twins_of(1, 4, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 4)
+    held = twins.truth.held().to(device)
+    mine.tree.update(held, torch.zeros(len(held), device=device), 1.0, None)
+    rows, weights = torch.empty(5, dtype=torch.int64, device=device), torch.empty(5, device=device)
+    mine.tree.draw(torch.tensor([0, 0], device=device), 0.5, rows, weights)
+    assert weights.tolist() == [0.0] * 5
+    assert set(rows.tolist()) <= set(held.tolist())
+
+
+def test_windows_have_the_priorities(device):
+    twins = twins_of(2, 12, device)
+    both = priorities_of(twins)
+    index = reference_of("WindowIndex")
+    windows = [WindowMemory(memory, index, 3, 2, False) for memory in twins.both]
+    generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
+    for _ in range(4):
+        for _ in range(4):
+            twins.write()
+            for priorities, memory in zip(both, windows, strict=True):
+                memory.index.follow()
+                priorities.tree.follow_windows(memory.index)
+        rows = assert_draws_agree(both, generators, 9)
+        values = torch.linspace(0.1, 2, 9)
+        for priorities, memory, place in zip(both, windows, (device, "cpu"), strict=True):
+            priorities.tree.update(rows.to(place), values.to(place), 0.6, memory.index)

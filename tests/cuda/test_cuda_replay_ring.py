@@ -1,0 +1,73 @@
+"""The ring of episodes in Triton against the reference, in every byte of its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_rings import LAYOUTS, DeviceTwins, Layout, Leaf
+
+from rlstore.kernels import reference_of
+from rlstore.kernels.cuda.replay_gather import ReplayGather
+
+
+def assert_told(twins: DeviceTwins) -> None:
+    """What is told of all lanes: rows, whether they hold the same times, from when on, and slots."""
+    written, begun = twins.truth.counters[:2]
+    oldest = torch.maximum(begun, written - twins.layout.steps)
+    ends = (written - oldest).cumsum(0)
+    told = dict(zip(("total", "alike", "oldest", "free"), twins.mine.ring.words.tolist(), strict=False))
+    assert told["alike"] == bool((written == written[0]).all() and (oldest == oldest[0]).all())
+    assert (told["total"], told["free"]) == (int(ends[-1]), int(twins.truth.counters[4].min()))
+    if told["alike"]:
+        assert told["oldest"] == int(oldest[0])
+    else:
+        assert twins.mine.ring.ends.tolist() == ends.tolist()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_writes_agree_in_every_byte(name, device):
+    twins = DeviceTwins(LAYOUTS[name], device)
+    for write in range(16):
+        twins.write()
+        twins.assert_same()
+        assert_told(twins)
+        if write == 9:
+            twins.clear()
+    assert (int(twins.mine.ring.words[4]) > 0) == (twins.broken > 0)
+
+
+def test_lanes_of_several_programs_agree(device):
+    twins = DeviceTwins(Layout(37, 3, (Leaf(torch.float32, 1, 1, 3),), torch.int64, (), 0, 0, seed=6), device)
+    twins.write(8)
+    twins.assert_same()
+    assert_told(twins)
+
+
+def test_slots_are_made_before_they_are_needed_and_rows_stay_as_they_are(device):
+    """Short episodes in a ring that begins with one slot a lane: the tables grow, and nothing that is held is lost."""
+    layout = Layout(3, 40, (Leaf(torch.float32, 1, 1, 1),), torch.int64, (), 2, 0, seed=8, trouble=(0.4, 0.1, 0.2, 0.0))
+    twins = DeviceTwins(layout, device, deep=1)
+    requests = ((0, 0, False, (1,)), (1, 0, False, (1,)), (3, 0, False, (1,)), (4, 0, False, (1,)), (7, 0, False, ()))
+    twins.write(30)
+    rows = twins.truth.held()
+    mine = ReplayGather(twins.mine.ring, requests, 3, 0.9).gather(rows, None)
+    truth = reference_of("ReplayGather")(twins.truth.ring, requests, 3, 0.9).gather(rows, None)
+    for result, expected in zip(mine, truth, strict=True):
+        torch.testing.assert_close(result.cpu(), expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert len(twins.mine.free_slots) > 8
+    assert bool((twins.mine.counters[4] >= 0).all())
+
+
+def test_that_an_episode_broke_off_is_told_once_by_a_later_write(device):
+    layout = Layout(2, 9, (Leaf(torch.float32, 1, 1, 1),), torch.int64, (), 2, 0, seed=0)
+    twins = DeviceTwins(layout, device)
+    no = torch.zeros(2, dtype=torch.bool, device=device)
+    outcomes = []
+    for time in range(40):
+        shown = torch.full((2, 1), 1.0 * time + (time == 3), device=device)
+        action, reward = torch.zeros(2, 2, dtype=torch.int64, device=device), torch.ones(2, device=device)
+        outcomes += twins.mine.write((shown, shown * 0 + time + 1.0, action, reward, no, no, None, None, None))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    assert outcomes.count(-4) == 1
+    assert outcomes.index(-4) > 3

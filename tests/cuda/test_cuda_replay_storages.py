@@ -1,0 +1,93 @@
+"""Whole replay storages on the kernels in Triton serve what they serve on the CPU's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import replay_play
+import torch
+from replay_play import flat, make, play
+
+from rlstore import Storage, kernels
+from rlstore.kernels import cuda
+
+# The rest of them are compared on a GPU, in tests/test_cuda.py.
+NAMES = ["frame stacks", "prioritized", "sequences by priority", "hindsight"]
+
+
+@pytest.fixture
+def on_triton(monkeypatch, device):
+    """A function after which the CPU has the kernels of a GPU; gives the device of the storages."""
+    monkeypatch.setattr(replay_play, "STEPS", 22)
+
+    def switch() -> str:
+        made = {name: {"cpu": cuda.OPERATIONS[name]} if name in cuda.OPERATIONS else {} for name in kernels.OPERATIONS}
+        monkeypatch.setattr(kernels, "_TABLE", made)
+        return device.type
+
+    return switch
+
+
+def assert_same(mine: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
+    for ours, expected in zip(mine, truth, strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_and_everything_held_are_the_same(name, on_triton):
+    truth = make(name, "cpu")
+    expected, whole = play(name, truth), flat(truth.get_all_buffer_data())
+    storage = make(name, on_triton())
+    mine = play(name, storage)
+    assert type(storage._ring_of().kernel) is cuda.OPERATIONS["EpisodeRing"]
+    assert len(mine) > 3
+    for ours, batch in zip(mine, expected, strict=True):
+        assert_same(ours, batch)
+    assert_same(flat(storage.get_all_buffer_data()), whole)
+
+
+def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(on_triton, tmp_path):
+    place = on_triton()
+    storage = make("prioritized", place)
+    play("prioritized", storage)
+    storage.save(tmp_path)
+    others = [copy.deepcopy(storage), Storage.load(tmp_path), Storage.load(tmp_path, device="cpu")]
+    total, leaves = storage.priority_total, storage._priorities.leaves.cpu()
+    batch = flat(storage.sample())
+    for other in others:
+        assert other.priority_total == pytest.approx(total)
+        assert torch.equal(other._priorities.leaves.cpu(), leaves)
+        assert_same(flat(other.sample()), batch)
+
+
+def test_everything_held_can_be_put_into_another_storage(on_triton):
+    place = on_triton()
+    first, second = make("frame stacks", place), make("frame stacks", place)
+    play("frame stacks", first)
+    data = first.get_all_buffer_data()
+    second.insert_data_slice(data)
+    assert_same(flat(second.get_all_buffer_data()), flat(data))
+    assert len(second) == len(first)
+
+
+def test_writers_of_this_process_add_what_the_storage_would(on_triton):
+    place = on_triton()
+    alone, written = make("uniform", place), make("uniform", place)
+    writers = written.writer(2), written.writer(1)
+    observations = torch.arange(6.0).reshape(3, 2)
+    for step in range(5):
+        ends = torch.tensor([step == 3, False, step == 4])
+        following = observations + 10
+        step_of = (observations, torch.arange(3), following[:, 0], ends, ends & False)
+        alone.add(*step_of, {}, following)
+        for writer, lanes in zip(writers, (slice(0, 2), slice(2, 3)), strict=True):
+            writer.add(*(value[lanes] for value in step_of), {}, following[lanes])
+        observations = following
+        assert_same(flat(written.sample()), flat(alone.sample()))
+    assert_same(flat(written.get_all_buffer_data()), flat(alone.get_all_buffer_data()))
+    for writer in writers:
+        writer.close()
+    written.add(*step_of, {}, following)
+    assert len(written) == 18

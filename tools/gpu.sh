@@ -1,0 +1,57 @@
+#!/bin/sh
+# Runs the tests and the benchmarks for CUDA on a machine that has a GPU, torch, Triton and numpy, and no network.
+#
+#   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR [NAME ...]]
+#
+# WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
+# default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
+# NAMEs are what pytest is given in the place of all tests for CUDA, or groups of benchmarks in the place of all of them.
+# The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
+set -eu
+
+if [ $# -lt 1 ] || [ ! -d "$1" ]; then
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+fi
+wheels=$(cd "$1" && pwd)
+work=${2:-all}
+mkdir -p "${3:-out/gpu}"
+out=$(cd "${3:-out/gpu}" && pwd)
+python=${PYTHON:-python3}
+[ $# -lt 3 ] && shift $# || shift 3
+cd "$(dirname "$0")/.."
+
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+"$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+cp -r src/rlstore/. "$site/rlstore/"
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" GIT_PYTHON_REFRESH=quiet PYTHONUNBUFFERED=1 CI=1
+export RLSTORE_TEST_DEVICE=cuda  # that of the contract suite
+"$python" -c 'import torch, triton, rlstore
+assert torch.cuda.is_available(), "no CUDA device"
+print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
+
+tests() {
+    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
+    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" "$@"
+}
+
+benchmarks() {
+    "$python" -m benchmarks.gpu --out "$out/gpu.json" "$@"
+}
+
+status=0
+case $work in
+    tests) tests "$@" || status=$? ;;
+    bench) benchmarks "$@" || status=$? ;;
+    profile) benchmarks --profile-only "$@" || status=$? ;;
+    all)
+        tests || status=$?
+        benchmarks || status=$?
+        ;;
+    *)
+        echo "tests, bench, profile or all; not $work" >&2
+        status=2
+        ;;
+esac
+exit $status
