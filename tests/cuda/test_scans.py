@@ -170,6 +170,7 @@ def test_normalize_agrees(count, dtype, device):
 
 def test_more_parts_than_are_merged_at_once(device, monkeypatch):
     monkeypatch.setattr(scans, "_MEASURED", 8)
+    monkeypatch.setattr(scans, "_FEW_PARTS", 4)
     monkeypatch.setattr(scans, "_MOST_PARTS", 16)
     x = torch.from_numpy(np.random.default_rng(0).normal(3, 10, 1001)).to(device)
     expected = x.clone()

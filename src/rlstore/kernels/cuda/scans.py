@@ -19,7 +19,8 @@ _MOST_STEPS, _TILE = 128, 1024
 _LEAST_LANES = 8
 # What one program normalises, and what one measures.
 _ENTRIES, _MEASURED = 1024, 4096
-_MOST_PARTS = 1024
+# The parts that are merged at once, where there are few and where there are many.
+_FEW_PARTS, _MOST_PARTS = 128, 1024
 
 
 def gae(
@@ -152,7 +153,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
 def _normalize(x: Tensor, moments: Tensor, parts: int, epsilon: float) -> None:
     count = x.numel()
-    constants = (count % 16 == 0, min(next_power_of_2(parts), _MOST_PARTS), _ENTRIES)
+    constants = (count % 16 == 0, _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS, _ENTRIES)
     launcher = _launcher("normalize_entries", constants, (x.dtype,))
     launcher((-(-count // _ENTRIES), 1, 1), x.device, x, moments, parts, count, epsilon)
 
