@@ -25,7 +25,7 @@ def transition(*, truncated: bool = False) -> RolloutStorage.Transition:
     made.observations = TensorDict({"policy": some(ENVS, 48)}, [ENVS], device="cuda")
     made.actions, made.rewards, made.values = some(ENVS, 12), some(ENVS), some(ENVS, 1)
     made.actions_log_prob, made.dones = some(ENVS), some(ENVS) > 1.5
-    made.distribution_params = (some(ENVS, 12), some(ENVS, 12))
+    made.distribution_params = (some(ENVS, 12), some(12).expand(ENVS, 12))  # as a deviation of its own comes
     made.hidden_states = (some(1, ENVS, 256), some(1, ENVS, 256))
     if truncated:
         made.truncated, made.final_values = some(ENVS) > 1.5, some(ENVS)

@@ -105,6 +105,46 @@ def test_strided_values_and_values_that_take_part_in_a_graph_are_written(device)
     assert blocks[1][1].flatten().tolist() == [1, 0, 1, 0]
 
 
+def some(device, *shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1 + math.prod(shape), device=device).view(shape)
+
+
+STRIDED = {
+    "a row for all": lambda device: some(device, 3).expand(4, 3),
+    "columns of a wider one": lambda device: some(device, 4, 8)[:, 2:5],
+    "rows of a longer one": lambda device: some(device, 8, 3)[::2],
+    "one number for all": lambda device: some(device, 1, 1).expand(4, 3),
+    "transposed": lambda device: some(device, 3, 4).t(),
+    "with a hole within": lambda device: some(device, 4, 6)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_values_that_are_not_contiguous(kind, device):
+    """The last ones are copied first, the others read as they are."""
+    blocks = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 1, dtype=torch.uint8, device=device)
+    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, True, False)], torch.zeros(1, dtype=torch.int64))
+    vectors = STRIDED[kind](device)
+    flags = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]], device=device)[:, :1]
+    for row in (0, 1):
+        assert not vectors.is_contiguous()
+        assert writer.write(row, (vectors, flags)) == -1
+        assert blocks[0][row].tolist() == vectors.tolist()
+        assert blocks[1][row].tolist() == flags.tolist()
+    assert writer.write(0, (vectors.contiguous() + 1, flags.contiguous() * 0)) == -1
+    assert blocks[0][0].tolist() == (vectors + 1).tolist()
+    assert not blocks[1][0].any()
+
+
+def test_states_of_some_layers_and_expanded_scalars(device):
+    blocks = torch.zeros(1, 2, 3, 2, device=device), torch.zeros(1, 3, device=device)
+    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    states, scalars = some(device, 4, 3, 2)[::2], some(device, 1).expand(3)
+    assert writer.write(0, (states, scalars)) == -1
+    assert blocks[0][0].tolist() == states.tolist()
+    assert blocks[1][0].tolist() == [1.0] * 3
+
+
 MISFITS = {
     "nothing": lambda good: None,
     "dtype": lambda good: good.to(torch.int32 if good.dtype != torch.uint8 else torch.float16),

@@ -19,6 +19,11 @@ _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 10
 _LARGE_ROW = 4 << 20
 
 
+# What tells rows apart that need kernels of their own: for each value its dtype, with the stride of its first dimension
+# where it is not contiguous; None where there is no value.
+_Kind = torch.dtype | tuple[torch.dtype, int] | None
+
+
 @dataclass(frozen=True)
 class _Target:
     """Where a field's value goes, and what fits there."""
@@ -45,7 +50,9 @@ class _Plan:
 class RowWriter:
     """As :class:`rlstore.kernels.reference.RowWriter`, without waiting for the device.
 
-    So flags are not looked at: one that is NaN is taken for a yes. Values that are not contiguous are made so first.
+    So flags are not looked at: one that is NaN is taken for a yes. Values that are not contiguous are read as they are
+    if their first dimension alone is to blame, as in an expanded row or in columns of a wider tensor; others are copied
+    first.
     """
 
     def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], counters: Tensor) -> None:
@@ -55,7 +62,7 @@ class RowWriter:
         self._number = targets[0][0].get_device() if targets else -1
         # Plain tuples: this is looked at with every row.
         self._checks = [(t.block.shape[0] - t.lead, t.optional, t.dtypes, t.shapes) for t in self._targets]
-        self._plans: dict[tuple[torch.dtype | None, ...], _Plan] = {}
+        self._plans: dict[tuple[_Kind, ...], _Plan] = {}
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
@@ -65,7 +72,7 @@ class RowWriter:
         number, strided = self._number, torch.strided
         if len(values) != len(self._targets):
             raise ValueError("a row has one value for each field")
-        kinds: list[torch.dtype | None] = []
+        kinds: list[_Kind] = []
         plain: list[Tensor | None] = []
         for value, (rows, optional, dtypes, shapes) in zip(values, self._checks, strict=True):
             if value is None and optional:
@@ -79,20 +86,25 @@ class RowWriter:
             dtype = value.dtype
             if dtype not in dtypes or value.shape not in shapes:
                 return len(kinds)
-            kinds.append(dtype)
-            plain.append(value if value.is_contiguous() else value.detach().contiguous())
+            if value.is_contiguous():
+                kinds.append(dtype)
+                plain.append(value)
+            else:
+                kind, readable = _strided(value)
+                kinds.append(kind)
+                plain.append(readable)
         self._launch(row, tuple(kinds), plain)
         self._counters += 1
         return -1
 
-    def _launch(self, row: int, kinds: tuple[torch.dtype | None, ...], values: list[Tensor | None]) -> None:
+    def _launch(self, row: int, kinds: tuple[_Kind, ...], values: list[Tensor | None]) -> None:
         plan = self._plans.get(kinds)
         if plan is None:
             plan = self._plans[kinds] = self._plan(kinds)
         given = tuple([values[place] for place in plan.places])
         plan.launcher(plan.grid, self._device, given, plan.blocks, row)  # type: ignore[arg-type]
 
-    def _plan(self, kinds: tuple[torch.dtype | None, ...]) -> _Plan:
+    def _plan(self, kinds: tuple[_Kind, ...]) -> _Plan:
         places = [place for place, kind in enumerate(kinds) if kind is not None and self._targets[place].count]
         targets = [self._targets[place] for place in places]
         sizes = [_itemsize(kinds[place], target) for place, target in zip(places, targets, strict=True)]
@@ -103,6 +115,8 @@ class RowWriter:
         firsts = (0, *accumulate(programs))
         constants = (
             tuple(target.count for target in targets),
+            tuple(target.count // target.block.shape[1] for target in targets),
+            tuple(_stride(kinds[place]) for place in places),
             tuple(target.lead for target in targets),
             tuple(target.is_flag for target in targets),
             tuple(entries),
@@ -120,6 +134,22 @@ def _target(block: Tensor, lead: int, is_flag: bool, optional: bool) -> _Target:
     return _Target(block, lead, is_flag, optional, dtypes, shapes, math.prod(held))
 
 
-def _itemsize(kind: torch.dtype | None, target: _Target) -> int:
+def _strided(value: Tensor) -> tuple[_Kind, Tensor]:
+    """The kind of a value that is not contiguous, and the value; a copy of it that is, if a kernel cannot read it."""
+    first, *strides = value.stride()
+    plain = 1
+    for size, stride in zip(reversed(value.shape[1:]), reversed(strides), strict=True):
+        if stride != plain and size > 1:
+            return value.dtype, value.detach().contiguous()
+        plain *= size
+    return (value.dtype, first), value
+
+
+def _itemsize(kind: _Kind, target: _Target) -> int:
     """Bytes of an entry where it is the longer: as it is given, or as it is held."""
-    return max(target.block.element_size(), 0 if kind is None else kind.itemsize)
+    dtype = kind[0] if isinstance(kind, tuple) else kind
+    return max(target.block.element_size(), 0 if dtype is None else dtype.itemsize)
+
+
+def _stride(kind: _Kind) -> int:
+    return kind[1] if isinstance(kind, tuple) else -1

@@ -11,13 +11,16 @@ def write_row(
     blocks,
     row: tl.int64,
     COUNTS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    STRIDES: tl.constexpr,
     LEADS: tl.constexpr,
     FLAGS: tl.constexpr,
     ENTRIES: tl.constexpr,
     FIRSTS: tl.constexpr,
 ):
-    """``blocks[f][row + LEADS[f]] = values[f]`` for every field f, all of them plain memory.
+    """``blocks[f][row + LEADS[f]] = values[f]`` for every field f.
 
+    A value is plain memory; or, where STRIDES[f] is not -1, WIDTHS[f] entries of plain memory every STRIDES[f] entries.
     A program copies ENTRIES[f] of the COUNTS[f] entries of one field: those from FIRSTS[f] to FIRSTS[f + 1] field f.
     """
     program = tl.program_id(0)
@@ -25,7 +28,11 @@ def write_row(
         if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
             entry = (program - FIRSTS[f]).to(tl.int64) * ENTRIES[f] + tl.arange(0, ENTRIES[f])
             inside = entry < COUNTS[f]
-            value = tl.load(values[f] + entry, mask=inside, other=0)
+            if STRIDES[f] == -1:
+                source = values[f] + entry
+            else:
+                source = values[f] + entry // WIDTHS[f] * STRIDES[f] + entry % WIDTHS[f]
+            value = tl.load(source, mask=inside, other=0)
             target = blocks[f] + (row + LEADS[f]) * COUNTS[f]
             if FLAGS[f]:
                 tl.store(target + entry, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
