@@ -166,7 +166,6 @@ def normalize_entries(
         there = part < parts
         held = tl.load(moments + 3 * part, mask=there, other=0.0)
         away = tl.load(moments + 3 * part + 1, mask=there, other=0.0) - base
-        away = tl.where(there, away, 0.0)
         counts += held
         sums += held * away
         squares += tl.load(moments + 3 * part + 2, mask=there, other=0.0) + held * away * away
