@@ -14,13 +14,10 @@ from rlstore.kernels.cuda import gather
 DTYPES = [
     torch.bool,
     torch.uint8,
-    torch.int16,
-    torch.int32,
     torch.int64,
     torch.float16,
     torch.bfloat16,
     torch.float32,
-    torch.float64,
     torch.uint32,
 ]
 GUARD = 64

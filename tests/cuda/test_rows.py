@@ -72,7 +72,7 @@ class Writer:
         return [*(whole.tolist() for whole in self.memory), self.counters.tolist()]
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 16, 17])
+@pytest.mark.parametrize("lanes", [1, 17])
 def test_rows_are_written_as_by_the_reference(lanes, device):
     rng, names = np.random.default_rng(lanes), list(fields(lanes))
     mine = Writer(RowWriter, names, lanes, device)

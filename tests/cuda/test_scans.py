@@ -13,10 +13,10 @@ from rlstore.kernels.cuda import scans
 
 # Steps and lanes: one of each, ragged, a whole tile, several tiles of time, more lanes than one program takes.
 SIZES = [(1, 1), (3, 7), (8, 16), (21, 9)]
-if torch.cuda.is_available():
-    SIZES += [(24, 4096), (128, 64), (300, 33)]
+if torch.cuda.is_available():  # few: each kind is a kernel to compile
+    SIZES = [(1, 1), (21, 9), (24, 4096), (300, 33)]
 # The shares of steps that end so; None for no such flags at all.
-ENDS = [(0.0, None, "absent"), (0.2, None, "known"), (0.2, 0.3, "absent"), (0.3, 0.3, "some nan"), (1.0, 1.0, "known")]
+ENDS = [(0.2, None, "absent"), (0.2, 0.3, "absent"), (0.3, 0.3, "some nan"), (1.0, 1.0, "known")]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of Triton's interpreter
@@ -92,8 +92,7 @@ def test_gae_agrees(rollout):
     rollout.assert_agree("gae", (*rollout.inputs, 0.99, 0.95), outputs=2)
 
 
-@pytest.mark.parametrize("epsilon", [None, 1e-5])
-@pytest.mark.parametrize("dones", [False, True])
+@pytest.mark.parametrize(("dones", "epsilon"), [(True, None), (False, 1e-5), (True, 1e-5)])
 def test_gae_with_normalisation_agrees(rollout, dones, epsilon):
     rollout.assert_agree("fill_gae", (*rollout.inputs, dones, 0.99, 0.95, epsilon), outputs=2)
 
