@@ -172,11 +172,11 @@ def _reset_marks(marks):
 
 @triton.jit
 def _leave_marks(marks, there, written, oldest, free):
-    tl.atomic_min(marks, tl.min(tl.where(there, written, _FAR), 0))
-    tl.atomic_max(marks + 1, tl.max(tl.where(there, written, -_FAR), 0))
-    tl.atomic_min(marks + 2, tl.min(tl.where(there, oldest, _FAR), 0))
-    tl.atomic_max(marks + 3, tl.max(tl.where(there, oldest, -_FAR), 0))
-    tl.atomic_min(marks + 4, tl.min(tl.where(there, free, _FAR), 0))
+    tl.atomic_min(marks, tl.min(tl.where(there, written, _FAR), 0), sem="relaxed")
+    tl.atomic_max(marks + 1, tl.max(tl.where(there, written, -_FAR), 0), sem="relaxed")
+    tl.atomic_min(marks + 2, tl.min(tl.where(there, oldest, _FAR), 0), sem="relaxed")
+    tl.atomic_max(marks + 3, tl.max(tl.where(there, oldest, -_FAR), 0), sem="relaxed")
+    tl.atomic_min(marks + 4, tl.min(tl.where(there, free, _FAR), 0), sem="relaxed")
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def write_step(
     free += frees.to(tl.int64) - begins.to(tl.int64)
     tl.store(free_count + COUNTERS[4] + lane, free, mask=acts)
     broken = tl.sum(breaks.to(tl.int64), 0)
-    tl.atomic_add(words + BREAKS, broken, mask=broken > 0)
+    tl.atomic_add(words + BREAKS, broken, mask=broken > 0, sem="relaxed")
     _leave_marks(marks, there, count, tl.maximum(oldest, count - STEPS), free)
     # The last program to get here tells of all lanes.
     tl.debug_barrier()
