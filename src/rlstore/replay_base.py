@@ -302,7 +302,9 @@ class ReplayBase(Storage):
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
 
-        With one environment its axis may be left out everywhere.
+        With one environment its axis may be left out everywhere. Where the data lie on CUDA and so does what is given,
+        nobody waits for the device: a flag that is NaN counts as True there, and the warning of observations that do
+        not go on comes with a later step.
 
         Args:
             observations: What the agent saw, ``[envs, ...]``.
