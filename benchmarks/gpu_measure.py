@@ -217,21 +217,24 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
     def window_at(time: float) -> int | None:
         return next((i for i, (begin, end) in enumerate(spans) if begin <= time <= end), None)
 
-    asked_in: dict[int, int] = {}  # the window of each correlation id
+    asked_in: dict[int, int | None] = {}  # the window of each correlation id; None: in none
     for event in events:
         if event.get("cat") in HOST_CALLS:
             window = window_at(event["ts"])
-            if window is None:
-                continue
-            windows[window].syncs += event["name"] in SYNCS
             asked_in[event.get("args", {}).get("correlation", -1)] = window
+            if window is not None:
+                windows[window].syncs += event["name"] in SYNCS
     launches: dict[int, set[int]] = defaultdict(set)
     ran: dict[int, tuple[Counter[str], Counter[str]]] = defaultdict(lambda: (Counter(), Counter()))
     for event in events:
         correlation = event.get("args", {}).get("correlation", -2)
-        if event.get("cat") not in DEVICE_WORK or correlation not in asked_in:
+        if event.get("cat") not in DEVICE_WORK:
             continue
-        window = asked_in[correlation]
+        # Where the call of the host was not recorded, what ran belongs to the window that began last.
+        latest = max((i for i, (begin, _) in enumerate(spans) if begin <= event["ts"]), default=None)
+        window = asked_in.get(correlation, latest)
+        if window is None:
+            continue
         launches[window].add(correlation)
         ran[window][0][event["name"]] += 1
         ran[window][1][event["name"]] += event["dur"]

@@ -157,10 +157,11 @@ def test_a_trace_is_read_window_by_window():
         event("cuda_runtime", "cudaGraphLaunch", 82, correlation=8),
         event("kernel", "c", 90, 3, correlation=8),
         event("kernel", "d", 95, 4, correlation=8),
+        event("kernel", "launched by nobody knows whom", 99, 1, correlation=99),
     ]
     first, second = read_trace(trace)
     assert first == Counts(3, 1, 14.0, {"a": (2, 12.0), "Memcpy DtoH": (1, 2.0)})
-    assert second == Counts(1, 0, 7.0, {"d": (1, 4.0), "c": (1, 3.0)})
+    assert second == Counts(2, 0, 8.0, {"d": (1, 4.0), "c": (1, 3.0), "launched by nobody knows whom": (1, 1.0)})
 
 
 def test_ratios_are_those_of_the_table():

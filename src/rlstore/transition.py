@@ -46,7 +46,8 @@ class RolloutTransition:
         observations: What the agent saw before acting, TensorDict ``[envs]``.
         actions: What it did, ``[envs, *actions_shape]``.
         rewards: ``[envs]`` or ``[envs, 1]``.
-        dones: The episode ended with this step; any dtype, ``[envs]`` or ``[envs, 1]``.
+        dones: The episode ended with this step; any dtype, ``[envs]`` or ``[envs, 1]``. NaN is refused; on CUDA, where
+            flags are not looked at, it is a yes.
         values: The critic's estimate, ``[envs, 1]`` (rl only).
         actions_log_prob: ``[envs]`` or ``[envs, 1]`` (rl only).
         distribution_params: The parameters of the action distribution (rl only).

@@ -1,6 +1,7 @@
 """The kernels for CUDA: on a GPU where there is one, else on the CPU in Triton's interpreter."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,3 +14,14 @@ if not torch.cuda.is_available():
 def device() -> torch.device:
     """Where the kernels run."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# What torch says of itself, and of what the tests ask it for.
+TORCH_SAYS = ("ignore:.*torch.jit.*deprecated:DeprecationWarning", "ignore:Synchronization debug mode:UserWarning")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            for said in TORCH_SAYS:
+                item.add_marker(pytest.mark.filterwarnings(said))

@@ -125,6 +125,7 @@ def run_learners_first(cuda, *learners):
 def test_a_learner_reads_only_what_was_copied_however_early_it_runs(cuda):
     stage = Staging(CUDA)
     sent = [stage.send((OnHost(cuda, 2 * i), OnHost(cuda, 2 * i + 1))) for i in range(5)]
+    assert not cuda.learner.work  # nothing that the learner launches waits for copies that it has not taken
     seen = [[tensor.read() for tensor in batch.receive()] for batch in sent]
     run_learners_first(cuda, cuda.learner)
     assert seen == [[[2 * i], [2 * i + 1]] for i in range(5)]

@@ -23,6 +23,7 @@ from rlstore.engine.memory import (
     ahead_bytes,
     allocate_empty,
     keep_bytes_on_cuda,
+    pieces_for,
 )
 from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
@@ -133,27 +134,30 @@ class GatheredAhead:
         most_bytes: int,
     ) -> None:
         self._sources, self._rows, self._count, self._kept = sources, rows, count, kept
-        self._size = rows.shape[0] // count
-        self._layout = Pieces([(self._size, *source.shape[2:]) for source in sources], dtypes)
-        self._most = min(max(1, most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
+        self._size, self._dtypes, self._most_bytes = rows.shape[0] // count, dtypes, most_bytes
+        self._layout: Pieces | None = None  # nothing is to be done for an epoch that is served what is kept
         self._pieces: dict[int, tuple[Tensor, ...]] = {}
 
     def make(self, index: int) -> Made:
         """The tensors of a mini-batch, and their memory; with it those that follow are gathered too."""
+        if self._layout is None:
+            shapes = tuple([(self._size, *source.shape[2:]) for source in self._sources])
+            self._layout = pieces_for(shapes, tuple(self._dtypes))
         if index not in self._pieces:
+            most = min(max(1, self._most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
             last = index + 1
-            while last < min(index + self._most, self._count) and not self._kept.serves(last):
+            while last < min(index + most, self._count) and not self._kept.serves(last):
                 last += 1
-            self._gather(index, last)
+            self._gather(self._layout, index, last)
         pieces = self._pieces.pop(index)
         return self._layout.cut(pieces), pieces
 
-    def _gather(self, first: int, last: int) -> None:
+    def _gather(self, layout: Pieces, first: int, last: int) -> None:
         device = self._rows.device
-        pieces = [self._layout.empty(device) for _ in range(first, last)]
+        pieces = [layout.empty(device) for _ in range(first, last)]
         rows = self._rows if last - first == self._count else self._rows[first * self._size : last * self._size]
         by_place = tuple(zip(*pieces, strict=True))
-        kernel("gather_batches", device.type)(self._sources, rows, self._layout.places, by_place)
+        kernel("gather_batches", device.type)(self._sources, rows, layout.places, by_place)
         self._pieces = dict(enumerate(pieces, first))
 
 
@@ -198,12 +202,13 @@ class KeptBatches:
         if index in self._kept:
             self._bytes -= sum(piece.nbytes for piece in self._kept.pop(index)[1])
         tensors, pieces = make()
-        nbytes = sum(piece.nbytes for piece in pieces)
-        if self._keep and self._bytes + nbytes <= self._most():
-            self._bytes += nbytes
-            self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
+        nbytes = sum([piece.nbytes for piece in pieces])
+        if not self._keep or self._bytes + nbytes > self._most():
+            return tensors
+        self._bytes += nbytes
+        self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
         # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     def _most(self) -> int:
         on_cuda = self._device is not None and self._device.type == "cuda"

@@ -7,7 +7,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
 # The same for what lies on CUDA, and the most that is gathered there in one launch: these parts of the device's memory.
-_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 128
+_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 256
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 # The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
@@ -163,11 +163,13 @@ class Pieces:
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes = list(dict.fromkeys(dtypes))
         self.places = tuple([self._dtypes.index(dtype) for dtype in dtypes])  # the piece that each tensor lies in
-        self._shapes = list(shapes)
         self._cuts: list[list[int]] = [[] for _ in self._dtypes]  # entries of each tensor, and from its end to the next
+        self._parts = []  # the piece that each tensor lies in, which part of it that is, and its shape
         for shape, place in zip(shapes, self.places, strict=True):
+            self._parts.append((place, len(self._cuts[place]), tuple(shape)))
             entries = math.prod(shape)
-            self._cuts[place] += [entries, -entries % _PIECE_ENTRIES]
+            gap = -entries % _PIECE_ENTRIES
+            self._cuts[place] += [entries, gap] if gap else [entries]
         self._lengths = [sum(cuts) for cuts in self._cuts]
         self.nbytes = sum(length * dtype.itemsize for length, dtype in zip(self._lengths, self._dtypes, strict=True))
 
@@ -183,11 +185,14 @@ class Pieces:
             with torch.inference_mode(False):
                 return self.cut(pieces)
         # Not views of the piece: the parts are to be tensors in their own right, which a caller may change in any way.
-        parts = [
-            iter(torch.unsafe_split_with_sizes(piece, cuts)[::2])
-            for piece, cuts in zip(pieces, self._cuts, strict=True)
-        ]
-        return tuple([next(parts[place]).view(shape) for shape, place in zip(self._shapes, self.places, strict=True)])
+        parts = [torch.unsafe_split_with_sizes(piece, cuts) for piece, cuts in zip(pieces, self._cuts, strict=True)]
+        return tuple([parts[place][index].view(shape) for place, index, shape in self._parts])
+
+
+@lru_cache(64)
+def pieces_for(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> Pieces:
+    """:class:`Pieces`, made once for what is asked for again and again."""
+    return Pieces(shapes, dtypes)
 
 
 _PIECE_ENTRIES = 16  # tensors of a piece begin at multiples of this

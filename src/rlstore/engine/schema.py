@@ -123,13 +123,16 @@ def _dtype_hint(given: torch.dtype, held: torch.dtype) -> str:
 def _as_flags(given: Tensor, name: str) -> Tensor:
     if given.dtype.is_complex:
         raise InvalidInputError(f"{name} is complex; a flag is yes or no. Nothing was written.")
-    if given.dtype.is_floating_point:
+    # On CUDA a look at them would be a wait for the device: there NaN is not 0, and so a yes.
+    if given.dtype.is_floating_point and not given.is_cuda:
         bad = given.isnan().flatten().nonzero()
         if len(bad):
             raise InvalidInputError(
                 f"{name} is nan at {len(bad)} of {given.numel()} entries, first at {int(bad[0])}; "
                 "a flag is 0 or 1. Nothing was written."
             )
+    if given.is_cuda:  # as few launches as can be
+        return (given if given.dtype == torch.bool else given != 0).view(torch.uint8)
     return (given != 0).to(torch.uint8)
 
 

@@ -25,7 +25,7 @@ def permutation(keys: Tensor, held: int, rows: Tensor) -> None:
     if half > 16:
         raise ValueError(f"a permutation of {held} rows is longer than 2**32")
     grid = (-(-wanted // _PLACES), epochs, 1)
-    _permute(half)(grid, rows.device, keys, rows, held, wanted)
+    _permute(half)(grid, rows.device, keys, rows, held, wanted, rows.stride(0))
 
 
 @cache
@@ -42,11 +42,15 @@ def gather_batches(
     sources: tuple[Tensor, ...], rows: Tensor, places: tuple[int, ...], pieces: Sequence[Sequence[Tensor]]
 ) -> None:
     """An epoch's rows as mini-batches, each in pieces of memory of its own: see the reference."""
+    fields = tuple([(math.prod(source.shape[2:]), source.dtype) for source in sources])
+    if not all(width for width, _ in fields):
+        there = [index for index, (width, _) in enumerate(fields) if width]
+        sources, places = tuple(sources[index] for index in there), tuple(places[index] for index in there)
+        fields = tuple(fields[index] for index in there)
     if not sources:
         return
     batches = len(pieces[0])
     size = rows.shape[0] // batches
-    fields = tuple([(math.prod(source.shape[2:]), source.dtype) for source in sources])
     dtypes = tuple([of_batches[0].dtype for of_batches in pieces])
     launcher, programs = _gather_fields(fields, places, dtypes, batches, size % 16 == 0)
     grid = (sum([-(-size // own_rows) * parts for own_rows, parts in programs]), batches, 1)
@@ -84,9 +88,9 @@ def programs_of(width: int, itemsize: int) -> tuple[int, int, int]:
 
     Returns:
         The rows that one program takes, or 1; the parts of a row that programs take, or 1; and the entries of a
-        program, a power of 2. Of a field without entries there are 0 parts.
+        program, a power of 2.
     """
     most = min(_PROGRAM_BYTES // itemsize, _WIDE_ENTRIES)
-    rows = 1 << max(most // max(width, 1), 1).bit_length() - 1
-    entries = min(triton.next_power_of_2(rows * max(width, 1)), _WIDE_ENTRIES)
-    return rows, -(-width // entries) if width > entries else min(width, 1), entries
+    rows = 1 << max(most // width, 1).bit_length() - 1
+    entries = min(triton.next_power_of_2(rows * width), _WIDE_ENTRIES)
+    return rows, -(-width // entries) if width > entries else 1, entries

@@ -20,9 +20,9 @@ def _shuffled(x, low, high, HALF: tl.constexpr):
     return (left << HALF) | right
 
 
-@triton.jit(do_not_specialize=["held", "wanted"])
-def permute(keys, rows, held: tl.int64, wanted: tl.int64, HALF: tl.constexpr, ENTRIES: tl.constexpr):
-    """The first ``wanted`` entries of the permutation of ``[0, held)`` that each key gives, a row of ``rows`` each."""
+@triton.jit(do_not_specialize=["held", "wanted", "stride"])
+def permute(keys, rows, held: tl.int64, wanted: tl.int64, stride: tl.int64, HALF: tl.constexpr, ENTRIES: tl.constexpr):
+    """The first entries of the permutation of ``[0, held)`` that each key gives, each ``stride`` after the other."""
     epoch = tl.program_id(1).to(tl.int64)
     key = tl.load(keys + epoch)
     low = key.to(tl.uint32)
@@ -33,7 +33,7 @@ def permute(keys, rows, held: tl.int64, wanted: tl.int64, HALF: tl.constexpr, EN
     # What falls outside is shuffled on until it falls inside, which no two entries do at one place.
     while tl.max((x.to(tl.int64) >= held).to(tl.int32), 0) > 0:
         x = tl.where(x.to(tl.int64) >= held, _shuffled(x, low, high, HALF), x)
-    tl.store(rows + epoch * wanted + place, x.to(tl.int64), mask=inside)
+    tl.store(rows + epoch * stride + place, x.to(tl.int64), mask=inside)
 
 
 @triton.jit

@@ -53,6 +53,8 @@ class RowWriter:
         self._counters = counters.numpy()
         self._device = targets[0][0].device if targets else torch.device("cpu")
         self._number = targets[0][0].get_device() if targets else -1
+        # Plain tuples: this is looked at with every row.
+        self._checks = [(t.block.shape[0] - t.lead, t.optional, t.dtypes, t.shapes) for t in self._targets]
         self._plans: dict[tuple[torch.dtype | None, ...], _Plan] = {}
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
@@ -60,22 +62,22 @@ class RowWriter:
 
         None leaves an optional field's row as it was.
         """
-        targets, number = self._targets, self._number
-        if len(values) != len(targets):
+        number, strided = self._number, torch.strided
+        if len(values) != len(self._targets):
             raise ValueError("a row has one value for each field")
         kinds: list[torch.dtype | None] = []
         plain: list[Tensor | None] = []
-        for value, target in zip(values, targets, strict=True):
-            if value is None and target.optional:
+        for value, (rows, optional, dtypes, shapes) in zip(values, self._checks, strict=True):
+            if value is None and optional:
                 kinds.append(None)
                 plain.append(None)
                 continue
-            if row + target.lead >= target.block.shape[0]:
+            if row >= rows:
                 raise IndexError("a row beyond the end of its block")
-            if not isinstance(value, Tensor) or value.get_device() != number or value.layout is not torch.strided:
+            if not isinstance(value, Tensor) or value.get_device() != number or value.layout is not strided:
                 return len(kinds)
             dtype = value.dtype
-            if dtype not in target.dtypes or value.shape not in target.shapes:
+            if dtype not in dtypes or value.shape not in shapes:
                 return len(kinds)
             kinds.append(dtype)
             plain.append(value if value.is_contiguous() else value.detach().contiguous())

@@ -51,12 +51,16 @@ def fill_trajectories(
     """All tensors of one recurrent mini-batch, and its mask: see the reference."""
     sources = (*padded, *states, *copied)
     steps, trajectories = mask.shape
-    lanes = sources[0].shape[1]
-    fields = (
+    lanes = (padded or copied)[0].shape[1]
+    fields: tuple[tuple[int, int, int, torch.dtype], ...] = (
         *((_PADDED, 1, math.prod(source.shape[2:]), source.dtype) for source in padded),
         *((_STATE, source.shape[1], source.shape[3], source.dtype) for source in states),
         *((_COPIED, 1, math.prod(source.shape[2:]), source.dtype) for source in copied),
     )
+    there = [index for index, (_, layers, own_width, _) in enumerate(fields) if layers * own_width]
+    if len(there) < len(fields):  # nothing is copied of a field without entries
+        fields = tuple(fields[index] for index in there)
+        sources, targets = (tuple(group[index] for index in there) for group in (sources, targets))
     launcher, programs = _filler(fields)
     count = steps * -(-trajectories // _MASKED)
     for (kind, layers, _, _), (rows, parts) in zip(fields, programs, strict=True):
