@@ -18,12 +18,14 @@ NAMES = ["frame stacks", "prioritized", "sequences by priority", "hindsight"]
 
 @pytest.fixture
 def on_triton(monkeypatch, device):
-    """A function after which the CPU has the kernels of a GPU; gives the device of the storages."""
+    """A function that gives the device of the storages; without a GPU the CPU has its kernels from then on."""
     monkeypatch.setattr(replay_play, "STEPS", 22)
 
     def switch() -> str:
-        made = {name: {"cpu": cuda.OPERATIONS[name]} if name in cuda.OPERATIONS else {} for name in kernels.OPERATIONS}
-        monkeypatch.setattr(kernels, "_TABLE", made)
+        if device.type == "cpu":
+            mine = cuda.OPERATIONS
+            table = {name: {"cpu": mine[name]} if name in mine else {} for name in kernels.OPERATIONS}
+            monkeypatch.setattr(kernels, "_TABLE", table)
         return device.type
 
     return switch
