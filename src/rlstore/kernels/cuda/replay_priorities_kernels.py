@@ -130,6 +130,7 @@ def _settle(
             leaf = lane[:, None] * STEPS + tl.maximum(time, 0) % STEPS
             tl.store(leaves + leaf, tl.zeros([SETTLED_LANES, SETTLED_ROWS], tl.float32) + first, mask=new)
             back += SETTLED_ROWS
+        tl.debug_barrier()  # all threads have looked at what was seen
         tl.store(seen + lane, count, mask=there)
         begin += tl.num_programs(0) * SETTLED_LANES
 
