@@ -21,7 +21,7 @@ demo: $(VENV)/ready
 	$(PY) examples/ppo.py --out out
 
 test: $(VENV)/ready
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup
 
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,3 +21,10 @@ settings.register_profile(
     "rlstore", deadline=None, max_examples=60, print_blob=True, derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("rlstore")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What two processes may run at once: whole files; and one Ray cluster at a time, which others would find."""
+    for item in items:
+        on_ray = re.search(r"(?<![a-z])ray(?![a-z])", item.nodeid.lower())
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.as_posix()))

@@ -22,6 +22,9 @@ class LikeListConfig:
 class LikeDictConfig:
     """A mapping to everybody but isinstance, as OmegaConf's DictConfig is."""
 
+    def __repr__(self):
+        return f"LikeDictConfig({sorted(self._content)})"
+
     def __init__(self, **content):
         self._content = {
             key: LikeListConfig(value) if isinstance(value, (list, tuple)) else value for key, value in content.items()

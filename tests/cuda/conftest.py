@@ -17,7 +17,12 @@ def device() -> torch.device:
 
 
 # What torch says of itself, and of what the tests ask it for.
-TORCH_SAYS = ("ignore:.*torch.jit.*deprecated:DeprecationWarning", "ignore:Synchronization debug mode:UserWarning")
+TORCH_SAYS = (
+    "ignore:.*torch.jit.*deprecated:DeprecationWarning",
+    "ignore:Synchronization debug mode:UserWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+    "ignore:The CUDA Graph is empty:UserWarning",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,7 @@ def on_triton(monkeypatch, device):
 def assert_same(mine: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
     for ours, expected in zip(mine, truth, strict=True):
         assert ours.dtype == expected.dtype
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

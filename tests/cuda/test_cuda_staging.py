@@ -53,10 +53,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_batches_in_flight_on_a_busy_stream_hold_what_was_drawn(kind):
     storage, learner = replay(**KINDS[kind]), torch.cuda.Stream()
+    learner.wait_stream(torch.cuda.current_stream())  # which has added the rows, if they are on the device
     with torch.cuda.stream(learner):
         # Nothing waits for the device in between, and each batch is let go of before it is looked at.
         mistakes = [wrong(storage.sample()) for _ in range(40)]
         total = torch.stack(mistakes).sum()
+    torch.cuda.synchronize()
     assert int(total) == 0
     storage.close()
 
@@ -65,6 +67,8 @@ def test_many_batches_in_flight_on_a_busy_stream_hold_what_was_drawn(kind):
 def test_two_learner_streams_take_batches_in_turn(kind):
     storage, streams = replay(**KINDS[kind]), [torch.cuda.Stream() for _ in range(2)]
     mistakes = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
     for turn in range(30):
         with torch.cuda.stream(streams[turn % 2]):
             mistakes.append(wrong(storage.sample()))

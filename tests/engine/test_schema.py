@@ -115,7 +115,7 @@ def test_a_flag_that_is_nan_or_complex_is_refused():
         flag.fit(torch.zeros(3, dtype=torch.complex64), 3, CPU)
 
 
-@pytest.mark.parametrize("value", [None, "words", object(), [[1.0], [1.0, 2.0]], {"a": 1.0}], ids=str)
+@pytest.mark.parametrize("value", [None, "words", object, [[1.0], [1.0, 2.0]], {"a": 1.0}], ids=str)
 def test_what_is_no_tensor_is_refused_by_name(value):
     with pytest.raises(ValueError, match=r"rewards .*Nothing was written"):
         field().fit(value, 2, CPU)

@@ -57,11 +57,10 @@ class EpisodeRing(replay_reference.EpisodeRing):
         self._fields = [(block.dtype, torch.Size((self.lanes, *block.shape))) for block in blocks]
         self._has_bools = any(block.dtype == torch.bool for block in blocks)
         widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
-        # Lanes of a program. Never one alone: the compiler has been seen not to come to an end with tiles of one row.
-        self._block = max(min(_TILE_ELEMENTS // widest, 32, next_power(self.lanes)), 2)
+        self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power(self.lanes))  # lanes of a program
         self._grid = (-(-self.lanes // self._block), 1, 1)
         offsets = tuple(place.offset for place in self.counter_places)
-        self._summary = (self.lanes, steps, offsets, max(min(next_power(self.lanes), _SUMMARY), 2))
+        self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
         self._draw = Launcher(draw_rows, (*self._summary[:3], _DRAWN))
 
