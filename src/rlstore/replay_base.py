@@ -109,8 +109,8 @@ class ReplayBase(Storage):
         Room is made for an episode for each row, so that no table has to move while a graph reads it.
         """
         super().register_graph(graph)
-        if self._ring_of().device.type == "cuda":
-            self._ring_of().fix_tables()
+        if self._replay is not None and self._replay.device.type == "cuda":
+            self._replay.fix_tables()
 
     # ---------------------------------------------------------------------------------------------- for subclasses
 

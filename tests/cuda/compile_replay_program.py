@@ -18,8 +18,8 @@ from rlstore.kernels.cuda.replay_windows import WindowIndex
 
 LEAVES = {
     "vectors": (Leaf(torch.float32, 1, 1, 48),),
-    "stacks": (Leaf(torch.uint8, 4, 1, 7056), Leaf(torch.bfloat16, 2, 3, 2), Leaf(torch.bool, 1, 1, 1)),
-    "odd": (Leaf(torch.uint16, 2, 1, 3), Leaf(torch.float64, 1, 1, 1), Leaf(torch.uint64, 1, 1, 2)),
+    "stacks": (Leaf(torch.uint8, 4, 1, 7056), Leaf(torch.bool, 1, 1, 1)),
+    "odd": (Leaf(torch.uint16, 2, 3, 1), Leaf(torch.bfloat16, 1, 1, 2)),
 }
 
 
