@@ -38,7 +38,7 @@ class PriorityStorage(OffPolicyStorage):
 
     @property
     def stale_updates(self) -> int:
-        """Priorities that came for rows overwritten since, and were dropped."""
+        """Priorities that came for rows overwritten since, and were dropped. On CUDA, to ask is to wait."""
         return 0 if self._priorities is None else self._priorities.stale
 
     @property
@@ -73,6 +73,9 @@ class PriorityStorage(OffPolicyStorage):
 
     def update(self, *args: Any) -> None:
         """Set the priorities of rows, ``update(rows, priorities)``: all of them, or if one is refused none.
+
+        Where the data lie on CUDA nobody waits to see what is in ``rows`` and ``priorities``: what would be refused is
+        dropped, and counted in ``stale_updates`` as well.
 
         Args:
             *args: ``rows`` as a batch gave them, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or

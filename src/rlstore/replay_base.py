@@ -109,8 +109,8 @@ class ReplayBase(Storage):
         Room is made for an episode for each row, so that no table has to move while a graph reads it.
         """
         super().register_graph(graph)
-        if self._ring_of().device.type == "cuda":
-            self._ring_of().fix_tables()
+        if self._replay is not None and self._replay.device.type == "cuda":
+            self._replay.fix_tables()
 
     # ---------------------------------------------------------------------------------------------- for subclasses
 
@@ -302,7 +302,9 @@ class ReplayBase(Storage):
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
 
-        With one environment its axis may be left out everywhere.
+        With one environment its axis may be left out everywhere. Where the data lie on CUDA and so does what is given,
+        nobody waits for the device: a flag that is NaN counts as True there, and the warning of observations that do
+        not go on comes with a later step.
 
         Args:
             observations: What the agent saw, ``[envs, ...]``.

@@ -224,7 +224,7 @@ class SequenceReplayStorage(PriorityStorage):
         return [Request(Part.COLUMN, i, column.shape, column.dtype) for i, column in states]
 
     def _draw(self, count: int) -> Drawn:
-        if len(self._windows) == 0:
+        if not self._windows.has_windows:
             raise NotReadyError(
                 f"no sequence of {self._length} steps is complete yet, and no shorter episode is over; add more steps"
             )

@@ -1,4 +1,4 @@
-"""Priorities in Triton against the reference: leaves, draws, weights, and what is dropped."""
+"""Priorities and windows in Triton against the reference: leaves, draws, weights, and what is dropped."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from test_replay_draws import PriorityMemory, WindowMemory
 
 from rlstore.kernels import reference_of
 from rlstore.kernels.cuda.replay_priorities import Priorities
+from rlstore.kernels.cuda.replay_windows import WindowIndex
 
 
 def twins_of(lanes: int, steps: int, device: torch.device) -> DeviceTwins:
@@ -85,13 +86,17 @@ def test_when_all_are_0_nothing_is_weighed(device):
     assert set(rows.tolist()) <= set(held.tolist())
 
 
+def windows_of(twins: DeviceTwins, length: int, stride: int, across: bool) -> list[WindowMemory]:
+    kinds = zip(twins.both, (WindowIndex, reference_of("WindowIndex")), strict=True)
+    return [WindowMemory(memory, kind, length, stride, across) for memory, kind in kinds]
+
+
 def test_windows_have_the_priorities(device):
     twins = twins_of(2, 12, device)
-    both = priorities_of(twins)
-    index = reference_of("WindowIndex")
-    windows = [WindowMemory(memory, index, 3, 2, False) for memory in twins.both]
+    both, windows = priorities_of(twins), windows_of(twins, 3, 2, False)
+    windows[0].index.keep_priorities(both[0].leaves)
     generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
-    for _ in range(4):
+    for _ in range(5):
         for _ in range(4):
             twins.write()
             for priorities, memory in zip(both, windows, strict=True):
@@ -101,3 +106,32 @@ def test_windows_have_the_priorities(device):
         values = torch.linspace(0.1, 2, 9)
         for priorities, memory, place in zip(both, windows, (device, "cpu"), strict=True):
             priorities.tree.update(rows.to(place), values.to(place), 0.6, memory.index)
+
+
+@pytest.mark.parametrize(("lanes", "length", "stride", "across"), [(5, 3, 2, False), (2, 1, 1, False), (3, 4, 3, True)])
+def test_windows_and_draws_of_them_agree(lanes, length, stride, across, device):
+    twins = twins_of(lanes, 9, device)
+    mine, truth = both = windows_of(twins, length, stride, across)
+    generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
+    for turn in range(12):
+        twins.write(1 + 10 * (turn == 8))  # more than are held
+        for memory in both:
+            memory.index.rebuild() if turn == 5 else memory.index.follow()
+        assert mine.windows() == truth.windows()
+        assert mine.counters[2:].tolist() == truth.counters[2:].tolist()
+        assert mine.index.count() == truth.index.count()
+        every = torch.arange(-1, int(twins.truth.held().max()) + 9)
+        assert torch.equal(mine.index.contain(every.to(device)).cpu(), truth.index.contain(every))
+        if truth.index.count():
+            drawn = [torch.empty(40, dtype=torch.int64, device=generator.device) for generator in generators]
+            for memory, generator, rows in zip(both, generators, drawn, strict=True):
+                memory.index.draw(generator, rows)
+            assert torch.equal(drawn[0].cpu(), drawn[1])
+            assert generators[0].tolist() == generators[1].tolist()
+
+
+def test_without_windows_nothing_is_drawn(device):
+    mine = windows_of(twins_of(2, 9, device), 3, 1, False)[0]
+    rows = torch.empty(5, dtype=torch.int64, device=device)
+    mine.index.draw(torch.tensor([0, 0], device=device), rows)
+    assert rows.tolist() == [-1] * 5

@@ -13,19 +13,19 @@ from rlstore import Storage, kernels
 from rlstore.kernels import cuda
 
 # The rest of them are compared on a GPU, in tests/test_cuda.py.
-NAMES = ["frame stacks", "prioritized", "sequences by priority", "hindsight"]
+NAMES = ["frame stacks", "prioritized", "sequences by priority"]
 
 
 @pytest.fixture
 def on_triton(monkeypatch, device):
-    """A function after which the CPU has the kernels of a GPU, if there is none; gives the device of the storages."""
+    """A function that gives the device of the storages; without a GPU the CPU has its kernels from then on."""
     monkeypatch.setattr(replay_play, "STEPS", 22)
 
     def switch() -> str:
         if device.type == "cpu":
-            faster = cuda.OPERATIONS
-            made = {name: {"cpu": faster[name]} if name in faster else {} for name in kernels.OPERATIONS}
-            monkeypatch.setattr(kernels, "_TABLE", made)
+            mine = cuda.OPERATIONS
+            table = {name: {"cpu": mine[name]} if name in mine else {} for name in kernels.OPERATIONS}
+            monkeypatch.setattr(kernels, "_TABLE", table)
         return device.type
 
     return switch
@@ -66,8 +66,8 @@ def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(on_triton, tmp_pat
 
 def test_everything_held_can_be_put_into_another_storage(on_triton):
     place = on_triton()
-    first, second = make("frame stacks", place), make("frame stacks", place)
-    play("frame stacks", first)
+    first, second = make("n-step", place), make("n-step", place)
+    play("n-step", first)
     data = first.get_all_buffer_data()
     second.insert_data_slice(data)
     assert_same(flat(second.get_all_buffer_data()), flat(data))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlstore import PrioritizedReplayStorage, ReplayStorage
+from rlstore import HindsightReplayStorage, PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -80,6 +80,61 @@ def test_adding_drawing_and_updating_do_not_wait(kind):
             batch = learn(storage)
     assert_whole(batch)
     assert len(storage) == ENVS * STEPS
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_sequences_do_not_wait(alpha):
+    storage = SequenceReplayStorage(
+        SPACE, spaces.Discrete(5), "cuda", ENVS * STEPS, ENVS, 64, sequence_length=5, burn_in=2, alpha=alpha, seed=0
+    )
+    world = World()
+    world.add(storage, 90)
+
+    def learn_from_sequences():
+        batch = storage.sample()
+        if alpha:
+            storage.update(batch.rows, torch.ones_like(batch.weights))
+        return batch
+
+    learn_from_sequences()
+    with no_wait():
+        for _ in range(40):
+            world.add(storage, 1)
+            batch = learn_from_sequences()
+    ids, there = batch.observations[:, :, 0], batch.observations[:, :, 0] > 0
+    assert bool((ids[:, 1:] - ids[:, :-1] == ENVS)[there[:, 1:] & there[:, :-1]].all())
+    assert bool(batch.masks.any())
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_hindsight_does_not_wait(strategy):
+    space = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), SPACE))
+    storage = HindsightReplayStorage(
+        space,
+        spaces.Discrete(5),
+        "cuda",
+        ENVS * STEPS,
+        ENVS,
+        64,
+        compute_reward=lambda achieved, desired, info: -(achieved - desired).abs().sum(-1),
+        strategy=strategy,
+        seed=0,
+    )
+    shown = torch.arange(ENVS, device="cuda").float().unsqueeze(1).expand(ENVS, 3).contiguous()
+    never, actions = torch.zeros(ENVS, dtype=torch.bool, device="cuda"), torch.zeros(ENVS, device="cuda").long()
+
+    def step(shown: torch.Tensor) -> torch.Tensor:
+        observed, following = dict.fromkeys(space, shown), dict.fromkeys(space, shown + ENVS)
+        storage.add(observed, actions, shown[:, 0], never, never, {}, following)
+        return shown + ENVS
+
+    shown = step(shown)
+    storage.sample()
+    with no_wait():
+        for _ in range(20):
+            shown = step(shown)
+            batch = storage.sample()
+    assert bool((batch.observations["observation"][:, 0] < 21 * ENVS).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)

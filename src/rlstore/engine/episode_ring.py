@@ -103,7 +103,7 @@ class EpisodeRing:
         if shared:
             self._make_starts()
         self._kernel: Any = None
-        self._has_rows = False
+        self._known = 0  # rows of a device that are known to be held
         self._view_counters()
         if self.reopened:
             self._take_up()
@@ -218,18 +218,16 @@ class EpisodeRing:
 
     @property
     def has_rows(self) -> bool:
-        """True if any row is held. Once it is known the device is not asked again."""
-        if self.device.type == "cpu":
-            return self.size > 0
-        if not self._has_rows:
-            self._has_rows = self.size > 0
-        return self._has_rows
+        """True if any row is held. Once it is known a device is not asked again."""
+        return self._known > 0 or self.size > 0
 
     @property
     def size(self) -> int:
-        """The rows held by all lanes."""
+        """The rows held by all lanes. Once it is known that they are full a device is not asked again."""
         if self.device.type != "cpu":
-            return int(self.held().sum())
+            if self._known < self.steps * self.lanes:
+                self._known = int(self.held().sum())
+            return self._known
         if self.lanes == 1:
             return min(int(self._written.item()) - int(self._begun.item()), self.steps)
         return int((self._written - self._begun).clip(max=self.steps).sum())
@@ -252,7 +250,7 @@ class EpisodeRing:
         # The slot on top of the stack is the first to be taken: the lowest.
         order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
         self.free_slots.copy_(order.flip(0))
-        self._has_rows = False
+        self._known = 0
         self._bind_tables()
 
     # ---------------------------------------------------------------------------------------------- writing
@@ -415,7 +413,7 @@ class EpisodeRing:
             after_end = self.after_end.clone()
             self.rebuild()
             self.after_end.copy_(after_end)
-        self._has_rows = False
+        self._known = 0
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()

@@ -39,6 +39,8 @@ class Priorities:
         self._leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
+        if windows is not None:
+            windows.keep_priorities(self._leaves)
         with torch.inference_mode(False):
             self._seen = ring.written.clone()
         self._kernel: Any = None

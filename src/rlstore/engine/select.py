@@ -94,7 +94,9 @@ class Windows:
         self._ring, self._stride, self._across = ring, stride, across
         self._queue = allocate((ring.lanes, ring.steps), torch.int64, ring.device)
         self._counters = allocate((4, ring.lanes), torch.int64, ring.device)
+        self._leaves: Tensor | None = None
         self._kernel: Any = None
+        self._has_windows = False
         self.rebuild()
 
     @property
@@ -104,7 +106,26 @@ class Windows:
             memory = (self._queue, *self._counters)
             make = kernel("WindowIndex", self._ring.device.type)
             self._kernel = make(self._ring.kernel, self.length, self._stride, self._across, memory)
+            self._hand_leaves()
         return self._kernel
+
+    def keep_priorities(self, leaves: Tensor) -> None:
+        """Windows have priorities, float32 by row: an index on a device sets those of windows that come and go."""
+        self._leaves = leaves
+        self._hand_leaves()
+
+    def _hand_leaves(self) -> None:
+        if self._leaves is not None and hasattr(self.kernel, "keep_priorities"):
+            self.kernel.keep_priorities(self._leaves)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if there is any. A device is not asked again once it has some and so many rows that some always stay."""
+        if self._ring.device.type == "cpu" or self._ring.steps < 2 * (self.length + self._stride):
+            return len(self) > 0
+        if not self._has_windows:
+            self._has_windows = len(self) > 0
+        return self._has_windows
 
     def __len__(self) -> int:
         """Windows that there are."""
@@ -116,6 +137,7 @@ class Windows:
 
     def rebuild(self) -> None:
         """Take in all rows that are held, anew."""
+        self._has_windows = False
         self.kernel.rebuild()
 
     def forget(self, lanes: Tensor) -> None:

@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels.cuda import gather, replay_gather, replay_priorities, replay_ring, rows, scans, segments
+from rlstore.kernels.cuda import (
+    gather,
+    replay_gather,
+    replay_priorities,
+    replay_ring,
+    replay_windows,
+    rows,
+    scans,
+    segments,
+)
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "EpisodeRing": replay_ring.EpisodeRing,
     "Priorities": replay_priorities.Priorities,
     "ReplayGather": replay_gather.ReplayGather,
     "RowWriter": rows.RowWriter,
+    "WindowIndex": replay_windows.WindowIndex,
     "discounted_returns": scans.discounted_returns,
     "fill_gae": scans.fill_gae,
     "fill_trajectories": segments.fill_trajectories,

@@ -32,31 +32,44 @@ def units(generator, number):
 
 
 @triton.jit
+def lane_of(drawn, total, ends, LANES: tl.constexpr):
+    """The lane that number ``drawn`` falls in, where ``ends`` are cumulative counts; and what comes before the lane.
+
+    It is guessed as if all lanes had equally many, and looked for where the guess is wrong.
+    """
+    low = tl.minimum(drawn * LANES // tl.maximum(total, 1), LANES - 1)
+    right = tl.load(ends + low) > drawn
+    right = right & (tl.load(ends + low - 1, mask=low > 0, other=0) <= drawn)
+    high = tl.where(right, low, LANES - 1)
+    low = tl.where(right, low, 0)
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        is_past = tl.load(ends + middle) <= drawn
+        low, high = tl.where(is_past & (low < high), middle + 1, low), tl.where(is_past, high, middle)
+    return low, tl.load(ends + low - 1, mask=low > 0, other=0)
+
+
+@triton.jit
+def below(generator, number, total):
+    """Whole numbers from 0 to ``total - 1``."""
+    drawn = (units(generator, number) * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(drawn, total - 1), 0)
+
+
+@triton.jit
 def uniform_rows(
     generator, number, ends, words, written, begun, LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr
 ):
     """The lanes and times of rows drawn uniformly from all that are held.
 
-    Where the lanes hold the same times, rows are counted by time; else lane by lane. Then the lane is guessed from
-    lanes that hold equally many, and looked for where the guess is wrong.
+    Where the lanes hold the same times, rows are counted by time; else lane by lane.
     """
     total = tl.load(words + TOTAL)
-    drawn = (units(generator, number) * total.to(tl.float64)).to(tl.int64)
-    drawn = tl.maximum(tl.minimum(drawn, total - 1), 0)
+    drawn = below(generator, number, total)
     lane = drawn % LANES
     time = tl.load(words + OLDEST) + drawn // LANES
     if tl.load(words + ALIKE) == 0:
-        low = tl.minimum(drawn * LANES // tl.maximum(total, 1), LANES - 1)
-        right = tl.load(ends + low) > drawn
-        right = right & (tl.load(ends + low - 1, mask=low > 0, other=0) <= drawn)
-        high = tl.where(right, low, LANES - 1)
-        low = tl.where(right, low, 0)
-        while tl.max(high - low, 0) > 0:
-            middle = (low + high) // 2
-            is_past = tl.load(ends + middle) <= drawn
-            low, high = tl.where(is_past & (low < high), middle + 1, low), tl.where(is_past, high, middle)
-        lane = low
-        before = tl.load(ends + lane - 1, mask=lane > 0, other=0)
+        lane, before = lane_of(drawn, total, ends, LANES)
         oldest = tl.maximum(tl.load(begun + COUNTERS[1] + lane), tl.load(written + COUNTERS[0] + lane) - STEPS)
         time = oldest + drawn - before
     return lane, time

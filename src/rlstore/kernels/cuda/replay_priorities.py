@@ -103,13 +103,8 @@ class Priorities:
         self._is_behind = True
 
     def follow_windows(self, windows: Any) -> None:
-        """Only rows at which a window begins have a priority."""
-        ring = self._ring
-        largest = self._leaves.max()
-        first = torch.where(largest > 0, largest, torch.ones_like(largest))
-        for rows, value in ((windows.dropped, torch.zeros_like(first)), (windows.added, first)):
-            self._leaves[rows % ring.lanes * ring.steps + rows // ring.lanes % ring.steps] = value
-        self._seen.copy_(ring.written)
+        """Only rows at which a window begins have a priority: the index of windows sees to that when it follows."""
+        self._seen = self._ring.written  # no row is new
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""

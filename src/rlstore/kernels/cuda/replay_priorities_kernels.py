@@ -130,6 +130,7 @@ def _settle(
             leaf = lane[:, None] * STEPS + tl.maximum(time, 0) % STEPS
             tl.store(leaves + leaf, tl.zeros([SETTLED_LANES, SETTLED_ROWS], tl.float32) + first, mask=new)
             back += SETTLED_ROWS
+        tl.debug_barrier()  # all threads have looked at what was seen
         tl.store(seen + lane, count, mask=there)
         begin += tl.num_programs(0) * SETTLED_LANES
 
@@ -207,7 +208,7 @@ def draw_leaves(
     tl.store(drawn + number, chosen, mask=alive)
     # The bits of floats that are not negative are in the order of the floats.
     bits = tl.where(alive & (chosen > 0.0), chosen.to(tl.int32, bitcast=True), _INFINITY_BITS)
-    tl.atomic_min(smallest, tl.min(bits, 0))
+    tl.atomic_min(smallest, tl.min(bits, 0), sem="relaxed")
     move_on(generator, ticket, count)
 
 
@@ -247,4 +248,4 @@ def update_leaves(
     leaf = lane * STEPS + time % STEPS
     tl.store(leaves + leaf, tl.where(priority > 0.0, power, nothing), mask=fits & (later == 0))
     lost = tl.sum((alive & (fits == 0)).to(tl.int64), 0)
-    tl.atomic_add(dropped, lost, mask=lost > 0)
+    tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")

@@ -51,14 +51,13 @@ class EpisodeRing(replay_reference.EpisodeRing):
             self._ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._watch, self._asked = Watch(self.words), False
         self._deep = 0
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._launchers: dict[tuple[Any, ...], tuple[Launcher, tuple[int, int, int]]] = {}
         # The values of a step, before its flags; and whether some of them are flags of one byte.
         blocks = [*self.leaves, *self.leaves, *self.columns]
         self._fields = [(block.dtype, torch.Size((self.lanes, *block.shape))) for block in blocks]
         self._has_bools = any(block.dtype == torch.bool for block in blocks)
         widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
         self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power(self.lanes))  # lanes of a program
-        self._grid = (-(-self.lanes // self._block), 1, 1)
         offsets = tuple(place.offset for place in self.counter_places)
         self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
@@ -182,12 +181,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
         mask_dtype = None if mask is None else mask.dtype
         given_dtype = None if given is None or not has_finals else given.dtype
         key = (terminated.dtype, truncated.dtype, mask_dtype, given_dtype, has_finals)
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            launcher = self._launchers[key] = self._launcher(key)
-        launcher(
-            self._grid,
-            self.device,
+        arguments: tuple[Argument, ...] = (
             values[:leaves],
             values[leaves : 2 * leaves],
             values[2 * leaves : flags],
@@ -198,8 +192,26 @@ class EpisodeRing(replay_reference.EpisodeRing):
             self.words if given_dtype is None else given,
             *self._own,
         )
+        known = self._launchers.get(key)
+        if known is None:
+            self._launch_first(key, arguments)
+        else:
+            known[0](known[1], self.device, *arguments)
 
-    def _launcher(self, key: tuple[Any, ...]) -> Launcher:
+    def _launch_first(self, key: tuple[Any, ...], arguments: tuple[Argument, ...]) -> None:
+        """The launch that compiles. In tiles of some shapes the compiler fails, and not in the next larger ones."""
+        for block in (self._block, 2 * self._block, 4 * self._block):
+            launcher, grid = self._launcher(key, block), (-(-self.lanes // block), 1, 1)
+            try:
+                launcher(grid, self.device, *arguments)
+            except RuntimeError as error:
+                if "PassManager" not in str(error) or block == 4 * self._block:
+                    raise
+            else:
+                self._launchers[key] = launcher, grid
+                return
+
+    def _launcher(self, key: tuple[Any, ...], block: int) -> Launcher:
         columns = self.column_layout
         constants = (
             *self.leaf_layout,
@@ -209,6 +221,6 @@ class EpisodeRing(replay_reference.EpisodeRing):
             *(self.lanes, self._all_lanes, self._first, self.steps, self.rows, self.kept),
             *(self.reward, columns.sizes[self.reward], self._resets),
             *(key[2] is not None, key[4], key[3] is not None),
-            *(self._block, self._summary[-1]),
+            *(block, self._summary[-1]),
         )
         return Launcher(write_step, constants)

@@ -172,11 +172,11 @@ def _reset_marks(marks):
 
 @triton.jit
 def _leave_marks(marks, there, written, oldest, free):
-    tl.atomic_min(marks, tl.min(tl.where(there, written, _FAR), 0))
-    tl.atomic_max(marks + 1, tl.max(tl.where(there, written, -_FAR), 0))
-    tl.atomic_min(marks + 2, tl.min(tl.where(there, oldest, _FAR), 0))
-    tl.atomic_max(marks + 3, tl.max(tl.where(there, oldest, -_FAR), 0))
-    tl.atomic_min(marks + 4, tl.min(tl.where(there, free, _FAR), 0))
+    tl.atomic_min(marks, tl.min(tl.where(there, written, _FAR), 0), sem="relaxed")
+    tl.atomic_max(marks + 1, tl.max(tl.where(there, written, -_FAR), 0), sem="relaxed")
+    tl.atomic_min(marks + 2, tl.min(tl.where(there, oldest, _FAR), 0), sem="relaxed")
+    tl.atomic_max(marks + 3, tl.max(tl.where(there, oldest, -_FAR), 0), sem="relaxed")
+    tl.atomic_min(marks + 4, tl.min(tl.where(there, free, _FAR), 0), sem="relaxed")
 
 
 @triton.jit
@@ -230,6 +230,54 @@ def summarise(
 
 
 @triton.jit
+def _look(
+    observations, rewards, blocks, starts, finals, episodes, lane, there, count, slot, ended, is_over,
+    SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
+    ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    REWARD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Whether each lane goes on, whether it repeats its final observation, and what its older frames are."""
+    goes_on = (lane >= 0).to(tl.int32)
+    repeats = (is_over == 0).to(tl.int32)
+    for c in tl.static_range(REWARD_SIZE):
+        reward = tl.load(rewards + lane * REWARD_SIZE + c, mask=there, other=0)
+        repeats = repeats & (reward == 0).to(tl.int32)
+    padding = (lane * 0 + REPEATED).to(tl.int64)
+    first_stack = (lane >= 0).to(tl.int32)
+    for f in tl.static_range(len(SIZES)):
+        same, final, zeros, equal = _compare_leaf(
+            blocks[f], starts[f], finals[f], observations[f], lane, there, count, slot, ended,
+            SIZES[f], STACKS[f], INNERS[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f], ROWS, episodes,
+        )  # fmt: skip
+        goes_on = goes_on & same
+        repeats = repeats & final
+        if STACKS[f] > 1:
+            # One word for all leaves, so older frames that are not of one kind are kept.
+            found = tl.where(equal != 0, REPEATED, tl.where(zeros != 0, ZEROS, KEPT)).to(tl.int64)
+            padding = tl.where((first_stack != 0) | (found == padding), found, KEPT)
+            first_stack = first_stack * 0
+    return goes_on != 0, repeats != 0, padding
+
+
+@triton.jit
+def _find_slots(
+    episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, slot, free,
+    EPISODE_OF: tl.constexpr, ALL_LANES: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The slot of the row that is overwritten now, whether it becomes free with it, and the slot of the new row."""
+    gone = count - KEPT_ROWS
+    leaves = acts & (gone >= oldest)
+    row = EPISODE_OF[0] + lane * EPISODE_OF[1] + (tl.maximum(gone, 0) % ROWS) * EPISODE_OF[2]
+    old = tl.load(episode_of + row, mask=leaves, other=0)
+    stop = tl.load(episodes + old.to(tl.int64) * 4 + 1, mask=leaves, other=-1)
+    stop = tl.where(breaks & (old.to(tl.int64) == slot), count, stop)
+    frees = leaves & (stop == gone + 1)
+    top = tl.load(free_slots + (tl.maximum(free, 1) - 1) * ALL_LANES + FIRST + lane, mask=begins, other=0)
+    return old, frees, tl.where(begins, tl.where(frees, old, top).to(tl.int64), slot)
+
+
+@triton.jit
 def write_step(
     observations, following, values, terminated, truncated, mask, final_values, given,
     blocks, columns, finals, starts, episode_of, episodes, free_slots,
@@ -261,54 +309,33 @@ def write_step(
         has_final = there
     if HAS_GIVEN:
         has_final = there & (tl.load(given + lane, mask=there, other=0) != 0)
-    # What the data say.
-    goes_on = (lane >= 0).to(tl.int32)
-    repeats = ((is_terminated == 0) & (is_truncated == 0)).to(tl.int32)
-    for c in tl.static_range(REWARD_SIZE):
-        reward = tl.load(values[REWARD] + lane * REWARD_SIZE + c, mask=there, other=0)
-        repeats = repeats & (reward == 0).to(tl.int32)
-    padding = (lane * 0 + REPEATED).to(tl.int64)
-    first_stack = (lane >= 0).to(tl.int32)
-    for f in tl.static_range(len(SIZES)):
-        same, final, zeros, equal = _compare_leaf(
-            blocks[f], starts[f], finals[f], observations[f], lane, there, count, slot, ended,
-            SIZES[f], STACKS[f], INNERS[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f], ROWS, episodes,
-        )  # fmt: skip
-        goes_on = goes_on & same
-        repeats = repeats & final
-        if STACKS[f] > 1:
-            found = tl.where(equal != 0, REPEATED, tl.where(zeros != 0, ZEROS, KEPT)).to(tl.int64)
-            padding = tl.where((first_stack != 0) | (found == padding), found, KEPT)
-            first_stack = first_stack * 0
-    # What follows from it.
+    is_over = is_terminated | is_truncated
+    goes_on, repeats, padding = _look(
+        observations, values[REWARD], blocks, starts, finals, episodes, lane, there, count, slot, ended, is_over,
+        SIZES, STACKS, INNERS, LANE_STRIDES, ROW_STRIDES, OFFSETS, TILES, ROWS, REWARD_SIZE,
+    )  # fmt: skip
     going = slot >= 0
     is_reset = takes_part & (going == 0) & (ended >= 0)
     if RESETS != ALWAYS:
-        is_reset = is_reset & (repeats != 0)
+        is_reset = is_reset & repeats
     acts = takes_part & (is_reset == 0)
     breaks = acts & going & (goes_on == 0)
     begins = breaks | (acts & (going == 0))
     # The host has seen to it that there are slots; without one nothing is written.
     acts = acts & ((begins == 0) | (free > 0))
     breaks, begins = breaks & acts, begins & acts
-    ends_now = acts & (is_terminated | is_truncated)
+    ends_now = acts & is_over
     place, after = count % ROWS, (count + 1) % ROWS
-    # The slot of the episode whose last row is overwritten now.
-    gone = count - KEPT_ROWS
-    leaves = acts & (gone >= oldest)
-    row = EPISODE_OF[0] + lane * EPISODE_OF[1]
-    old = tl.load(episode_of + row + (tl.maximum(gone, 0) % ROWS) * EPISODE_OF[2], mask=leaves, other=0).to(tl.int64)
-    stop = tl.load(episodes + old * 4 + 1, mask=leaves, other=-1)
-    stop = tl.where(breaks & (old == slot), count, stop)
-    frees = leaves & (stop == gone + 1)
-    top = tl.load(free_slots + (tl.maximum(free, 1) - 1) * ALL_LANES + FIRST + lane, mask=begins, other=0)
-    new = tl.where(begins, tl.where(frees, old, top.to(tl.int64)), slot)
+    old, frees, new = _find_slots(
+        episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, slot, free,
+        EPISODE_OF, ALL_LANES, FIRST, ROWS, KEPT_ROWS,
+    )  # fmt: skip
     tl.debug_barrier()
     for f in tl.static_range(len(SIZES)):
         _break_leaf(blocks[f], finals[f], lane, breaks, place, slot,
                     SIZES[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f])  # fmt: skip
     tl.store(episodes + slot * 4 + 1, count, mask=breaks)
-    tl.store(free_slots + free * ALL_LANES + FIRST + lane, old.to(tl.int32), mask=frees)
+    tl.store(free_slots + free * ALL_LANES + FIRST + lane, old, mask=frees)
     tl.debug_barrier()
     tl.store(episodes + new * 4, count, mask=begins)
     tl.store(episodes + new * 4 + 1, tl.where(ends_now, count + 1, -1), mask=begins | ends_now)
@@ -323,7 +350,8 @@ def write_step(
     for f in tl.static_range(len(COLUMN_SIZES)):
         _put_column(columns[f], values[f], lane, acts, place, COLUMN_SIZES[f], COLUMN_LANE_STRIDES[f],
                     COLUMN_ROW_STRIDES[f], COLUMN_OFFSETS[f], COLUMN_TILES[f])  # fmt: skip
-    tl.store(episode_of + row + place * EPISODE_OF[2], new.to(tl.int32), mask=acts)
+    row = EPISODE_OF[0] + lane * EPISODE_OF[1] + place * EPISODE_OF[2]
+    tl.store(episode_of + row, new.to(tl.int32), mask=acts)
     tl.store(written + COUNTERS[0] + lane, count + 1, mask=acts)
     tl.store(current + COUNTERS[2] + lane, tl.where(ends_now, -1, new), mask=acts)
     # Where a final observation came apart, the new episode has begun, unless it is known that it has not.
@@ -337,7 +365,7 @@ def write_step(
     free += frees.to(tl.int64) - begins.to(tl.int64)
     tl.store(free_count + COUNTERS[4] + lane, free, mask=acts)
     broken = tl.sum(breaks.to(tl.int64), 0)
-    tl.atomic_add(words + BREAKS, broken, mask=broken > 0)
+    tl.atomic_add(words + BREAKS, broken, mask=broken > 0, sem="relaxed")
     _leave_marks(marks, there, count, tl.maximum(oldest, count - STEPS), free)
     # The last program to get here tells of all lanes.
     tl.debug_barrier()
