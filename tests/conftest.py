@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.register_assert_rewrite("distributed_actors", "distributed_ids", "distributed_torture")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on the CPU; said before anything imports Triton
 # A person's run looks for new failures each time. That of CI is always the same, so that it speaks of the change alone.
 settings.register_profile(
     "rlstore", deadline=None, max_examples=60, print_blob=True, derandomize=bool(os.environ.get("CI"))

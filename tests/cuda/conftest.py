@@ -1,13 +1,9 @@
 """The kernels for CUDA: on a GPU where there is one, else on the CPU in Triton's interpreter."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 
 @pytest.fixture(scope="session")
