@@ -18,6 +18,7 @@ TORCH_SAYS = (
     "ignore:Synchronization debug mode:UserWarning",
     "ignore:TensorFloat32 tensor cores:UserWarning",
     "ignore:The CUDA Graph is empty:UserWarning",
+    "ignore:Warning. Profiler clears events:UserWarning",
 )
 
 
