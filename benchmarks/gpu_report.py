@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -49,6 +50,7 @@ class Line:
     work: str
     contender: str
     call: float | None
+    first_call: float | None  # of a turn
     quartiles: tuple[float, float] | None
     counts: Counts | None
     floor: float | None  # what the bytes take at the bandwidth of a large copy
@@ -62,28 +64,45 @@ class Figures:
         self.missing = {**profiled.missing, **(timed.missing if timed else {})}
         self.bytes_a_second = (timed or profiled).bytes_a_second
         seconds = timed.seconds if timed else {}
+        firsts = timed.first_seconds if timed else {}
         contenders = list(dict.fromkeys([*seconds, *profiled.counts]))
         self.lines = [
             self._line(
-                work, contender, seconds.get(contender, {}).get(work), profiled.counts.get(contender, {}).get(work)
+                work,
+                contender,
+                seconds.get(contender, {}).get(work),
+                firsts.get(contender, {}).get(work),
+                profiled.counts.get(contender, {}).get(work),
             )
             for work in self.floors
             for contender in contenders
             if work in seconds.get(contender, {}) or work in profiled.counts.get(contender, {})
         ]
 
-    def _line(self, work: str, contender: str, seconds: list[float] | None, counts: Counts | None) -> Line:
+    def _line(
+        self,
+        work: str,
+        contender: str,
+        seconds: list[float] | None,
+        firsts: list[float] | None,
+        counts: Counts | None,
+    ) -> Line:
         floor = self.floors[work] / self.bytes_a_second * 1e6 if self.bytes_a_second else None
         if not seconds:
-            return Line(work, contender, None, None, counts, floor)
+            return Line(work, contender, None, None, None, counts, floor)
         low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-        return Line(work, contender, middle * 1e6, (low * 1e6, high * 1e6), counts, floor)
+        first = statistics.median(firsts) * 1e6 if firsts else None
+        return Line(work, contender, middle * 1e6, first, (low * 1e6, high * 1e6), counts, floor)
 
-    def peer(self, line: Line) -> float | None:
+    def peer(self, line: Line, time_of: Callable[[Line], float | None] = lambda line: line.call) -> float | None:
         """How many times as long the fastest peer's call takes, for a line of ours."""
-        peers = [other.call for other in self.lines if other.work == line.work and other.contender not in OURS]
-        calls = [call for call in peers if call is not None]
-        return min(calls) / line.call if calls and line.call and line.contender in OURS else None
+        peers = [time_of(other) for other in self.lines if other.work == line.work and other.contender not in OURS]
+        times, own = [time for time in peers if time is not None], time_of(line)
+        return min(times) / own if times and own and line.contender in OURS else None
+
+
+def _first_call(line: Line) -> float | None:
+    return line.first_call
 
 
 def table(figures: Figures) -> Table:
@@ -92,7 +111,8 @@ def table(figures: Figures) -> Table:
     drawn = Table(title=f"{figures.title}{copied}", title_justify="left")
     drawn.add_column("work")
     drawn.add_column("contender")
-    for heading in ("call us", "times faster", "launches", "syncs", "GPU us", "floor us", "GPU to floor"):
+    times = ("call us", "times faster", "first of a turn us", "times faster")
+    for heading in (*times, "launches", "syncs", "GPU us", "floor us", "GPU to floor"):
         drawn.add_column(heading, justify="right")
     for line in figures.lines:
         counts = line.counts
@@ -101,6 +121,8 @@ def table(figures: Figures) -> Table:
             line.contender,
             _number(line.call),
             _number(figures.peer(line)),
+            _number(line.first_call),
+            _number(figures.peer(line, _first_call)),
             str(counts.launches) if counts else "-",
             str(counts.syncs) if counts else "-",
             _number(counts.gpu_us if counts else None),
@@ -133,6 +155,8 @@ def as_json(figures: Figures) -> dict[str, Any]:
                 "call_us": line.call,
                 "quartiles_us": line.quartiles,
                 "times_faster_than_best_peer": figures.peer(line),
+                "first_call_us": line.first_call,
+                "first_times_faster": figures.peer(line, _first_call),
                 "launches": line.counts.launches if line.counts else None,
                 "syncs": line.counts.syncs if line.counts else None,
                 "gpu_us": line.counts.gpu_us if line.counts else None,
@@ -172,10 +196,12 @@ def markdown(result: dict[str, Any]) -> str:
         copied = f", {group['bytes_a_second'] / 1e12:.2f} TB/s" if group["bytes_a_second"] else ""
         text += [f"### {group['title']}{copied}", ""]
         text.append(
-            "| work | contender | call, us | times faster | launches | waits | GPU, us | floor, us | GPU to floor |"
+            "| work | contender | call, us | times faster | first of a turn, us | times faster | launches | waits | "
+            "GPU, us | floor, us | GPU to floor |"
         )
-        text.append("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-        numbers = ("call_us", "times_faster_than_best_peer", "launches", "syncs", "gpu_us", "floor_us", "gpu_to_floor")
+        text.append("| --- | --- |" + " ---: |" * 9)
+        times = ("call_us", "times_faster_than_best_peer", "first_call_us", "first_times_faster")
+        numbers = (*times, "launches", "syncs", "gpu_us", "floor_us", "gpu_to_floor")
         text += [_row(line["work"], line["contender"], *(line[name] for name in numbers)) for line in group["lines"]]
         text += ["", *(f"{name} did not take part: {reason}" for name, reason in group["missing"].items()), ""]
     for training in result["trainings"]:
