@@ -111,7 +111,7 @@ def table(figures: Figures) -> Table:
     drawn = Table(title=f"{figures.title}{copied}", title_justify="left")
     drawn.add_column("work")
     drawn.add_column("contender")
-    times = ("call us", "times faster", "first of a turn us", "times faster")
+    times = ("call us", "times faster", "first us", "times faster")
     for heading in (*times, "launches", "syncs", "GPU us", "floor us", "GPU to floor"):
         drawn.add_column(heading, justify="right")
     for line in figures.lines:

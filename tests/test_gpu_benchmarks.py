@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def result():
     names = [*gpu.SMALL, *gpu.TRAININGS]
-    console = Console(file=io.StringIO(), width=150)
+    console = Console(file=io.StringIO(), width=170)
     *_, last = gpu.run(names, small=True, profile_only=False, console=console)
     return json.loads(json.dumps(last)) | {"shown": console.file.getvalue()}
 
@@ -55,6 +55,7 @@ def test_every_work_of_every_contender_is_timed_and_profiled(result):
         assert set(group["missing"]) <= {"one graph", "TorchRL"}
         for line in group["lines"]:
             assert line["call_us"] > 0
+            assert line["first_call_us"] > 0
             assert (line["launches"], line["syncs"], line["gpu_us"]) == (0, 0, 0)
             assert line["work"][:20] in result["shown"]
 
@@ -63,7 +64,7 @@ def test_the_figures_are_written_as_tables(result):
     text = gpu_report.markdown(result)
     rows = [row for row in text.splitlines() if row.startswith("|")]
     assert sum(len(group["lines"]) for group in result["groups"]) + 6 == len(rows) - 2 * len(result["groups"]) - 4
-    assert all(row.count("|") in (6, 10) for row in rows)
+    assert all(row.count("|") in (6, 12) for row in rows)
 
 
 def test_trainings_are_timed_with_each_storage(result):
@@ -165,9 +166,12 @@ def test_a_trace_is_read_window_by_window():
 
 
 def test_ratios_are_those_of_the_table():
-    timed = Measured("g", "g", {"w": 8_000}, {"rlstore": {"w": [2e-6]}, "rsl_rl": {"w": [9e-6]}}, {}, {}, 2e9)
+    calls = {"rlstore": {"w": [2e-6]}, "rsl_rl": {"w": [9e-6]}}
+    firsts = {"rlstore": {"w": [3e-6]}, "rsl_rl": {"w": [9e-6]}}
+    timed = Measured("g", "g", {"w": 8_000}, calls, {}, {}, 2e9, firsts)
     profiled = Measured("g", "g", {"w": 8_000}, {}, {"rlstore": {"w": Counts(1, 0, 6.0)}})
     figures = Figures(timed, profiled)
     ours, theirs = figures.lines
     assert (ours.floor, figures.peer(ours), figures.peer(theirs)) == (4.0, 4.5, None)
+    assert ours.first_call == pytest.approx(3.0)
     assert figures.lines[0].counts.gpu_us / ours.floor == 1.5
