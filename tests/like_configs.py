@@ -20,15 +20,21 @@ class LikeListConfig:
 
 
 class LikeDictConfig:
-    """A mapping to everybody but isinstance, as OmegaConf's DictConfig is."""
+    """A mapping to everybody but isinstance, as OmegaConf's DictConfig is: keys are attributes too."""
+
+    def __init__(self, **content):
+        self.__dict__["_content"] = {
+            key: LikeListConfig(value) if isinstance(value, (list, tuple)) else value for key, value in content.items()
+        }
 
     def __repr__(self):
         return f"LikeDictConfig({sorted(self._content)})"
 
-    def __init__(self, **content):
-        self._content = {
-            key: LikeListConfig(value) if isinstance(value, (list, tuple)) else value for key, value in content.items()
-        }
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["_content"][name]
+        except KeyError:
+            raise AttributeError(name) from None
 
     def __getitem__(self, key):
         return self._content[key]
