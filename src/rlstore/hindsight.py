@@ -15,6 +15,7 @@ from rlstore.engine.gather import Part, Request
 from rlstore.engine.schema import as_tensor
 from rlstore.engine.select import random_units, uniform_rows
 from rlstore.engine.spaces import SpaceLike
+from rlstore.engine.staging import moved
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.replay_options import ReplayOptions
 from rlstore.replay_prepare import Drawn
@@ -136,7 +137,7 @@ class HindsightReplayStorage(TransitionStorage):
         assert drawn.others is not None
         *transition, goals = tensors
         count, batch = len(self._fields.observations), len(drawn.rows)
-        replaced = (drawn.others >= 0).to(self._torch_device)
+        replaced = moved(drawn.others >= 0, self._torch_device)
         following = count + 3
         for place in (self._desired, following + self._desired):
             mask = replaced.view(-1, *[1] * (goals.dim() - 1))

@@ -13,6 +13,7 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.schema import Field, as_tensor
 from rlstore.engine.spaces import SpaceLike
+from rlstore.engine.staging import moved
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.final_observations import fit_final
 from rlstore.saved_replay import SavedReplay
@@ -181,7 +182,8 @@ class OffPolicyStorage(SavedReplay):
         for _ in range(num_mini_batch * num_epochs):
             drawn, tensors = self._take(size)
             batch = self._as_dict(self._batch(drawn, tensors))
-            batch.setdefault("rows", drawn.rows.to(self._torch_device))
+            if "rows" not in batch:
+                batch["rows"] = moved(drawn.rows, self._torch_device)
             yield batch
 
     # ---------------------------------------------------------------------------------------------- the whole

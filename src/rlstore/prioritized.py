@@ -13,6 +13,7 @@ from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.gather import TransitionGather
 from rlstore.engine.priorities import Priorities
 from rlstore.engine.spaces import SpaceLike
+from rlstore.engine.staging import moved
 from rlstore.prioritization import PriorityStorage
 from rlstore.replay_options import ReplayOptions
 from rlstore.replay_prepare import Drawn
@@ -121,5 +122,5 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         assert drawn.weights is not None
         rows, weights = drawn.rows, drawn.weights
         if self._torch_device != rows.device:
-            rows, weights = rows.to(self._torch_device), weights.to(self._torch_device)
+            rows, weights = moved(rows, self._torch_device), moved(weights, self._torch_device)
         return PrioritizedBatch(*self._parts(tensors), weights, rows)

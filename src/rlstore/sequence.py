@@ -16,6 +16,7 @@ from rlstore.engine.priorities import Priorities
 from rlstore.engine.select import Windows
 from rlstore.engine.snapshot import SnapshotReader
 from rlstore.engine.spaces import SpaceLike
+from rlstore.engine.staging import moved
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.prioritization import PriorityStorage
 from rlstore.replay_options import ReplayOptions
@@ -244,7 +245,7 @@ class SequenceReplayStorage(PriorityStorage):
             held[:, : self.burn_in] = False
         weights = torch.ones(size[0], 1, device=begins.device) if drawn.weights is None else drawn.weights
         if self._torch_device != begins.device:
-            begins, weights = begins.to(self._torch_device), weights.to(self._torch_device)
+            begins, weights = moved(begins, self._torch_device), moved(weights, self._torch_device)
         return SequenceBatch(
             structure.build(tensors[:leaves], size),
             actions,

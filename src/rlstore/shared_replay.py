@@ -28,6 +28,7 @@ class SharedReplay(ReplayBase):
     """Replay whose lanes can be handed to writers; see :meth:`writer`."""
 
     _swept = 0.0
+    _had_writers = False  # since this storage itself last added
 
     # ---------------------------------------------------------------------------------------------- writers
 
@@ -53,6 +54,7 @@ class SharedReplay(ReplayBase):
         part = control.free_lanes(lanes)
         if self._ahead is not None and not ring.is_shared:
             self._ahead.clear()
+        self._had_writers = True
         writing = writing_part(type(self), self._fields, ring.part(part))
         return ReplayWriter(type(self), writing, control, part, name, self.timeout)
 
@@ -164,14 +166,16 @@ class SharedReplay(ReplayBase):
 
     def _require_no_writers(self) -> None:
         control = self._control
-        if control is None or not control.has_writers:
-            return
-        self._sweep()
-        if control.has_writers:
-            raise InvalidInputError(
-                "the environments of this storage are added by its writers; add through one of them, or close them. "
-                "Nothing was written."
-            )
+        if control is not None and control.has_writers:
+            self._sweep()
+            if control.has_writers:
+                raise InvalidInputError(
+                    "the environments of this storage are added by its writers; add through one of them, or close "
+                    "them. Nothing was written."
+                )
+        if self._had_writers:
+            self._had_writers = False
+            self._ring_of().catch_up()
 
     @property
     def _is_apart(self) -> bool:

@@ -7,9 +7,10 @@ import copy
 import pytest
 import replay_play
 import torch
+from gymnasium import spaces
 from replay_play import flat, make, play
 
-from rlstore import Storage, kernels
+from rlstore import ReplayStorage, Storage, kernels
 from rlstore.kernels import cuda
 
 # The rest of them are compared on a GPU, in tests/test_cuda.py.
@@ -50,18 +51,43 @@ def test_batches_and_everything_held_are_the_same(name, on_triton):
     assert_same(flat(storage.get_all_buffer_data()), whole)
 
 
-def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(on_triton, tmp_path):
+@pytest.mark.parametrize("name", ["prioritized", "sequences by priority", "sequences"])
+def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(name, on_triton, tmp_path):
     place = on_triton()
-    storage = make("prioritized", place)
-    play("prioritized", storage)
+    storage = make(name, place)
+    play(name, storage)
     storage.save(tmp_path)
     others = [copy.deepcopy(storage), Storage.load(tmp_path), Storage.load(tmp_path, device="cpu")]
-    total, leaves = storage.priority_total, storage._priorities.leaves.cpu()
+    if name != "sequences":
+        total, leaves = storage.priority_total, storage._priorities.leaves.cpu()
+        for other in others:
+            assert other.priority_total == pytest.approx(total)
+            assert torch.equal(other._priorities.leaves.cpu(), leaves)
     batch = flat(storage.sample())
     for other in others:
-        assert other.priority_total == pytest.approx(total)
-        assert torch.equal(other._priorities.leaves.cpu(), leaves)
         assert_same(flat(other.sample()), batch)
+
+
+def test_the_storage_itself_adds_on_after_its_writers(on_triton):
+    """A writer takes free slots of episodes, and the storage knows of it when it adds again."""
+    storage = ReplayStorage(
+        spaces.Box(-1e6, 1e6, (1,)), spaces.Discrete(2), on_triton(), storage_size=200, num_envs=1, batch_size=4
+    )
+    yes, no = torch.tensor([True]), torch.tensor([False])
+
+    def add(to, number, ended):
+        seen = torch.tensor([[float(number)]])
+        to.add(seen, torch.zeros(1, dtype=torch.int64), torch.ones(1), ended, no, {}, seen + 1)
+
+    for number in range(60):
+        add(storage, number, yes if number == 59 else no)
+    with storage.writer(1) as writer:
+        for number in range(100, 144):
+            add(writer, number, yes)
+    for number in range(200, 230):
+        add(storage, number, yes)
+    held = storage.get_all_buffer_data()["observations"].flatten().tolist()
+    assert held == [*range(60), *range(100, 144), *range(200, 230)]
 
 
 def test_everything_held_can_be_put_into_another_storage(on_triton):

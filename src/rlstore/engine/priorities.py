@@ -50,6 +50,8 @@ class Priorities:
     def kernel(self) -> Any:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
+            if self._windows is not None:
+                self._seen.copy_(self._ring.written)  # rows have theirs with their windows, and none is new
             memory = (self._leaves, self._sums, self._maxima, self._seen)
             self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
         return self._kernel

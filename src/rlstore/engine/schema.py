@@ -105,7 +105,10 @@ def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
         return False
     if dtype.is_floating_point or given.dtype == torch.bool or given.numel() == 0:
         return True
-    integers, limits = given.cpu().numpy(), torch.iinfo(dtype)
+    limits, own = torch.iinfo(dtype), torch.iinfo(given.dtype)
+    if limits.min <= own.min and own.max <= limits.max:
+        return True
+    integers = given.cpu().numpy()
     return limits.min <= int(integers.min()) and int(integers.max()) <= limits.max
 
 

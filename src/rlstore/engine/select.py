@@ -16,6 +16,7 @@ from rlstore.kernels import kernel
 # The orders of so many epochs are made in one launch; and the longest permutation that is made so.
 _ORDER_BYTES = 32 << 20
 _LONGEST_PERMUTATION = 1 << 32
+_MOST_ORDERS = 1 << 15  # a launch has room for twice as many
 
 
 def epoch_rows(held: int, wanted: int, generator: torch.Generator, *, shuffle: bool = True) -> Tensor:
@@ -37,7 +38,7 @@ def epoch_orders(
         for _ in range(epochs):
             yield torch.randperm(held, generator=generator, device=device)[:wanted]
     else:
-        ahead = max(1, _ORDER_BYTES // max(8 * wanted, 1))
+        ahead = min(max(1, _ORDER_BYTES // max(8 * wanted, 1)), _MOST_ORDERS)
         for first in range(0, epochs, ahead):
             yield from keyed_orders(held, wanted, generator, min(ahead, epochs - first))
 

@@ -91,6 +91,13 @@ def launched(tensors: tuple[Any, ...], casts: Casts = ()) -> Staged:
     return Staged(cast, cuda.current_stream(cast[0].device).record_event())
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device, for the current stream; the host does not wait."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def at_hand(tensors: tuple[Any, ...], casts: Casts = ()) -> tuple[Any, ...]:
     """Tensors that are where they are wanted."""
     made: tuple[Any, ...] = _cast(tensors, casts)

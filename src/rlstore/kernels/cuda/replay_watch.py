@@ -78,7 +78,7 @@ class Watch:
     def _look(self) -> None:
         self._seen.copy_(self._words, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._words.device))
         self._looking, self._since = True, 0
 
     def _take(self) -> None:

@@ -37,6 +37,7 @@ class WindowIndex(draws_reference.WindowIndex):
         self._draw = Launcher(draw_windows, (self._places, ring.lanes, ring.steps, _DRAWN))
         self._recount = Launcher(count_windows, (self._places, ring.lanes, self._summary))
         self._follow = self._follower()
+        self._count_anew()  # a copy of an index has some from the beginning
 
     def _follower(self) -> Launcher:
         ring = self._device_ring
@@ -78,6 +79,9 @@ class WindowIndex(draws_reference.WindowIndex):
     def rebuild(self) -> None:
         """Forget everything and take in all rows that are held, all at once."""
         super().rebuild()
+        self._count_anew()
+
+    def _count_anew(self) -> None:
         self._recount((1, 1, 1), self._device_ring.device, *self._counters[:2], self._ends, self._total)
 
     def draw(self, generator: Tensor, rows: Tensor) -> None:
