@@ -67,13 +67,14 @@ def scan_advantages(
     DONES: tl.constexpr,
     MOMENTS: tl.constexpr,
     EVEN: tl.constexpr,
+    LONG: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Generalised advantage estimation for LANES lanes, STEPS steps at a time from the last to the first.
 
-    EVEN says that there are a multiple of 16 lanes, which makes for wider accesses.
-    With MOMENTS, program p leaves count, mean and sum of squared deviations of its advantages in ``moments[3 * p:]``.
+    EVEN says that there are a multiple of 16 lanes, which makes for wider accesses; LONG, that there are more steps
+    than that. With MOMENTS, each program leaves the moments of its advantages: see :func:`_store_moments`.
     """
     kind: tl.constexpr = rewards.dtype.element_ty
     if EVEN:
@@ -86,7 +87,7 @@ def scan_advantages(
     flow = tl.full([STEPS, LANES], rate, kind)
     carried = tl.zeros([LANES], kind)
     # Sums of deviations from one of the advantages, so that equal ones have no spread at all.
-    shift = tl.zeros([LANES], tl.float64)
+    shift = gamma * 0
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     first = 0
@@ -107,32 +108,37 @@ def scan_advantages(
         advantage = tl.where(through == 0, own, own + through * carried[None, :])
         tl.store(advantages + at, advantage, mask=inside)
         tl.store(returns + at, advantage + value, mask=inside)
-        carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
+        if LONG:
+            carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
         if MOMENTS:
             newest = tl.where((row == STEPS - 1) & (column == 0), advantage, zero)
-            shift = tl.where(first == 0, tl.sum(tl.sum(newest, 1), 0).to(tl.float64), shift)
-            away = tl.where(inside, advantage.to(tl.float64) - shift[None, :], 0.0)
+            shift = tl.where(first == 0, tl.sum(tl.sum(newest, 0), 0).to(tl.float64), shift)
+            away = tl.where(inside, advantage.to(tl.float64) - shift, 0.0)
             sums += tl.sum(away, 0)
             squares += tl.sum(away * away, 0)
         first += STEPS
     if MOMENTS:
         held = tl.minimum(lanes - tl.program_id(0).to(tl.int64) * LANES, LANES)
         count = (steps * held).to(tl.float64)
-        _store_moments(moments, count, tl.max(shift, 0), tl.sum(sums, 0), tl.sum(squares, 0))
+        _store_moments(moments, count, shift, tl.sum(sums, 0), tl.sum(squares, 0))
 
 
 @triton.jit
 def _store_moments(moments, count, shift, total, squares):
-    """Count, mean and sum of squared deviations, from sums of what remains when ``shift`` is taken off."""
-    place = moments + 3 * tl.program_id(0).to(tl.int64)
+    """Count, mean and sum of squared deviations of a program's part, one row of ``moments[3, programs]`` each.
+
+    From sums of what remains when ``shift`` is taken off.
+    """
+    parts = tl.num_programs(0)
+    place = moments + tl.program_id(0)
     tl.store(place, count)
-    tl.store(place + 1, shift + total / count)
-    tl.store(place + 2, squares - total * total / count)
+    tl.store(place + parts, shift + total / count)
+    tl.store(place + 2 * parts, squares - total * total / count)
 
 
 @triton.jit(do_not_specialize=["count"])
 def measure(x, moments, count: tl.int64, ENTRIES: tl.constexpr):
-    """Program p's part of ``x``: its count, mean and sum of squared deviations in ``moments[3 * p:]``."""
+    """The moments of each program's part of ``x``: see :func:`_store_moments`."""
     first = tl.program_id(0).to(tl.int64) * ENTRIES
     entry = first + tl.arange(0, ENTRIES)
     inside = entry < count
@@ -156,7 +162,10 @@ def normalize_entries(
     """``x = (x - mean) / (std + epsilon)`` in place, with the moments that its parts were found to have."""
     if EVEN:  # a multiple of 16: this makes for wider accesses
         count = count // 16 * 16
-    base = tl.load(moments + 1)
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    inside = entry < count
+    own = tl.load(x + entry, mask=inside, other=0.0).to(tl.float64)
+    base = tl.load(moments + parts)
     counts = tl.zeros([PARTS], tl.float64)
     sums = tl.zeros([PARTS], tl.float64)
     squares = tl.zeros([PARTS], tl.float64)
@@ -164,11 +173,11 @@ def normalize_entries(
     while first < parts:
         part = first + tl.arange(0, PARTS)
         there = part < parts
-        held = tl.load(moments + 3 * part, mask=there, other=0.0)
-        away = tl.load(moments + 3 * part + 1, mask=there, other=0.0) - base
+        held = tl.load(moments + part, mask=there, other=0.0)
+        away = tl.load(moments + parts + part, mask=there, other=0.0) - base
         counts += held
         sums += held * away
-        squares += tl.load(moments + 3 * part + 2, mask=there, other=0.0) + held * away * away
+        squares += tl.load(moments + 2 * parts + part, mask=there, other=0.0) + held * away * away
         first += PARTS
     total = tl.sum(counts, 0)
     summed = tl.sum(sums, 0)
@@ -176,10 +185,8 @@ def normalize_entries(
     # Of a single entry there is no spread; rounding may leave a little less than none.
     variance = tl.where(total > 1, spread / tl.where(total > 1, total - 1, total), 0.0)
     std = tl.sqrt(tl.where(variance < 0, 0.0, variance))
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    inside = entry < count
-    away = tl.load(x + entry, mask=inside, other=0.0).to(tl.float64) - base
-    tl.store(x + entry, ((away - summed / total) / (std + epsilon)).to(x.dtype.element_ty), mask=inside)
+    scale = 1.0 / (std + epsilon)  # one division in all: those of float64 are slow
+    tl.store(x + entry, (((own - base) - summed / total) * scale).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma"])
