@@ -13,9 +13,9 @@ from rlstore.kernels.cuda.gather_kernels import gather_fields, permute
 from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 
 # What one program makes of a permutation: little, because it waits for the slowest of its entries.
-_PLACES, _PLACES_WARPS = 128, 1
+_PLACES, _PLACES_WARPS = 64, 1
 # What one program copies of a field: bytes, rows and columns at most.
-_PROGRAM_BYTES, _MOST_ROWS, _MOST_COLUMNS = 8 << 10, 512, 2048
+_PROGRAM_BYTES, _MOST_ROWS, _MOST_COLUMNS = 4 << 10, 512, 2048
 _WARPS = 4
 
 

@@ -54,7 +54,9 @@ def _gather_tile(
     inside = (own < size) & (column < WIDTH)
     row = tl.load(rows + own, mask=own < size, other=0)
     x = tl.load(source + row * WIDTH + column, mask=inside, other=0)
-    tl.store(target + own * WIDTH + column, x.to(target.dtype.element_ty), mask=inside)
+    # What is written is not read here again, and leaves the cache to the sources.
+    x = x.to(target.dtype.element_ty)
+    tl.store(target + own * WIDTH + column, x, mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -16,7 +16,7 @@ from rlstore.kernels.cuda.segments_kernels import count_trajectories, fill_field
 _LANES, _MOST_STEPS = 32, 64
 _COUNTED = 1024
 _MASKED = 1024
-_WARPS = 4
+_WARPS = 2
 _PADDED, _STATE, _COPIED = 0, 1, 2
 
 
