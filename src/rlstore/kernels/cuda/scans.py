@@ -60,7 +60,7 @@ def fill_gae(
     tile_steps, tile_lanes, warps = _tile(steps, lanes)
     parts = -(-lanes // tile_lanes)
     measured = epsilon is not None
-    moments = torch.empty(3 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
+    moments = torch.empty(4 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
     constants = (
         truncated is not None,
         final_values is not None,
@@ -148,7 +148,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
     """``x = (x - mean) / (std + epsilon)`` in place, std unbiased, moments in float64."""
     count = x.numel()
     parts = -(-count // _MEASURED)
-    moments = torch.empty(3 * parts, dtype=torch.float64, device=x.device)
+    moments = torch.empty(4 * parts, dtype=torch.float64, device=x.device)
     _launcher("measure", (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
     _normalize(x, moments, parts, epsilon)
 

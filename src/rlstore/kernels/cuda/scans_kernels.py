@@ -47,6 +47,36 @@ def _load_following(values, last_values, at, t, lane, steps, lanes, inside):
     return tl.where(t == steps - 1, last, following)
 
 
+@triton.jit
+def _load_deltas(
+    rewards,
+    values,
+    last_values,
+    terminated,
+    truncated,
+    final_values,
+    t,
+    lane,
+    steps,
+    lanes,
+    inside,
+    gamma,
+    TRUNCATED: tl.constexpr,
+    FINAL: tl.constexpr,
+    DONES: tl.constexpr,
+):
+    """The value of each step, what it adds to its advantage, and whether its episode ends with it."""
+    at = t * lanes + lane
+    zero = tl.zeros(at.shape, rewards.dtype.element_ty)
+    discount = tl.full(at.shape, gamma, rewards.dtype.element_ty)
+    over, cut_off, unknown, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, DONES)
+    value = tl.load(values + at, mask=inside, other=0.0)
+    following = _load_following(values, last_values, at, t, lane, steps, lanes, inside)
+    bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
+    delta = tl.load(rewards + at, mask=inside, other=0.0) + discount * bootstrap - value
+    return value, tl.where(unknown | (inside == 0), zero, delta), over | cut_off
+
+
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma", "rate"])
 def scan_advantages(
     rewards,
@@ -79,15 +109,33 @@ def scan_advantages(
     kind: tl.constexpr = rewards.dtype.element_ty
     if EVEN:
         lanes = lanes // 16 * 16
-    column = tl.arange(0, LANES)[None, :]
-    lane = tl.program_id(0).to(tl.int64) * LANES + column
+    first_lane = tl.program_id(0).to(tl.int64) * LANES
+    lane = first_lane + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, STEPS)[:, None]
     zero = tl.zeros([STEPS, LANES], kind)
-    discount = tl.full([STEPS, LANES], gamma, kind)
     flow = tl.full([STEPS, LANES], rate, kind)
     carried = tl.zeros([LANES], kind)
-    # Sums of deviations from one of the advantages, so that equal ones have no spread at all.
-    shift = gamma * 0
+    if MOMENTS:
+        # Sums of deviations from one of the advantages, so that equal ones have no spread at all: from that of the
+        # first lane's last step, which is known without waiting for the scan.
+        _, shift, _ = _load_deltas(
+            rewards,
+            values,
+            last_values,
+            terminated,
+            truncated,
+            final_values,
+            steps - 1,
+            first_lane,
+            steps,
+            lanes,
+            steps > 0,
+            gamma,
+            TRUNCATED,
+            FINAL,
+            DONES,
+        )
+        shift = shift.to(tl.float64)
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     first = 0
@@ -95,15 +143,24 @@ def scan_advantages(
         t = steps - first - STEPS + row
         inside = (t >= 0) & (lane < lanes)
         at = t * lanes + lane
-        over, cut_off, unknown, final = _load_ends(
-            terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, DONES
+        value, delta, ended = _load_deltas(
+            rewards,
+            values,
+            last_values,
+            terminated,
+            truncated,
+            final_values,
+            t,
+            lane,
+            steps,
+            lanes,
+            inside,
+            gamma,
+            TRUNCATED,
+            FINAL,
+            DONES,
         )
-        value = tl.load(values + at, mask=inside, other=0.0)
-        following = _load_following(values, last_values, at, t, lane, steps, lanes, inside)
-        bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
-        delta = tl.load(rewards + at, mask=inside, other=0.0) + discount * bootstrap - value
-        delta = tl.where(unknown | (inside == 0), zero, delta)
-        flows = tl.where(over | cut_off | (inside == 0), zero, flow)
+        flows = tl.where(ended | (inside == 0), zero, flow)
         through, own = tl.associative_scan((flows, delta), 0, _after, reverse=True)
         advantage = tl.where(through == 0, own, own + through * carried[None, :])
         tl.store(advantages + at, advantage, mask=inside)
@@ -111,29 +168,27 @@ def scan_advantages(
         if LONG:
             carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
         if MOMENTS:
-            newest = tl.where((row == STEPS - 1) & (column == 0), advantage, zero)
-            shift = tl.where(first == 0, tl.sum(tl.sum(newest, 0), 0).to(tl.float64), shift)
             away = tl.where(inside, advantage.to(tl.float64) - shift, 0.0)
             sums += tl.sum(away, 0)
             squares += tl.sum(away * away, 0)
         first += STEPS
     if MOMENTS:
-        held = tl.minimum(lanes - tl.program_id(0).to(tl.int64) * LANES, LANES)
-        count = (steps * held).to(tl.float64)
+        count = (steps * tl.minimum(lanes - first_lane, LANES)).to(tl.float64)
         _store_moments(moments, count, shift, tl.sum(sums, 0), tl.sum(squares, 0))
 
 
 @triton.jit
 def _store_moments(moments, count, shift, total, squares):
-    """Count, mean and sum of squared deviations of a program's part, one row of ``moments[3, programs]`` each.
+    """What a program's part counts, a number near it, and the sums of the differences from that and of their squares.
 
-    From sums of what remains when ``shift`` is taken off.
+    One row of ``moments[4, programs]`` each.
     """
     parts = tl.num_programs(0)
     place = moments + tl.program_id(0)
     tl.store(place, count)
-    tl.store(place + parts, shift + total / count)
-    tl.store(place + 2 * parts, squares - total * total / count)
+    tl.store(place + parts, shift)
+    tl.store(place + 2 * parts, total)
+    tl.store(place + 3 * parts, squares)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -175,18 +230,20 @@ def normalize_entries(
         there = part < parts
         held = tl.load(moments + part, mask=there, other=0.0)
         away = tl.load(moments + parts + part, mask=there, other=0.0) - base
+        summed = tl.load(moments + 2 * parts + part, mask=there, other=0.0)
+        squared = tl.load(moments + 3 * parts + part, mask=there, other=0.0)
         counts += held
-        sums += held * away
-        squares += tl.load(moments + 2 * parts + part, mask=there, other=0.0) + held * away * away
+        sums += summed + held * away
+        squares += squared + away * (2 * summed + held * away)
         first += PARTS
     total = tl.sum(counts, 0)
-    summed = tl.sum(sums, 0)
-    spread = tl.sum(squares, 0) - summed * summed / total
+    mean = tl.sum(sums, 0) / total
+    spread = tl.sum(squares, 0) - mean * mean * total
     # Of a single entry there is no spread; rounding may leave a little less than none.
     variance = tl.where(total > 1, spread / tl.where(total > 1, total - 1, total), 0.0)
     std = tl.sqrt(tl.where(variance < 0, 0.0, variance))
     scale = 1.0 / (std + epsilon)  # one division in all: those of float64 are slow
-    tl.store(x + entry, (((own - base) - summed / total) * scale).to(x.dtype.element_ty), mask=inside)
+    tl.store(x + entry, (((own - base) - mean) * scale).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma"])
