@@ -15,6 +15,17 @@ def _after(later_rate, later, rate, own):
 
 
 @triton.jit
+def _add_pairs(a, b, other_a, other_b):
+    """For sums of two tensors in one pass: threads meet once, not twice."""
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_triples(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
 def _load_ends(
     terminated, truncated, final_values, at, inside, TRUNCATED: tl.constexpr, FINAL: tl.constexpr, DONES: tl.constexpr
 ):
@@ -169,12 +180,14 @@ def scan_advantages(
             carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
         if MOMENTS:
             away = tl.where(inside, advantage.to(tl.float64) - shift, 0.0)
-            sums += tl.sum(away, 0)
-            squares += tl.sum(away * away, 0)
+            own_sums, own_squares = tl.reduce((away, away * away), 0, _add_pairs)
+            sums += own_sums
+            squares += own_squares
         first += STEPS
     if MOMENTS:
         count = (steps * tl.minimum(lanes - first_lane, LANES)).to(tl.float64)
-        _store_moments(moments, count, shift, tl.sum(sums, 0), tl.sum(squares, 0))
+        total, squared = tl.reduce((sums, squares), 0, _add_pairs)
+        _store_moments(moments, count, shift, total, squared)
 
 
 @triton.jit
@@ -230,15 +243,15 @@ def normalize_entries(
         there = part < parts
         held = tl.load(moments + part, mask=there, other=0.0)
         away = tl.load(moments + parts + part, mask=there, other=0.0) - base
-        summed = tl.load(moments + 2 * parts + part, mask=there, other=0.0)
-        squared = tl.load(moments + 3 * parts + part, mask=there, other=0.0)
+        own_sum = tl.load(moments + 2 * parts + part, mask=there, other=0.0)
+        own_squares = tl.load(moments + 3 * parts + part, mask=there, other=0.0)
         counts += held
-        sums += summed + held * away
-        squares += squared + away * (2 * summed + held * away)
+        sums += own_sum + held * away
+        squares += own_squares + away * (2 * own_sum + held * away)
         first += PARTS
-    total = tl.sum(counts, 0)
-    mean = tl.sum(sums, 0) / total
-    spread = tl.sum(squares, 0) - mean * mean * total
+    total, summed, squared = tl.reduce((counts, sums, squares), 0, _add_triples)
+    mean = summed / total
+    spread = squared - mean * mean * total
     # Of a single entry there is no spread; rounding may leave a little less than none.
     variance = tl.where(total > 1, spread / tl.where(total > 1, total - 1, total), 0.0)
     std = tl.sqrt(tl.where(variance < 0, 0.0, variance))
