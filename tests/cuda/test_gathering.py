@@ -65,10 +65,11 @@ def test_every_dtype_and_width(dtype, convert, device):
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_programs_cover_all_rows_of_a_field(itemsize):
     for width in (*range(1, 300), 1000, 1023, 1024, 1025, 2047, 2048, 2049, 28224):
-        rows, parts, entries = gather.programs_of(width, itemsize)
-        assert entries & (entries - 1) == 0
+        rows, parts, columns = gather.programs_of(width, itemsize)
+        assert rows & (rows - 1) == columns & (columns - 1) == 0
         assert rows == 1 or parts == 1
-        assert rows * width <= parts * entries < 2 * max(rows * width, entries // 2 + 1) + entries
+        assert width <= parts * columns < width + max(width, columns)
+        assert rows * columns * itemsize <= max(gather._PROGRAM_BYTES, columns * itemsize)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

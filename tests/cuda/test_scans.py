@@ -29,6 +29,8 @@ def small_tiles(device, monkeypatch):
         monkeypatch.setattr(scans, "_TILE", 32)
         monkeypatch.setattr(scans, "_MOST_STEPS", 8)
         monkeypatch.setattr(scans, "_LEAST_LANES", 4)
+        monkeypatch.setattr(scans, "_LARGE_TILE", 64)
+        monkeypatch.setattr(scans, "_MANY_LANES", 15)
 
 
 class Rollout:

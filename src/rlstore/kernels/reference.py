@@ -94,19 +94,24 @@ def gather_batches(
 def permutation(keys: Tensor, held: int, rows: Tensor) -> None:
     """Row e of ``rows``, int64 ``[epochs, wanted]``: the first entries of a permutation of ``[0, held)``, ``keys[e]``.
 
-    A Feistel network of six rounds shuffles ``[0, 4**half)``, a power of 4 that is no smaller; what falls outside of
-    ``[0, held)`` is shuffled again until it falls inside. Keys are any int64; equal keys give equal permutations.
+    A Feistel network of six rounds shuffles ``[0, 2**bits)``, the smallest such range that holds them and is no smaller
+    than 64; what falls outside of ``[0, held)`` is shuffled again until it falls inside. Keys are any int64; equal keys
+    give equal permutations.
     """
-    half = max(3, -(-(held - 1).bit_length() // 2))
-    bits, mask = 0xFFFFFFFF, (1 << half) - 1
-    halves = (keys & bits)[:, None], ((keys >> 32) & bits)[:, None]
+    bits = max(6, (held - 1).bit_length())
+    half, word = bits // 2, 0xFFFFFFFF
+    low, high = keys[:, None] & word, (keys[:, None] >> 32) & word
+
+    def mixed(x: Tensor, key: Tensor) -> Tensor:
+        x = ((x ^ key) * 0x5BD1E995) & word
+        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & word
+        return x ^ (x >> 16)
 
     def shuffled(x: Tensor) -> Tensor:
-        left, right = x >> half, x & mask
-        for r in range(6):
-            mixed = ((right ^ ((halves[r % 2] + r * 0x9E3779B) & bits)) * 0x5BD1E995) & bits
-            mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & bits
-            left, right = right, (left ^ mixed ^ (mixed >> 13)) & mask
+        left, right = x >> half, x & ((1 << half) - 1)
+        for r in range(3):
+            left = (left ^ mixed(right, (low + r * 0x13C6EF36) & word)) & ((1 << bits - half) - 1)
+            right = (right ^ mixed(left, (high + r * 0x13C6EF36) & word)) & ((1 << half) - 1)
         return (left << half) | right
 
     x = shuffled(torch.arange(rows.shape[1], device=rows.device).expand(rows.shape))

@@ -12,24 +12,26 @@ from torch import Tensor
 from rlstore.kernels.cuda.gather_kernels import gather_fields, permute
 from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 
-# What one program makes of a permutation, and of a field.
-_PLACES = 512
-_PROGRAM_BYTES, _WIDE_ENTRIES = 4 << 10, 2048
+# What one program makes of a permutation: little, because it waits for the slowest of its entries.
+_PLACES, _PLACES_WARPS = 64, 1
+# What one program copies of a field: bytes, rows and columns at most.
+_PROGRAM_BYTES, _MOST_ROWS, _MOST_COLUMNS = 4 << 10, 512, 2048
+_WARPS = 4
 
 
 def permutation(keys: Tensor, held: int, rows: Tensor) -> None:
     """The first entries of the permutation of ``[0, held)`` that each key gives: see the reference."""
     epochs, wanted = rows.shape
-    half = max(3, -(-(held - 1).bit_length() // 2))
-    if half > 16:
+    bits = max(6, (held - 1).bit_length())
+    if bits > 32:
         raise ValueError(f"a permutation of {held} rows is longer than 2**32")
     grid = (-(-wanted // _PLACES), epochs, 1)
-    _permute(half)(grid, rows.device, keys, rows, held, wanted, rows.stride(0))
+    _permute(bits)(grid, rows.device, keys, rows, held, wanted, rows.stride(0))
 
 
 @cache
-def _permute(half: int) -> Launcher:
-    return Launcher(permute, (half, _PLACES))
+def _permute(bits: int) -> Launcher:
+    return Launcher(permute, (bits, _PLACES), _PLACES_WARPS)
 
 
 def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...]) -> None:
@@ -76,20 +78,20 @@ def _gather_fields(
         tuple(width for width, _ in fields),
         tuple(rows for rows, _, _ in shared),
         tuple(parts for _, parts, _ in shared),
-        tuple(entries for _, _, entries in shared),
+        tuple(columns for _, _, columns in shared),
         even,
     )
-    return Launcher(gather_fields, constants), [(rows, parts) for rows, parts, _ in shared]
+    return Launcher(gather_fields, constants, _WARPS), [(rows, parts) for rows, parts, _ in shared]
 
 
 def programs_of(width: int, itemsize: int) -> tuple[int, int, int]:
     """How the rows of a field are shared out.
 
     Returns:
-        The rows that one program takes, or 1; the parts of a row that programs take, or 1; and the entries of a
-        program, a power of 2.
+        The rows that one program takes, a power of 2; the parts of a row that programs take, or 1; and the columns of
+        a program's tile, a power of 2.
     """
-    most = min(_PROGRAM_BYTES // itemsize, _WIDE_ENTRIES)
-    rows = 1 << max(most // width, 1).bit_length() - 1
-    entries = min(next_power_of_2(rows * width), _WIDE_ENTRIES)
-    return rows, -(-width // entries) if width > entries else 1, entries
+    columns = min(next_power_of_2(width), _MOST_COLUMNS)
+    if width > columns:
+        return 1, -(-width // columns), columns
+    return min(max(_PROGRAM_BYTES // itemsize // columns, 1), _MOST_ROWS), 1, columns

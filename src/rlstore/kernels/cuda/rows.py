@@ -15,8 +15,9 @@ from rlstore.kernels.cuda.rows_kernels import write_row
 
 _FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 # What one program copies: little where there is little, so that all processors take part.
-_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 10
+_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 10
 _LARGE_ROW = 4 << 20
+_WARPS = 8
 
 
 # What tells rows apart that need kernels of their own: for each value its dtype, with the stride of its first dimension
@@ -123,7 +124,7 @@ class RowWriter:
             firsts,
         )
         blocks = tuple(target.block for target in targets)
-        return _Plan(tuple(places), blocks, Launcher(write_row, constants), (firsts[-1], 1, 1))
+        return _Plan(tuple(places), blocks, Launcher(write_row, constants, _WARPS), (firsts[-1], 1, 1))
 
 
 def _target(block: Tensor, lead: int, is_flag: bool, optional: bool) -> _Target:

@@ -14,13 +14,14 @@ from torch import Tensor
 from rlstore.kernels.cuda import scans_kernels
 from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 
-# A scan goes over so many steps at once, and over so many entries (steps times lanes) in one program.
-_MOST_STEPS, _TILE = 128, 1024
-_LEAST_LANES = 8
+# A scan goes over so many steps at once, and over so many entries (steps times lanes) in one program: over more where
+# there are many lanes, so that not too many parts have moments to merge.
+_MOST_STEPS, _TILE, _LARGE_TILE = 128, 256, 512
+_LEAST_LANES, _MANY_LANES = 8, 8192
 # What one program normalises, and what one measures.
-_ENTRIES, _MEASURED = 1024, 4096
+_ENTRIES, _MEASURED = 2048, 4096
 # The parts that are merged at once, where there are few and where there are many.
-_FEW_PARTS, _MOST_PARTS = 128, 1024
+_FEW_PARTS, _MOST_PARTS = 512, 1024
 
 
 def gae(
@@ -56,21 +57,22 @@ def fill_gae(
 ) -> None:
     """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given: see the reference."""
     steps, lanes = _steps_and_lanes(rewards)
-    tile_steps, tile_lanes = _tile(steps)
+    tile_steps, tile_lanes, warps = _tile(steps, lanes)
     parts = -(-lanes // tile_lanes)
     measured = epsilon is not None
-    moments = torch.empty(3 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
+    moments = torch.empty(4 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
     constants = (
         truncated is not None,
         final_values is not None,
         dones,
         measured,
         lanes % 16 == 0,
+        steps > tile_steps,
         tile_steps,
         tile_lanes,
     )
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("scan_advantages", constants, (rewards.dtype, *_dtypes(ends)))
+    launcher = _launcher("scan_advantages", constants, (rewards.dtype, *_dtypes(ends)), warps)
     arguments = (rewards, values, last_values, *ends, advantages, returns, moments, steps, lanes, gamma, gamma * lam)
     launcher((parts, 1, 1), rewards.device, *arguments)
     if epsilon is not None:
@@ -88,10 +90,10 @@ def discounted_returns(
 ) -> None:
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     steps, lanes = _steps_and_lanes(rewards)
-    tile_steps, tile_lanes = _tile(steps)
+    tile_steps, tile_lanes, warps = _tile(steps, lanes)
     constants = (truncated is not None, final_values is not None, tile_steps, tile_lanes)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("scan_returns", constants, (rewards.dtype, *_dtypes(ends)))
+    launcher = _launcher("scan_returns", constants, (rewards.dtype, *_dtypes(ends)), warps)
     arguments = (rewards, last_values, *ends, returns, steps, lanes, gamma)
     launcher((-(-lanes // tile_lanes), 1, 1), rewards.device, *arguments)
 
@@ -146,7 +148,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
     """``x = (x - mean) / (std + epsilon)`` in place, std unbiased, moments in float64."""
     count = x.numel()
     parts = -(-count // _MEASURED)
-    moments = torch.empty(3 * parts, dtype=torch.float64, device=x.device)
+    moments = torch.empty(4 * parts, dtype=torch.float64, device=x.device)
     _launcher("measure", (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
     _normalize(x, moments, parts, epsilon)
 
@@ -169,9 +171,11 @@ def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
     return steps, rewards.numel() // steps
 
 
-def _tile(steps: int) -> tuple[int, int]:
+def _tile(steps: int, lanes: int) -> tuple[int, int, int]:
+    """The steps and the lanes of a program's tile, and its groups of threads."""
     tile_steps = min(max(next_power_of_2(steps), 4), _MOST_STEPS)
-    return tile_steps, max(_TILE // tile_steps, _LEAST_LANES)
+    tile_lanes = max((_TILE if lanes <= _MANY_LANES else _LARGE_TILE) // tile_steps, _LEAST_LANES)
+    return tile_steps, tile_lanes, 2 if tile_steps * tile_lanes <= _LARGE_TILE else 4
 
 
 def _ends(

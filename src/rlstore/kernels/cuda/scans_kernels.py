@@ -15,6 +15,17 @@ def _after(later_rate, later, rate, own):
 
 
 @triton.jit
+def _add_pairs(a, b, other_a, other_b):
+    """For sums of two tensors in one pass: threads meet once, not twice."""
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_triples(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
 def _load_ends(
     terminated, truncated, final_values, at, inside, TRUNCATED: tl.constexpr, FINAL: tl.constexpr, DONES: tl.constexpr
 ):
@@ -47,6 +58,36 @@ def _load_following(values, last_values, at, t, lane, steps, lanes, inside):
     return tl.where(t == steps - 1, last, following)
 
 
+@triton.jit
+def _load_deltas(
+    rewards,
+    values,
+    last_values,
+    terminated,
+    truncated,
+    final_values,
+    t,
+    lane,
+    steps,
+    lanes,
+    inside,
+    gamma,
+    TRUNCATED: tl.constexpr,
+    FINAL: tl.constexpr,
+    DONES: tl.constexpr,
+):
+    """The value of each step, what it adds to its advantage, and whether its episode ends with it."""
+    at = t * lanes + lane
+    zero = tl.zeros(at.shape, rewards.dtype.element_ty)
+    discount = tl.full(at.shape, gamma, rewards.dtype.element_ty)
+    over, cut_off, unknown, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, DONES)
+    value = tl.load(values + at, mask=inside, other=0.0)
+    following = _load_following(values, last_values, at, t, lane, steps, lanes, inside)
+    bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
+    delta = tl.load(rewards + at, mask=inside, other=0.0) + discount * bootstrap - value
+    return value, tl.where(unknown | (inside == 0), zero, delta), over | cut_off
+
+
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma", "rate"])
 def scan_advantages(
     rewards,
@@ -67,26 +108,45 @@ def scan_advantages(
     DONES: tl.constexpr,
     MOMENTS: tl.constexpr,
     EVEN: tl.constexpr,
+    LONG: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Generalised advantage estimation for LANES lanes, STEPS steps at a time from the last to the first.
 
-    EVEN says that there are a multiple of 16 lanes, which makes for wider accesses.
-    With MOMENTS, program p leaves count, mean and sum of squared deviations of its advantages in ``moments[3 * p:]``.
+    EVEN says that there are a multiple of 16 lanes, which makes for wider accesses; LONG, that there are more steps
+    than that. With MOMENTS, each program leaves the moments of its advantages: see :func:`_store_moments`.
     """
     kind: tl.constexpr = rewards.dtype.element_ty
     if EVEN:
         lanes = lanes // 16 * 16
-    column = tl.arange(0, LANES)[None, :]
-    lane = tl.program_id(0).to(tl.int64) * LANES + column
+    first_lane = tl.program_id(0).to(tl.int64) * LANES
+    lane = first_lane + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, STEPS)[:, None]
     zero = tl.zeros([STEPS, LANES], kind)
-    discount = tl.full([STEPS, LANES], gamma, kind)
     flow = tl.full([STEPS, LANES], rate, kind)
     carried = tl.zeros([LANES], kind)
-    # Sums of deviations from one of the advantages, so that equal ones have no spread at all.
-    shift = tl.zeros([LANES], tl.float64)
+    if MOMENTS:
+        # Sums of deviations from one of the advantages, so that equal ones have no spread at all: from that of the
+        # first lane's last step, which is known without waiting for the scan.
+        _, shift, _ = _load_deltas(
+            rewards,
+            values,
+            last_values,
+            terminated,
+            truncated,
+            final_values,
+            steps - 1,
+            first_lane,
+            steps,
+            lanes,
+            steps > 0,
+            gamma,
+            TRUNCATED,
+            FINAL,
+            DONES,
+        )
+        shift = shift.to(tl.float64)
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     first = 0
@@ -94,45 +154,59 @@ def scan_advantages(
         t = steps - first - STEPS + row
         inside = (t >= 0) & (lane < lanes)
         at = t * lanes + lane
-        over, cut_off, unknown, final = _load_ends(
-            terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, DONES
+        value, delta, ended = _load_deltas(
+            rewards,
+            values,
+            last_values,
+            terminated,
+            truncated,
+            final_values,
+            t,
+            lane,
+            steps,
+            lanes,
+            inside,
+            gamma,
+            TRUNCATED,
+            FINAL,
+            DONES,
         )
-        value = tl.load(values + at, mask=inside, other=0.0)
-        following = _load_following(values, last_values, at, t, lane, steps, lanes, inside)
-        bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
-        delta = tl.load(rewards + at, mask=inside, other=0.0) + discount * bootstrap - value
-        delta = tl.where(unknown | (inside == 0), zero, delta)
-        flows = tl.where(over | cut_off | (inside == 0), zero, flow)
+        flows = tl.where(ended | (inside == 0), zero, flow)
         through, own = tl.associative_scan((flows, delta), 0, _after, reverse=True)
         advantage = tl.where(through == 0, own, own + through * carried[None, :])
         tl.store(advantages + at, advantage, mask=inside)
         tl.store(returns + at, advantage + value, mask=inside)
-        carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
+        if LONG:
+            carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
         if MOMENTS:
-            newest = tl.where((row == STEPS - 1) & (column == 0), advantage, zero)
-            shift = tl.where(first == 0, tl.sum(tl.sum(newest, 1), 0).to(tl.float64), shift)
-            away = tl.where(inside, advantage.to(tl.float64) - shift[None, :], 0.0)
-            sums += tl.sum(away, 0)
-            squares += tl.sum(away * away, 0)
+            away = tl.where(inside, advantage.to(tl.float64) - shift, 0.0)
+            own_sums, own_squares = tl.reduce((away, away * away), 0, _add_pairs)
+            sums += own_sums
+            squares += own_squares
         first += STEPS
     if MOMENTS:
-        held = tl.minimum(lanes - tl.program_id(0).to(tl.int64) * LANES, LANES)
-        count = (steps * held).to(tl.float64)
-        _store_moments(moments, count, tl.max(shift, 0), tl.sum(sums, 0), tl.sum(squares, 0))
+        count = (steps * tl.minimum(lanes - first_lane, LANES)).to(tl.float64)
+        total, squared = tl.reduce((sums, squares), 0, _add_pairs)
+        _store_moments(moments, count, shift, total, squared)
 
 
 @triton.jit
 def _store_moments(moments, count, shift, total, squares):
-    """Count, mean and sum of squared deviations, from sums of what remains when ``shift`` is taken off."""
-    place = moments + 3 * tl.program_id(0).to(tl.int64)
+    """What a program's part counts, a number near it, and the sums of the differences from that and of their squares.
+
+    One row of ``moments[4, programs]`` each.
+    """
+    parts = tl.num_programs(0)
+    place = moments + tl.program_id(0)
     tl.store(place, count)
-    tl.store(place + 1, shift + total / count)
-    tl.store(place + 2, squares - total * total / count)
+    tl.store(place + parts, shift)
+    tl.store(place + 2 * parts, total)
+    tl.store(place + 3 * parts, squares)
 
 
 @triton.jit(do_not_specialize=["count"])
 def measure(x, moments, count: tl.int64, ENTRIES: tl.constexpr):
-    """Program p's part of ``x``: its count, mean and sum of squared deviations in ``moments[3 * p:]``."""
+    """The moments of each program's part of ``x``: see :func:`_store_moments`."""
     first = tl.program_id(0).to(tl.int64) * ENTRIES
     entry = first + tl.arange(0, ENTRIES)
     inside = entry < count
@@ -156,7 +230,10 @@ def normalize_entries(
     """``x = (x - mean) / (std + epsilon)`` in place, with the moments that its parts were found to have."""
     if EVEN:  # a multiple of 16: this makes for wider accesses
         count = count // 16 * 16
-    base = tl.load(moments + 1)
+    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    inside = entry < count
+    own = tl.load(x + entry, mask=inside, other=0.0).to(tl.float64)
+    base = tl.load(moments + parts)
     counts = tl.zeros([PARTS], tl.float64)
     sums = tl.zeros([PARTS], tl.float64)
     squares = tl.zeros([PARTS], tl.float64)
@@ -164,22 +241,22 @@ def normalize_entries(
     while first < parts:
         part = first + tl.arange(0, PARTS)
         there = part < parts
-        held = tl.load(moments + 3 * part, mask=there, other=0.0)
-        away = tl.load(moments + 3 * part + 1, mask=there, other=0.0) - base
+        held = tl.load(moments + part, mask=there, other=0.0)
+        away = tl.load(moments + parts + part, mask=there, other=0.0) - base
+        own_sum = tl.load(moments + 2 * parts + part, mask=there, other=0.0)
+        own_squares = tl.load(moments + 3 * parts + part, mask=there, other=0.0)
         counts += held
-        sums += held * away
-        squares += tl.load(moments + 3 * part + 2, mask=there, other=0.0) + held * away * away
+        sums += own_sum + held * away
+        squares += own_squares + away * (2 * own_sum + held * away)
         first += PARTS
-    total = tl.sum(counts, 0)
-    summed = tl.sum(sums, 0)
-    spread = tl.sum(squares, 0) - summed * summed / total
+    total, summed, squared = tl.reduce((counts, sums, squares), 0, _add_triples)
+    mean = summed / total
+    spread = squared - mean * mean * total
     # Of a single entry there is no spread; rounding may leave a little less than none.
     variance = tl.where(total > 1, spread / tl.where(total > 1, total - 1, total), 0.0)
     std = tl.sqrt(tl.where(variance < 0, 0.0, variance))
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    inside = entry < count
-    away = tl.load(x + entry, mask=inside, other=0.0).to(tl.float64) - base
-    tl.store(x + entry, ((away - summed / total) / (std + epsilon)).to(x.dtype.element_ty), mask=inside)
+    scale = 1.0 / (std + epsilon)  # one division in all: those of float64 are slow
+    tl.store(x + entry, (((own - base) - mean) * scale).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma"])

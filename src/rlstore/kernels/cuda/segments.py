@@ -16,6 +16,7 @@ from rlstore.kernels.cuda.segments_kernels import count_trajectories, fill_field
 _LANES, _MOST_STEPS = 32, 64
 _COUNTED = 1024
 _MASKED = 1024
+_WARPS = 2
 _PADDED, _STATE, _COPIED = 0, 1, 2
 
 
@@ -79,7 +80,7 @@ def _filler(fields: tuple[tuple[int, int, int, torch.dtype], ...]) -> tuple[Laun
         tuple(width for _, _, width, _ in fields),
         tuple(rows for rows, _, _ in shared),
         tuple(parts for _, parts, _ in shared),
-        tuple(entries for _, _, entries in shared),
+        tuple(columns for _, _, columns in shared),
         _MASKED,
     )
-    return Launcher(fill_fields, constants), [(rows, parts) for rows, parts, _ in shared]
+    return Launcher(fill_fields, constants, _WARPS), [(rows, parts) for rows, parts, _ in shared]

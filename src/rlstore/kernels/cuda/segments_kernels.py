@@ -95,18 +95,20 @@ COPIED = tl.constexpr(2)
 def _source_rows(
     entries, room, outer, inner, inside, total, lanes, first_lane, KIND: tl.constexpr, LAYERS: tl.constexpr
 ):
-    """The row of the source that stands at ``[outer, inner]`` of the target, and whether there is one."""
+    """The rows of the source that stand at ``[outer, inner]`` of the target, and whether there are any."""
     if KIND == COPIED:
         row = outer * lanes + first_lane + inner
         there = inside
     else:
-        there = inside & (inner < total)
-        lane = tl.load(entries + inner, mask=there, other=0).to(tl.int64)
-        start = tl.load(entries + room + inner, mask=there, other=0).to(tl.int64)
+        # What the table holds from ``total`` on means nothing, but it is read without waiting for the total.
+        lane = tl.load(entries + inner, mask=inside, other=0).to(tl.int64)
+        start = tl.load(entries + room + inner, mask=inside, other=0).to(tl.int64)
         if KIND == PADDED:
-            there = there & (outer < tl.load(entries + 2 * room + inner, mask=there, other=0))
+            length = tl.load(entries + 2 * room + inner, mask=inside, other=0)
+            there = inside & (inner < total) & (outer < length)
             row = (start + outer) * lanes + lane
         else:
+            there = inside & (inner < total)
             row = (start * LAYERS + outer) * lanes + lane
     return row, there
 
@@ -129,40 +131,41 @@ def fill_fields(
     WIDTHS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """All tensors of recurrent mini-batch ``batch``: padded ones, first states, copies, and the mask.
 
-    A program copies ROWS[f] rows of one field, side by side in the target, or one of the PARTS[f] parts of a wide row;
-    or MASKED entries of the mask.
+    A program copies ROWS[f] rows of one field, side by side in the target, or one of the PARTS[f] parts of a wide row,
+    in a tile of COLUMNS[f] columns; or MASKED entries of the mask.
     """
     program = tl.program_id(0).to(tl.int64)
     entries = table + batch * width * steps
     total = tl.minimum(tl.load(totals + batch).to(tl.int64), trajectories)
+    most = tl.minimum(trajectories, width * steps)  # that the table has room for
     first_program = program * 0
     for f in tl.static_range(len(WIDTHS)):
         across = width if KINDS[f] == COPIED else trajectories
         blocks = (across + ROWS[f] - 1) // ROWS[f] * PARTS[f]
         programs = blocks * (LAYERS[f] if KINDS[f] == STATE else steps)
         if (program >= first_program) & (program < first_program + programs):
-            outer = (program - first_program) // blocks
-            number = (program - first_program) % blocks
-            part = number % PARTS[f]
-            first_row = number // PARTS[f] * ROWS[f]
-            entry = part * ENTRIES[f] + tl.arange(0, ENTRIES[f])
-            inner = first_row + entry // WIDTHS[f]
-            inside = (entry < ROWS[f] * WIDTHS[f]) & (inner < across)
+            number = (program - first_program).to(tl.int32)
+            outer = number // blocks.to(tl.int32)
+            number = number % blocks.to(tl.int32)
+            inner = (number // PARTS[f]).to(tl.int64) * ROWS[f] + tl.arange(0, ROWS[f])[:, None]
+            column = number % PARTS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])[None, :]
+            known = inner < (width if KINDS[f] == COPIED else most)
             row, there = _source_rows(
-                entries, room, outer, inner, inside, total, lanes, batch * width, KINDS[f], LAYERS[f]
+                entries, room, outer, inner, known, total, lanes, batch * width, KINDS[f], LAYERS[f]
             )
-            x = tl.load(sources[f] + row * WIDTHS[f] + entry % WIDTHS[f], mask=there, other=0)
-            tl.store(targets[f] + (outer * across + first_row) * WIDTHS[f] + entry, x, mask=inside)
+            inside = column < WIDTHS[f]
+            x = tl.load(sources[f] + row * WIDTHS[f] + column, mask=there & inside, other=0)
+            tl.store(targets[f] + (outer * across + inner) * WIDTHS[f] + column, x, mask=inside & (inner < across))
         first_program += programs
     blocks = (trajectories + MASKED - 1) // MASKED
     if program >= first_program:
-        t = (program - first_program) // blocks
-        inner = (program - first_program) % blocks * MASKED + tl.arange(0, MASKED)
-        there = inner < total
-        length = tl.load(entries + 2 * room + inner, mask=there, other=0)
-        tl.store(mask + t * trajectories + inner, t < length, mask=inner < trajectories)
+        number = (program - first_program).to(tl.int32)
+        t = number // blocks.to(tl.int32)
+        inner = (number % blocks.to(tl.int32)).to(tl.int64) * MASKED + tl.arange(0, MASKED)
+        length = tl.load(entries + 2 * room + inner, mask=inner < most, other=0)
+        tl.store(mask + t * trajectories + inner, (t < length) & (inner < total), mask=inner < trajectories)
