@@ -11,6 +11,7 @@ from gymnasium import spaces
 from replay_play import flat, make, play
 
 from rlstore import ReplayStorage, Storage, kernels
+from rlstore.engine import episode_ring
 from rlstore.kernels import cuda
 
 # The rest of them are compared on a GPU, in tests/test_cuda.py.
@@ -68,8 +69,9 @@ def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(name, on_triton, t
         assert_same(flat(other.sample()), batch)
 
 
-def test_the_storage_itself_adds_on_after_its_writers(on_triton):
+def test_the_storage_itself_adds_on_after_its_writers(on_triton, monkeypatch):
     """A writer takes free slots of episodes, and the storage knows of it when it adds again."""
+    monkeypatch.setattr(episode_ring, "_FIRST_SLOTS", 64)
     storage = ReplayStorage(
         spaces.Box(-1e6, 1e6, (1,)), spaces.Discrete(2), on_triton(), storage_size=200, num_envs=1, batch_size=4
     )
