@@ -8,6 +8,7 @@ from device_rings import DeviceTwins, Layout, Leaf
 from test_replay_draws import PriorityMemory, WindowMemory
 
 from rlstore.kernels import reference_of
+from rlstore.kernels.cuda import replay_priorities
 from rlstore.kernels.cuda.replay_priorities import Priorities
 from rlstore.kernels.cuda.replay_windows import WindowIndex
 
@@ -42,8 +43,19 @@ def assert_draws_agree(both, generators, count: int) -> torch.Tensor:
     return drawn[1][0]
 
 
-@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30)])
+@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30), (20, 64)])
 def test_draws_and_updates_agree(lanes, steps, device):
+    assert_draws_and_updates_agree(lanes, steps, device)
+
+
+def test_above_very_many_leaves_there_are_wider_sums(device, monkeypatch):
+    narrow = Priorities.level_sizes(2112)
+    monkeypatch.setattr(replay_priorities, "_MOST_BLOCKS", 1)
+    assert (narrow, Priorities.level_sizes(2112)) == ([3 * 32, 3], [64, 1])
+    assert_draws_and_updates_agree(3, 700, device)
+
+
+def assert_draws_and_updates_agree(lanes: int, steps: int, device: torch.device) -> None:
     twins = twins_of(lanes, steps, device)
     both = priorities_of(twins)
     generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
@@ -58,6 +70,20 @@ def test_draws_and_updates_agree(lanes, steps, device):
         both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
         both[1].tree.update(rows, values, 0.6, None)
     assert both[0].tree.total() == pytest.approx(both[1].tree.total(), rel=1e-6)
+
+
+def test_of_all_priorities_of_a_row_the_last_counts(device):
+    twins = twins_of(5, 7, device)
+    both = priorities_of(twins)
+    write(twins, both, 9)
+    held = twins.truth.held()
+    count = 2 * replay_priorities._COMPARED + 3  # more than one look takes in
+    rows = held[torch.from_numpy(twins.rng.integers(1, len(held), count))]
+    rows[0] = rows[-1] = held[0]  # as far apart as can be
+    values = torch.linspace(0.1, 3, count)
+    both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
+    both[1].tree.update(rows, values, 0.6, None)
+    torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
 
 
 def test_what_cannot_be_is_dropped_and_counted(device):
