@@ -72,18 +72,39 @@ def assert_draws_and_updates_agree(lanes: int, steps: int, device: torch.device)
     assert both[0].tree.total() == pytest.approx(both[1].tree.total(), rel=1e-6)
 
 
-def test_of_all_priorities_of_a_row_the_last_counts(device):
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_of_all_priorities_of_a_row_the_last_counts(is_sorted, device, monkeypatch):
+    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
+    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
     twins = twins_of(5, 7, device)
     both = priorities_of(twins)
     write(twins, both, 9)
     held = twins.truth.held()
-    count = 2 * replay_priorities._COMPARED + 3  # more than one look takes in
-    rows = held[torch.from_numpy(twins.rng.integers(1, len(held), count))]
-    rows[0] = rows[-1] = held[0]  # as far apart as can be
-    values = torch.linspace(0.1, 3, count)
+    rows = held[torch.from_numpy(twins.rng.integers(0, len(held), 200))]
+    if is_sorted:
+        leaves = rows % 5 * 7 + rows // 5 % 7
+        rows = rows[leaves.argsort()]
+    values = torch.linspace(0.1, 3, 200)
     both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
     both[1].tree.update(rows, values, 0.6, None)
     torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("distance", [1, 16, 100, 150])
+def test_what_comes_again_is_left_to_the_program_that_has_it(distance, device, monkeypatch):
+    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
+    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
+    twins = twins_of(40, 30, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 30)
+    mine.tree.settle()
+    rows = twins.truth.held()[: 15 + distance + 1].clone()
+    rows[-1] = rows[15]
+    launch = mine.tree._update
+    mine.tree._update = lambda grid, *arguments: launch((1, 1, 1), *arguments)  # the program of the first 16 alone
+    mine.tree.update(rows.to(device), torch.full((len(rows),), 3.0, device=device), 1.0, None)
+    set_now = set((mine.leaves.cpu() == 3.0).nonzero().flatten().tolist())
+    assert set_now == {row % 40 * 30 + row // 40 % 30 for row in rows[:15].tolist()}
 
 
 def test_what_cannot_be_is_dropped_and_counted(device):

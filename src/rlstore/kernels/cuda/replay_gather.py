@@ -18,7 +18,6 @@ _OBSERVATION, _NEXT, _COLUMN, _REWARDS, _DISCOUNTS, _HELD = 0, 1, 2, 3, 4, 8
 _TILE_ELEMENTS = 2048  # of a program
 _MOST_ROWS = 16  # that a program makes
 _MOST_SHARES = 32  # programs that share wide rows
-_WARPS = 4
 
 Request = tuple[int, int, bool, tuple[int, ...]]
 
@@ -160,7 +159,7 @@ class ReplayGather:
         kind = (draws, unfinished is not None, block)
         launcher = self._launchers.get(kind)
         if launcher is None:
-            launcher = self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind), _WARPS)
+            launcher = self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
         launcher(
             (-(-count // block), self._shares, 1),
             self._device,

@@ -21,8 +21,9 @@ from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
 _MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
 _LEAST_WIDTH = 32
-_DRAWN, _UPDATED, _COMPARED = 16, 16, 2048  # rows of a program that draws, that updates, and of one look at the others
-_DRAW_WARPS, _UPDATE_WARPS = 4, 8
+_DRAWN, _UPDATED = 16, 16  # rows of a program that draws, and of one that updates
+_LOOK, _COMPARED = 4096, 1024  # rows that are looked at after those that are updated, and compared with them, at once
+_UPDATE_WARPS = 8
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
@@ -62,10 +63,10 @@ class Priorities:
         self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
         every = (leaves, ring.lanes, ring.steps, written, self._blocks, supers, width)
         self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 8, 32))
-        self._draw = Launcher(draw_leaves, (*every, _DRAWN), _DRAW_WARPS)
+        self._draw = Launcher(draw_leaves, (*every, _DRAWN))
         self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
         self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
-        compared = (ring.lanes, ring.steps, written, begun, _UPDATED, _COMPARED)
+        compared = (ring.lanes, ring.steps, written, begun, _UPDATED, _LOOK, _COMPARED)
         self._update = Launcher(update_leaves, compared, _UPDATE_WARPS)
         self._is_behind = False
 

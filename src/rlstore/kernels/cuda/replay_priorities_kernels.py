@@ -220,39 +220,52 @@ def _valid_rows(rows, priorities, number, count):
     return tl.where((priority >= 0.0) & (priority < _INFINITY), row, _NO_ROW), priority
 
 
+@triton.jit
+def _leaf_of(row, LANES: tl.constexpr, STEPS: tl.constexpr):
+    row = tl.maximum(row, 0)
+    return (row % LANES) * STEPS + (row // LANES) % STEPS
+
+
 @triton.jit(do_not_specialize=["count", "alpha"])
 def update_leaves(
     rows, priorities, leaves, dropped, written, begun, count: tl.int64, alpha: tl.float64,
     LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BEGUN: tl.constexpr, BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
+    LOOK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """``leaf = priority ** alpha`` of rows that are held; where a row comes twice, the later one counts.
 
-    Each row is compared with all that come after it: a batch is short, and nothing has to be kept between launches.
-    What is compared next is loaded before it is needed.
+    Rows are compared with those that come after them, but only from the first to the last whose leaf lies between
+    theirs. Drawn rows come in the order of their leaves, so of these hardly any do.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     number = begin + tl.arange(0, BLOCK)
-    other = begin + BLOCK + tl.arange(0, OTHERS)
     row, priority = _valid_rows(rows, priorities, number, count)
-    later_row, _ = _valid_rows(rows, priorities, other, count)
+    other = begin + BLOCK + tl.arange(0, LOOK)
+    later = tl.load(rows + other, mask=other < count, other=-1)
     lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
     newest = tl.load(written + WRITTEN + lane)
     oldest = tl.maximum(tl.load(begun + BEGUN + lane), newest - STEPS)
     follows = tl.arange(0, BLOCK)[None, :] > tl.arange(0, BLOCK)[:, None]
     again = tl.max(((row[None, :] == row[:, None]) & follows).to(tl.int32), 1)
+    leaf = _leaf_of(row, LANES, STEPS)
+    least, most = tl.min(tl.where(row >= 0, leaf, LANES * STEPS), 0), tl.max(tl.where(row >= 0, leaf, -1), 0)
+    done = begin + BLOCK
+    while done < count:
+        later_leaf = _leaf_of(later, LANES, STEPS)
+        near = (later >= 0) & (later_leaf >= least) & (later_leaf <= most)
+        place = tl.min(tl.where(near, other, count), 0)
+        last = tl.max(tl.where(near, other, -1), 0)
+        while place <= last:
+            later_row, _ = _valid_rows(rows, priorities, place + tl.arange(0, OTHERS), count)
+            again = tl.maximum(again, tl.max((later_row[None, :] == row[:, None]).to(tl.int32), 1))
+            place += OTHERS
+        other += LOOK
+        done += LOOK
+        later = tl.load(rows + other, mask=other < count, other=-1)
     power = tl.exp2(alpha * tl.log2(tl.where(priority > 0.0, priority, 1.0).to(tl.float64))).to(tl.float32)
     power = tl.maximum(power, _TINY)
     nothing = tl.where(alpha == 0.0, 1.0, 0.0).to(tl.float32)
-    done = begin + BLOCK
-    while done < count:
-        next_row, _ = _valid_rows(rows, priorities, other + OTHERS, count)
-        again = tl.maximum(again, tl.max((later_row[None, :] == row[:, None]).to(tl.int32), 1))
-        later_row = next_row
-        other += OTHERS
-        done += OTHERS
     fits = (row >= 0) & (time >= oldest) & (time < newest)
-    leaf = lane * STEPS + time % STEPS
     tl.store(leaves + leaf, tl.where(priority > 0.0, power, nothing), mask=fits & (again == 0))
     lost = tl.sum(((number < count) & (fits == 0)).to(tl.int64), 0)
     tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
