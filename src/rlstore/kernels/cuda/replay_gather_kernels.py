@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlstore.kernels.cuda.replay_draw_kernels import move_on, uniform_rows
-from rlstore.kernels.cuda.replay_priorities_kernels import finish
+from rlstore.kernels.cuda.replay_priorities_kernels import finish, weigh
 from rlstore.kernels.cuda.replay_ring_kernels import KEPT, REPEATED, TERMINATED, TOTAL, TRUNCATED
 
 # What an output holds.
@@ -138,6 +138,8 @@ def gather_rows(
             early = early + (frame,)  # noqa: RUF005  (Triton unpacks no tuples)
         else:
             early = early + (number,)  # noqa: RUF005
+    if FINISHES:
+        weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
     start = tl.load(episodes + slot * 4, mask=there, other=0)
     stop = tl.load(episodes + slot * 4 + 1, mask=there, other=0)
     how = tl.load(episodes + slot * 4 + 2, mask=there, other=0)
@@ -183,5 +185,6 @@ def gather_rows(
         move_on(generator, ticket, made)
     if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
         if tl.program_id(1) == 0:
-            finish(number, alive, generator, unfinished[0], unfinished[1], unfinished[2], unfinished[3], unfinished[4],
-                   unfinished[5], count, beta, LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip
+            tl.store(unfinished[0] + number, weight, mask=alive)
+            finish(generator, unfinished[2], unfinished[3], unfinished[4], unfinished[5], count,
+                   LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip

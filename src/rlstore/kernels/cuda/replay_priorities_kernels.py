@@ -137,16 +137,21 @@ def settle_rows(
 
 
 @triton.jit
-def finish(
-    number, alive, generator, weights, smallest, leaves, first, written, seen, count, beta, LANES: tl.constexpr,
-    STEPS: tl.constexpr, WRITTEN: tl.constexpr, SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
-):  # fmt: skip
-    """The weights ``(drawn / the smallest drawn) ** -beta``, 0 for what has no priority; and what else is left."""
+def weigh(number, alive, weights, smallest, beta):
+    """The weights ``(drawn / the smallest drawn) ** -beta``, 0 for what has no priority."""
     drawn = tl.load(weights + number, mask=alive, other=0.0)
     holds = drawn > 0.0
     ratio = tl.where(holds, drawn, 1.0) / tl.load(smallest).to(tl.float32, bitcast=True)
     power = tl.exp2(-beta * tl.log2(tl.where(holds, ratio, 1.0).to(tl.float64)))
-    tl.store(weights + number, tl.where(holds, power, 0.0).to(tl.float32), mask=alive)
+    return tl.where(holds, power, 0.0).to(tl.float32)
+
+
+@triton.jit
+def finish(
+    generator, leaves, first, written, seen, count, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
+    SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """What else a draw leaves to be done."""
     _settle(leaves, tl.load(first), written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
     if tl.program_id(0) == 0:
         tl.store(generator + 1, tl.load(generator + 1) + count)
@@ -160,8 +165,8 @@ def finish_draw(
 ):  # fmt: skip
     """What a draw leaves to be done, where nothing else is done with it."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    finish(number, number < count, generator, weights, smallest, leaves, first, written, seen, count, beta,
-           LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)  # fmt: skip
+    tl.store(weights + number, weigh(number, number < count, weights, smallest, beta), mask=number < count)
+    finish(generator, leaves, first, written, seen, count, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
 
 
 @triton.jit(do_not_specialize=["count"])
