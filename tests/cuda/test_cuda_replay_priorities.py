@@ -8,6 +8,7 @@ from device_rings import DeviceTwins, Layout, Leaf
 from test_replay_draws import PriorityMemory, WindowMemory
 
 from rlstore.kernels import reference_of
+from rlstore.kernels.cuda import replay_priorities
 from rlstore.kernels.cuda.replay_priorities import Priorities
 from rlstore.kernels.cuda.replay_windows import WindowIndex
 
@@ -42,8 +43,19 @@ def assert_draws_agree(both, generators, count: int) -> torch.Tensor:
     return drawn[1][0]
 
 
-@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30)])
+@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30), (20, 64)])
 def test_draws_and_updates_agree(lanes, steps, device):
+    assert_draws_and_updates_agree(lanes, steps, device)
+
+
+def test_above_very_many_leaves_there_are_wider_sums(device, monkeypatch):
+    narrow = Priorities.level_sizes(2112)
+    monkeypatch.setattr(replay_priorities, "_MOST_BLOCKS", 1)
+    assert (narrow, Priorities.level_sizes(2112)) == ([3 * 32, 3], [64, 1])
+    assert_draws_and_updates_agree(3, 700, device)
+
+
+def assert_draws_and_updates_agree(lanes: int, steps: int, device: torch.device) -> None:
     twins = twins_of(lanes, steps, device)
     both = priorities_of(twins)
     generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
@@ -58,6 +70,41 @@ def test_draws_and_updates_agree(lanes, steps, device):
         both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
         both[1].tree.update(rows, values, 0.6, None)
     assert both[0].tree.total() == pytest.approx(both[1].tree.total(), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_of_all_priorities_of_a_row_the_last_counts(is_sorted, device, monkeypatch):
+    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
+    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
+    twins = twins_of(5, 7, device)
+    both = priorities_of(twins)
+    write(twins, both, 9)
+    held = twins.truth.held()
+    rows = held[torch.from_numpy(twins.rng.integers(0, len(held), 200))]
+    if is_sorted:
+        leaves = rows % 5 * 7 + rows // 5 % 7
+        rows = rows[leaves.argsort()]
+    values = torch.linspace(0.1, 3, 200)
+    both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
+    both[1].tree.update(rows, values, 0.6, None)
+    torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("which", "count"), [(15, 17), (0, 32), (15, 116), (0, 166)])
+def test_what_comes_again_is_left_to_the_program_that_has_it(which, count, device, monkeypatch):
+    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
+    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
+    twins = twins_of(40, 30, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 30)
+    mine.tree.settle()
+    rows = twins.truth.held()[:count].clone()
+    rows[-1] = rows[which]
+    launch = mine.tree._update
+    mine.tree._update = lambda grid, *arguments: launch((1, 1, 1), *arguments)  # the program of the first 16 alone
+    mine.tree.update(rows.to(device), torch.full((len(rows),), 3.0, device=device), 1.0, None)
+    set_now = set((mine.leaves.cpu() == 3.0).nonzero().flatten().tolist())
+    assert set_now == {row % 40 * 30 + row // 40 % 30 for row in rows[:16].tolist() if row != rows[-1]}
 
 
 def test_what_cannot_be_is_dropped_and_counted(device):

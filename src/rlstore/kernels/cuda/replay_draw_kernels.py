@@ -76,12 +76,15 @@ def uniform_rows(
 
 
 @triton.jit
-def move_on(generator, ticket, count):
-    """Once all programs have drawn, the generator moves on by ``count``."""
+def move_on(generator, ticket, made):
+    """Once all programs have drawn, the draws made are ``made``.
+
+    No program waits for what it wrote to be seen by others: the last one reads nothing of it.
+    """
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
-    if tl.atomic_add(ticket, 1) == programs - 1:
-        tl.store(generator + 1, tl.load(generator + 1) + count)
+    if tl.atomic_add(ticket, 1, sem="relaxed") == programs - 1:
+        tl.store(generator + 1, made)
         tl.store(ticket, 0)
 
 
@@ -92,6 +95,7 @@ def draw_rows(
 ):  # fmt: skip
     """Fill ``rows`` with rows drawn uniformly."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    made = tl.load(generator + 1) + count
     lane, time = uniform_rows(generator, number, ends, words, written, begun, LANES, STEPS, COUNTERS)
     tl.store(rows + number, time * LANES + lane, mask=number < count)
-    move_on(generator, ticket, count)
+    move_on(generator, ticket, made)

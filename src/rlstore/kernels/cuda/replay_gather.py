@@ -59,6 +59,7 @@ class ReplayGather:
             (ring.episode_place.offset, *ring.episode_place.strides),
             tuple(place.offset for place in ring.counter_places),
             *(ring.lanes, ring.steps, ring.rows, self._n_step, self._shares),
+            tuple(self._is_early(k, tiles[k]) for k in range(len(requests))),
         )
         self._most_rows = min(max(_TILE_ELEMENTS // max(tiles), 1), _MOST_ROWS)
         powers = torch.tensor([gamma**k for k in range(self._n_step + 1)], dtype=torch.float64)
@@ -83,6 +84,13 @@ class ReplayGather:
         if math.prod(shape) != elements:
             raise ValueError("a request's shape is not that of its rows")
         return block
+
+    def _is_early(self, index: int, tile: int) -> bool:
+        """True if an output is what a row shows in one place that its number tells, and one look takes all of it."""
+        part, block = self._requests[index][0], self._blocks[index]
+        if block.stack > 1 or block.size > self._shares * tile:
+            return False
+        return part in (_OBSERVATION, _COLUMN) or (part in (_NEXT, _REWARDS) and self._n_step == 1)
 
     def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
         """:meth:`gather` of ``count`` rows drawn as the ring draws them, in the same launch."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlstore.kernels.cuda.replay_draw_kernels import move_on, uniform_rows
-from rlstore.kernels.cuda.replay_priorities_kernels import finish
+from rlstore.kernels.cuda.replay_priorities_kernels import finish, weigh
 from rlstore.kernels.cuda.replay_ring_kernels import KEPT, REPEATED, TERMINATED, TOTAL, TRUNCATED
 
 # What an output holds.
@@ -31,14 +31,17 @@ FIRST = tl.constexpr(7)
 
 @triton.jit
 def _single_frames(
-    out, source, finals, number, alive, there, at_end, row, slot,
-    SIZE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, HAS_FINALS: tl.constexpr,
+    out, early, source, finals, number, alive, there, at_end, row, slot,
+    SIZE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, IS_EARLY: tl.constexpr, HAS_FINALS: tl.constexpr,
 ):  # fmt: skip
     """Rows that are not stacked; where ``at_end`` those of the table of final observations."""
     for c in range(0, SIZE, SHARES * TILE):
         e = c + tl.program_id(1) * TILE + tl.arange(0, TILE)
         fits = (e < SIZE)[None, :]
-        value = tl.load(source + row[:, None] + e[None, :], mask=(there & (at_end == 0))[:, None] & fits, other=0)
+        if IS_EARLY:
+            value = early
+        else:
+            value = tl.load(source + row[:, None] + e[None, :], mask=(there & (at_end == 0))[:, None] & fits, other=0)
         if HAS_FINALS:
             ended = (there & at_end)[:, None] & fits
             final = tl.load(finals + (slot * SIZE)[:, None] + e[None, :], mask=ended, other=0)
@@ -103,12 +106,14 @@ def gather_rows(
     PARTS: tl.constexpr, SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, EPISODE_OF: tl.constexpr,
     COUNTERS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, N_STEP: tl.constexpr,
-    SHARES: tl.constexpr, SETTLED: tl.constexpr, DRAWS: tl.constexpr, FINISHES: tl.constexpr, BLOCK: tl.constexpr,
+    SHARES: tl.constexpr, EARLY: tl.constexpr, SETTLED: tl.constexpr, DRAWS: tl.constexpr, FINISHES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every output of ``BLOCK`` rows, given or drawn; zeros for a row that is not held."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     alive = number < count
     if DRAWS:
+        made = tl.load(generator + 1) + count
         lane, time = uniform_rows(generator, number, ends, words, written, begun, LANES, STEPS, COUNTERS)
         there = alive & (tl.load(words + TOTAL) > 0)
         newest = tl.load(written + COUNTERS[0] + lane)
@@ -120,6 +125,21 @@ def gather_rows(
     time = tl.where(there, time, 0)
     here = (time % ROWS) * EPISODE_OF[2]
     slot = tl.load(episode_of + EPISODE_OF[0] + lane * EPISODE_OF[1] + here, mask=there, other=0).to(tl.int64)
+    # All that depends on the row alone is loaded before the first of it is stored, so that it is waited for once.
+    # After a row comes the next one; where it does not, what stands there is not used.
+    early = ()
+    for k in tl.static_range(len(PARTS)):
+        if EARLY[k]:
+            e = tl.program_id(1) * TILES[k] + tl.arange(0, TILES[k])
+            shown = (time + 1) % ROWS if PARTS[k] == NEXT else time % ROWS
+            source = OFFSETS[k] + lane * LANE_STRIDES[k] + shown * ROW_STRIDES[k]
+            frame = tl.load(sources[k] + source[:, None] + e[None, :],
+                            mask=there[:, None] & (e < SIZES[k])[None, :], other=0)  # fmt: skip
+            early = early + (frame,)  # noqa: RUF005  (Triton unpacks no tuples)
+        else:
+            early = early + (number,)  # noqa: RUF005
+    if FINISHES:
+        weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
     start = tl.load(episodes + slot * 4, mask=there, other=0)
     stop = tl.load(episodes + slot * 4 + 1, mask=there, other=0)
     how = tl.load(episodes + slot * 4 + 2, mask=there, other=0)
@@ -130,7 +150,7 @@ def gather_rows(
     at_end = there & is_over & (time + taken == stop)
     nowhere = number < 0
     for k in tl.static_range(len(PARTS)):
-        if PARTS[k] <= COLUMN:
+        if (PARTS[k] <= COLUMN) | EARLY[k]:
             shown = time
             ended = nowhere
             if PARTS[k] == NEXT:
@@ -138,8 +158,8 @@ def gather_rows(
                 ended = at_end
             if STACKS[k] == 1:
                 source = OFFSETS[k] + lane * LANE_STRIDES[k] + (shown % ROWS) * ROW_STRIDES[k]
-                _single_frames(outputs[k], sources[k], finals[k], number, alive, there, ended, source, slot,
-                               SIZES[k], TILES[k], SHARES, PARTS[k] == NEXT)  # fmt: skip
+                _single_frames(outputs[k], early[k], sources[k], finals[k], number, alive, there, ended, source, slot,
+                               SIZES[k], TILES[k], SHARES, EARLY[k], PARTS[k] == NEXT)  # fmt: skip
             else:
                 _stacked_frames(outputs[k], sources[k], finals[k], starts[k], number, alive, there, ended, lane, shown,
                                 slot, start, padding, SIZES[k], STACKS[k], INNERS[k], LANE_STRIDES[k], ROW_STRIDES[k],
@@ -162,8 +182,9 @@ def gather_rows(
                     flag = there & (start == time)
                 tl.store(outputs[k] + number, flag.to(tl.uint8), mask=alive)
     if DRAWS:
-        move_on(generator, ticket, count)
+        move_on(generator, ticket, made)
     if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
         if tl.program_id(1) == 0:
-            finish(number, alive, unfinished[0], unfinished[1], unfinished[2], unfinished[3], unfinished[4],
-                   unfinished[5], beta, LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip
+            tl.store(unfinished[0] + number, weight, mask=alive)
+            finish(generator, unfinished[2], unfinished[3], unfinished[4], unfinished[5], count,
+                   LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip

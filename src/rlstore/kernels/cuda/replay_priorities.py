@@ -19,8 +19,11 @@ from rlstore.kernels.cuda.replay_priorities_kernels import (
 )
 from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
-_WIDTH = 32
-_DRAWN, _UPDATED, _COMPARED = 16, 16, 512  # rows of a program that draws, that updates, and of one look at the others
+_MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
+_LEAST_WIDTH = 32
+_DRAWN, _UPDATED = 16, 16  # rows of a program that draws, and of one that updates
+_LOOK, _COMPARED = 4096, 1024  # rows that are looked at after those that are updated, and compared with them, at once
+_UPDATE_WARPS = 8
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
@@ -46,37 +49,38 @@ class Priorities:
         leaves, device = ring.lanes * ring.steps, ring.device
         if len(self._leaves) < leaves or len(self._sums) != sum(self.level_sizes(len(self._leaves))):
             raise ValueError("priorities: a leaf for each row")
-        self._blocks = -(-len(self._leaves) // _WIDTH**2)
-        supers = -(-self._blocks // _WIDTH)
+        width = _width(len(self._leaves))
+        self._blocks = -(-len(self._leaves) // width**2)
+        supers = _SUPERS
         with torch.inference_mode(False):
             self._news = torch.zeros(len(self._sums), dtype=torch.float32, device=device)
-            self._state = torch.zeros(2, dtype=torch.float64, device=device)
+            self._first = torch.ones(1, dtype=torch.float32, device=device)
             self._dropped = torch.zeros(1, dtype=torch.int64, device=device)
-            self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
             self._smallest = torch.zeros(1, dtype=torch.int32, device=device)  # the bits of a float32
         self._written, self._begun = (place.memory for place in ring.counter_places[:2])
         written, begun = (place.offset for place in ring.counter_places[:2])
         lanes = min(next_power(ring.lanes), _SETTLED_LANES)
         self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
-        tree = (self._blocks, supers)
-        every = (leaves, ring.lanes, ring.steps, written, *tree, max(next_power(supers), _WIDTH))
-        self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, *tree))
+        every = (leaves, ring.lanes, ring.steps, written, self._blocks, supers, width)
+        self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 8, 32))
         self._draw = Launcher(draw_leaves, (*every, _DRAWN))
         self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
-        self._settle = Launcher(settle_rows, self.settled)
-        self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED, _COMPARED))
+        self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
+        compared = (ring.lanes, ring.steps, written, begun, _UPDATED, _LOOK, _COMPARED)
+        self._update = Launcher(update_leaves, compared, _UPDATE_WARPS)
         self._is_behind = False
 
     @staticmethod
     def level_sizes(leaves: int) -> list[int]:
-        """Entries of each level above so many leaves: subs, blocks and supers."""
-        blocks = -(-leaves // _WIDTH**2)
-        return [blocks * _WIDTH, blocks, -(-blocks // _WIDTH)]
+        """Entries of each level above so many leaves: subs and blocks."""
+        width = _width(leaves)
+        blocks = -(-leaves // width**2)
+        return [blocks * width, blocks]
 
     def total(self) -> float:
         """The sum of all leaves, for which the device is waited for."""
-        self._sum_anew()
-        return float(self._state[0])
+        self.settle()
+        return float(self._leaves.double().sum())
 
     def dropped(self) -> int:
         """Priorities that were dropped, for which the device is waited for."""
@@ -87,15 +91,15 @@ class Priorities:
         self._is_behind = False
 
     def _sum_anew(self) -> None:
-        tree = (self._leaves, self._sums, self._news, self._maxima, self._state, self._smallest)
-        self._sum((self._blocks, 1, 1), self._ring.device, *tree, self._written, self._seen, self._ticket)
+        tree = (self._leaves, self._sums, self._news, self._maxima, self._smallest)
+        self._sum((self._blocks, 1, 1), self._ring.device, *tree, self._written, self._seen)
 
     def settle(self) -> None:
         """Give the rows written since the last draw their first priority now."""
         if self._is_behind:
             self._sum_anew()
             grid = (min(-(-self._ring.lanes // _SETTLED_LANES), 128), 1, 1)
-            self._settle(grid, self._ring.device, self._leaves, self._state, self._written, self._seen)
+            self._settle(grid, self._ring.device, self._leaves, self._maxima, self._written, self._seen)
             self._is_behind = False
 
     def follow(self) -> None:
@@ -113,7 +117,7 @@ class Priorities:
             raise ValueError("draw: a weight for each row")
         unfinished = self.begin_draw(generator, rows, weights)
         grid = (max(-(-count // _FINISHED), 1), 1, 1)
-        self._finish(grid, self._ring.device, weights, *unfinished, count, as_float(beta))
+        self._finish(grid, self._ring.device, generator, weights, *unfinished, count, as_float(beta))
 
     def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
         """Draw rows, and tell the leaf of each, float32: what is left to be done is the kernels' ``finish``.
@@ -123,11 +127,12 @@ class Priorities:
         """
         self._ring.check_generator(generator)
         self._sum_anew()
-        tree = (self._leaves, self._sums, self._news, self._state, self._written, self._seen, self._ticket)
-        grid, count = (-(-rows.numel() // _DRAWN), 1, 1), rows.numel()
+        tree = (self._leaves, self._sums, self._news, self._maxima, self._first, self._written, self._seen)
+        count = rows.numel()
+        grid = (max(-(-count // _DRAWN), 1), 1, 1)
         self._draw(grid, self._ring.device, rows, drawn, self._smallest, generator, *tree, count)
         self._is_behind = False
-        return self._smallest, self._leaves, self._state, self._written, self._seen
+        return self._smallest, self._leaves, self._first, self._written, self._seen
 
     def update(self, rows: Tensor, priorities: Tensor, alpha: float, windows: Any) -> tuple[int, int, int]:
         """Set priorities, but for those that are dropped; see :meth:`dropped`.
@@ -144,6 +149,14 @@ class Priorities:
         tensors = (rows, priorities, self._leaves, self._dropped, self._written, self._begun)
         self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, as_float(alpha))
         return 0, 0, 0
+
+
+def _width(leaves: int) -> int:
+    """Entries below each sum, so that there are few enough at the top."""
+    width = _LEAST_WIDTH
+    while width**2 * _MOST_BLOCKS < leaves:
+        width *= 2
+    return width
 
 
 def as_float(number: float) -> float:

@@ -130,10 +130,11 @@ def draw_windows(
 ):  # fmt: skip
     """Fill ``rows`` with the first rows of windows drawn uniformly; -1 if there is none."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    made = tl.load(generator + 1) + count
     windows = tl.load(total)
     drawn = below(generator, number, windows)
     lane, before = lane_of(drawn, windows, ends, LANES)
     place = tl.load(heads + PLACES[0] + lane) + drawn - before
     row = tl.load(queue + lane * STEPS + place % STEPS) * LANES + lane
     tl.store(rows + number, tl.where(windows > 0, row, -1), mask=number < count)
-    move_on(generator, ticket, count)
+    move_on(generator, ticket, made)
