@@ -121,10 +121,14 @@ def main() -> None:
         console.width = 170
     console.print(gpu_report.header(), markup=False)
     given.out.parent.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
     for result in run(names, small=given.small, profile_only=given.profile_only, console=console):
         given.out.write_text(json.dumps(result, indent=2) + "\n")
         given.out.with_suffix(".md").write_text(gpu_report.markdown(result))
+        failed = result["failed"]
     console.print(f"Written to {given.out} and, as tables, {given.out.with_suffix('.md')}", markup=False)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

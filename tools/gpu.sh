@@ -15,6 +15,17 @@ if [ $# -lt 1 ] || [ ! -d "$1" ]; then
 fi
 wheels=$(cd "$1" && pwd)
 work=${2:-all}
+case $work in
+    tests | bench | profile | all) ;;
+    *)
+        echo "tests, bench, profile or all; not $work" >&2
+        exit 2
+        ;;
+esac
+if ! ls "$wheels"/*.whl > /dev/null 2>&1; then
+    echo "no wheels in $wheels; tools/gpu_wheels.sh fills it" >&2
+    exit 2
+fi
 mkdir -p "${3:-out/gpu}"
 out=$(cd "${3:-out/gpu}" && pwd)
 python=${PYTHON:-python3}
@@ -48,10 +59,6 @@ case $work in
     all)
         tests || status=$?
         benchmarks || status=$?
-        ;;
-    *)
-        echo "tests, bench, profile or all; not $work" >&2
-        status=2
         ;;
 esac
 exit $status

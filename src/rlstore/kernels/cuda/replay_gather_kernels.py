@@ -85,18 +85,19 @@ def _folded_rewards(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """``sum_{i < taken} gamma^i r_i``."""
-    e = tl.arange(0, TILE)
-    fits = (e < SIZE)[None, :]
-    total = (number[:, None] * 0 + e[None, :] * 0).to(tl.float32)
     longest = tl.max(taken, 0)
-    i = longest * 0
-    while i < longest:
-        inside = (there & (i < taken))[:, None] & fits
-        row = OFFSET + lane * LANE_STRIDE + ((time + i) % ROWS) * ROW_STRIDE
-        reward = tl.load(rewards + row[:, None] + e[None, :], mask=inside, other=0)
-        total = tl.where(inside, total + tl.load(powers + i) * reward, total)
-        i += 1
-    tl.store(out + (number * SIZE)[:, None] + e[None, :], total, mask=alive[:, None] & fits)
+    for c in range(0, SIZE, TILE):
+        e = c + tl.arange(0, TILE)
+        fits = (e < SIZE)[None, :]
+        total = (number[:, None] * 0 + e[None, :] * 0).to(tl.float32)
+        i = longest * 0
+        while i < longest:
+            inside = (there & (i < taken))[:, None] & fits
+            row = OFFSET + lane * LANE_STRIDE + ((time + i) % ROWS) * ROW_STRIDE
+            reward = tl.load(rewards + row[:, None] + e[None, :], mask=inside, other=0)
+            total = tl.where(inside, total + tl.load(powers + i) * reward, total)
+            i += 1
+        tl.store(out + (number * SIZE)[:, None] + e[None, :], total, mask=alive[:, None] & fits)
 
 
 @triton.jit(do_not_specialize=["count", "beta"])

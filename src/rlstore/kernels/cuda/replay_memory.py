@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlstore.kernels.cuda.launch import next_power_of_2
 from rlstore.kernels.replay_blocks import Block
 
 _WIDEST_TILE = 1024  # elements of a frame that a program takes at once
@@ -34,14 +35,9 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def next_power(number: int) -> int:
-    """The least power of two that is not below ``number``."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def tile_of(elements: int) -> int:
     """Elements of a frame in one tile."""
-    return min(next_power(elements), _WIDEST_TILE)
+    return min(next_power_of_2(elements), _WIDEST_TILE)
 
 
 class Layout(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.kernels.cuda.launch import Launcher
-from rlstore.kernels.cuda.replay_memory import next_power
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 from rlstore.kernels.cuda.replay_priorities_kernels import (
     draw_leaves,
     finish_draw,
@@ -59,7 +58,7 @@ class Priorities:
             self._smallest = torch.zeros(1, dtype=torch.int32, device=device)  # the bits of a float32
         self._written, self._begun = (place.memory for place in ring.counter_places[:2])
         written, begun = (place.offset for place in ring.counter_places[:2])
-        lanes = min(next_power(ring.lanes), _SETTLED_LANES)
+        lanes = min(next_power_of_2(ring.lanes), _SETTLED_LANES)
         self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
         every = (leaves, ring.lanes, ring.steps, written, self._blocks, supers, width)
         self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 8, 32))
@@ -131,7 +130,8 @@ class Priorities:
         count = rows.numel()
         grid = (max(-(-count // _DRAWN), 1), 1, 1)
         self._draw(grid, self._ring.device, rows, drawn, self._smallest, generator, *tree, count)
-        self._is_behind = False
+        if self._ring.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else nothing ran yet
+            self._is_behind = False
         return self._smallest, self._leaves, self._first, self._written, self._seen
 
     def update(self, rows: Tensor, priorities: Tensor, alpha: float, windows: Any) -> tuple[int, int, int]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels import replay_reference
-from rlstore.kernels.cuda.launch import Argument, Launcher
+from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
 from rlstore.kernels.cuda.replay_draw_kernels import draw_rows
-from rlstore.kernels.cuda.replay_memory import layout_of, next_power, place_of, plain
+from rlstore.kernels.cuda.replay_memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.replay_ring_kernels import summarise, write_step
 from rlstore.kernels.cuda.replay_watch import Watch
 
@@ -57,9 +57,9 @@ class EpisodeRing(replay_reference.EpisodeRing):
         self._fields = [(block.dtype, torch.Size((self.lanes, *block.shape))) for block in blocks]
         self._has_bools = any(block.dtype == torch.bool for block in blocks)
         widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
-        self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power(self.lanes))  # lanes of a program
+        self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power_of_2(self.lanes))  # lanes of a program
         offsets = tuple(place.offset for place in self.counter_places)
-        self._summary = (self.lanes, steps, offsets, min(next_power(self.lanes), _SUMMARY))
+        self._summary = (self.lanes, steps, offsets, min(next_power_of_2(self.lanes), _SUMMARY))
         self._summarise = Launcher(summarise, self._summary)
         self._draw = Launcher(draw_rows, (*self._summary[:3], _DRAWN))
 

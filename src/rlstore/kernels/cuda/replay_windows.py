@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels import draws_reference
-from rlstore.kernels.cuda.launch import Launcher
-from rlstore.kernels.cuda.replay_memory import next_power, place_of
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
+from rlstore.kernels.cuda.replay_memory import place_of
 from rlstore.kernels.cuda.replay_ring import EpisodeRing
 from rlstore.kernels.cuda.replay_windows_kernels import count_windows, draw_windows, follow_rows
 
@@ -33,7 +33,10 @@ class WindowIndex(draws_reference.WindowIndex):
             self._largest = torch.zeros(1, dtype=torch.float32, device=device)
         self._leaves: Tensor | None = None
         self._places = tuple(place.offset for place in places)
-        self._block, self._summary = min(next_power(ring.lanes), _LANES), min(next_power(ring.lanes), _SUMMARY)
+        self._block, self._summary = (
+            min(next_power_of_2(ring.lanes), _LANES),
+            min(next_power_of_2(ring.lanes), _SUMMARY),
+        )
         self._draw = Launcher(draw_windows, (self._places, ring.lanes, ring.steps, _DRAWN))
         self._recount = Launcher(count_windows, (self._places, ring.lanes, self._summary))
         self._follow = self._follower()

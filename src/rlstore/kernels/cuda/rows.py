@@ -87,6 +87,8 @@ class RowWriter:
             dtype = value.dtype
             if dtype not in dtypes or value.shape not in shapes:
                 return len(kinds)
+            if value.is_neg():
+                value = value.resolve_neg()  # noqa: PLW2901
             if value.is_contiguous():
                 kinds.append(dtype)
                 plain.append(value)
