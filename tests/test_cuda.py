@@ -1,4 +1,4 @@
-"""On CUDA, in plain torch, the storages give what they give on the CPU."""
+"""On CUDA the storages give what they give on the CPU."""
 
 import multiprocessing
 

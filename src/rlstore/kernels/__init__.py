@@ -1,8 +1,8 @@
-"""Which implementation an operation has on which device: the whole dispatch is this table.
+"""Which implementation an operation has on which device: the dispatch is this table and, for CUDA, kernels.cuda.
 
 Every operation exists in one of the modules named reference, in plain torch, for any device. Where a faster version is
-listed here it has the same signature and agrees with the reference on every input (``tests/kernels``). All of them
-write into tensors that the caller gives.
+listed it has the same signature and agrees with the reference (``tests/kernels``, ``tests/cuda``), except that kernels
+for CUDA do not look at values: see docs/cuda.md. All of them write into tensors that the caller gives.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone, and is tested against models of what it means.
