@@ -152,7 +152,9 @@ def same_data(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert first.keys() == second.keys()
         for path, leaf in first.items():
             assert leaf.dtype is second[path].dtype
-            torch.testing.assert_close(second[path], leaf, rtol=0, atol=0, equal_nan=True, msg=f"{name}{path}")
+            torch.testing.assert_close(
+                second[path].cpu(), leaf.cpu(), rtol=0, atol=0, equal_nan=True, msg=f"{name}{path}"
+            )
 
 
 def make(
