@@ -188,6 +188,7 @@ def test_what_a_lost_shard_had_not_told_its_writers_tell(make):
         await ledger.witness(told)
         await ledger.witness(facts(0, inserted=96, held=96, free_inserted=96))  # another writer knows less
         await ledger.tell(facts(0, generation=2, inserted=64, held=64, restored=60))
+        await ledger.witness(facts(0, generation=3, inserted=90, held=90))  # of a life that has not told of itself
         report = await ledger.report()
         (counts,) = report["shards"]
         return counts.lost, counts.inserted, counts.sampled, report["limiter_inserted"], counts.facts.inserted

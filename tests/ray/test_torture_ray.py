@@ -65,8 +65,8 @@ def three_nodes(cluster):
 
 
 def test_a_million_transitions_are_there_once_and_are_drawn_by_priority(three_nodes):
-    served = serve(prioritized(size=640_000, num_envs=2 * ENVS, beta=1.0), shards=3, deadline=300.0)
-    assert len({shard.where.split(",")[0] for shard in served.report().shards}) == 3
+    factory = prioritized(size=640_000, num_envs=2 * ENVS, beta=1.0)
+    served, _ = serve_until(lambda shards: len({s.where.split(",")[0] for s in shards}) == 3, factory, deadline=300.0)
     writers = [Writer.remote(served, number) for number in range(WRITERS)]
     written = ray.get([writer.write.remote(STEPS) for writer in writers], timeout=900)
     assert written == [(STEPS * ENVS, 0)] * WRITERS
@@ -118,24 +118,30 @@ def cell_of(shard, rows):
     return shard * 10_000 + (rows // 40_000) * 13 + rows % 13
 
 
-def serve_with_one_shard_on_one_of(nodes, deadline, folder):
-    """Ray spreads actors as well as it can: until a node that can be removed has a shard of its own."""
+def serve_until(well_spread, factory, **options):
+    """Ray spreads actors as well as it can: until three shards lie as they should, and what was found of them."""
     for _ in range(10):
-        factory = prioritized(size=100_000, num_envs=2 * ENVS)
-        served = serve(factory, 3, deadline=deadline, snapshot_dir=folder, snapshot_every=20_000)
-        for node in nodes:
-            there = [shard.shard for shard in served.report().shards if node.node_id[:8] in shard.where]
-            if len(there) == 1:
-                nodes.remove(node)
-                return served, node, there[0]
+        served = serve(factory, 3, **options)
+        found = well_spread(served.report().shards)
+        if found:
+            return served, found
         served.shutdown()
-    raise AssertionError("no node had one shard in ten times")
+    raise AssertionError("the shards did not lie as they should in ten times")
+
+
+def one_shard_alone(nodes, shards):
+    """A node with one shard, and that shard; None if there is none."""
+    there = [(node, [s.shard for s in shards if node.node_id[:8] in s.where]) for node in nodes]
+    return next(((node, mine[0]) for node, mine in there if len(mine) == 1), None)
 
 
 def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_nodes, tmp_path):
     cluster, nodes = three_nodes
     deadline = 60.0
-    served, node, doomed = serve_with_one_shard_on_one_of(nodes, deadline, tmp_path)
+    options = {"deadline": deadline, "snapshot_dir": tmp_path, "snapshot_every": 20_000}
+    factory = prioritized(size=100_000, num_envs=2 * ENVS)
+    served, (node, doomed) = serve_until(lambda shards: one_shard_alone(nodes, shards), factory, **options)
+    nodes.remove(node)
     head = ray.get_runtime_context().get_node_id()
     on_head = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(head, soft=False)
     writers = [Writer.options(scheduling_strategy=on_head).remote(served, number) for number in range(WRITERS)]

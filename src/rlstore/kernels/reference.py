@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+# What a flag may be given as.
+FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 class RowWriter:
@@ -57,9 +58,7 @@ class RowWriter:
         if not isinstance(value, Tensor) or value.device != block.device:
             return False
         if is_flag:
-            same_type = value.dtype in _FLAG_DTYPES and not (
-                value.dtype.is_floating_point and bool(value.isnan().any())
-            )
+            same_type = value.dtype in FLAG_DTYPES and not (value.dtype.is_floating_point and bool(value.isnan().any()))
         else:
             same_type = value.dtype == block.dtype
         given, held = value.shape, block.shape[1:]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels.random import take_below
+from rlstore.kernels.reference import FLAG_DTYPES
 from rlstore.kernels.replay_blocks import END, KEPT, REPEATED, STOP, TERMINATED, TRUNCATED, ZEROS, Block, raw, require
 
 # What write() returns, besides the index of a value that does not fit.
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 # What the step after an end is: a reset step if it looks like one, always, never.
 _TELL, _ALWAYS = 0, 1
-FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass

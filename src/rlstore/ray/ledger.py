@@ -134,9 +134,13 @@ class Ledger:
         self._wake()
 
     async def witness(self, facts: Facts) -> None:
-        """A writer has met the loss of a shard: the last that the shard told it, which may be news here."""
-        self._hear(facts)
-        self._wake()
+        """A writer has met the loss of a shard: the last that the shard told it, which may be news here.
+
+        Only the shard itself can tell that a life began, and with what.
+        """
+        if facts.generation <= self._shards[facts.shard].facts.generation:
+            self._hear(facts)
+            self._wake()
 
     def _hear(self, facts: Facts) -> bool:
         """Take in what is told of a shard; True if it has begun a new life."""

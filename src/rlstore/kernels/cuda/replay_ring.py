@@ -13,6 +13,7 @@ from rlstore.kernels.cuda.replay_draw_kernels import draw_rows
 from rlstore.kernels.cuda.replay_memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.replay_ring_kernels import summarise, write_step
 from rlstore.kernels.cuda.replay_watch import Watch
+from rlstore.kernels.reference import FLAG_DTYPES
 
 _DONE, _NEED_SLOTS, _NEED_STARTS, _DONE_WITH_BREAK = -1, -2, -3, -4
 _WORDS = 8
@@ -167,7 +168,7 @@ class EpisodeRing(replay_reference.EpisodeRing):
 
     def _is_flags(self, value: object) -> bool:
         # That there is no NaN among them cannot be seen without a wait.
-        if not isinstance(value, Tensor) or value.dtype not in replay_reference.FLAG_DTYPES:
+        if not isinstance(value, Tensor) or value.dtype not in FLAG_DTYPES:
             return False
         return self._is_ready(value, value.dtype, ())
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows_kernels import write_row
+from rlstore.kernels.reference import FLAG_DTYPES
 
-_FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 # What one program copies: little where there is little, so that all processors take part.
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 10
 _LARGE_ROW = 4 << 20
@@ -133,7 +133,7 @@ def _target(block: Tensor, lead: int, is_flag: bool, optional: bool) -> _Target:
     held = block.shape[1:]
     scalar_rows = (torch.Size((held[0],)), torch.Size((held[0], 1))) if len(held) else ()
     shapes = scalar_rows if held in scalar_rows else (held,)
-    dtypes = _FLAG_DTYPES if is_flag else (block.dtype,)
+    dtypes = FLAG_DTYPES if is_flag else (block.dtype,)
     return _Target(block, lead, is_flag, optional, dtypes, shapes, math.prod(held))
 
 
