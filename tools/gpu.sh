@@ -6,11 +6,12 @@
 # WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
 # default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
 # NAMEs are what pytest is given in the place of all tests for CUDA, or groups of benchmarks in the place of all of them.
+# Tests run in $JOBS processes, one for each processor by default.
 # The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
 set -eu
 
 if [ $# -lt 1 ] || [ ! -d "$1" ]; then
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 wheels=$(cd "$1" && pwd)
@@ -44,7 +45,9 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton
 
 tests() {
     [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
-    "$python" -m pytest -p no:cacheprovider --junitxml="$out/tests.xml" "$@"
+    # Without the plugin pytest-benchmark, which machines for numbers have and which will not run beside xdist.
+    "$python" -m pytest -p no:cacheprovider -p no:benchmark --numprocesses "${JOBS:-$(nproc)}" --dist worksteal \
+        --junitxml="$out/tests.xml" "$@"
 }
 
 benchmarks() {

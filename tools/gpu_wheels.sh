@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 # What rlstore imports, what the tests need, rsl_rl with what it imports (as in the Makefile, not all that it asks for), and
 # what draws tables.
 LIBRARY="tensordict gymnasium safetensors cloudpickle farama-notifications importlib_metadata zipp orjson pyvers"
-TESTS="pytest pytest-timeout iniconfig pluggy pygments hypothesis sortedcontainers lazy-importer packaging"
+TESTS="pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments hypothesis sortedcontainers lazy-importer packaging"
 PEER="rsl-rl-lib tensorboard absl-py protobuf GitPython gitdb smmap"
 TABLES="rich markdown-it-py mdurl"
 

@@ -17,7 +17,7 @@ from rlstore.engine.checks import check_count, check_positive, check_seconds, ch
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.gather import Part, Request, TransitionGather
 from rlstore.engine.lane_control import LaneControl
-from rlstore.engine.select import new_random
+from rlstore.engine.select import moved_random, new_random
 from rlstore.engine.spaces import SpaceLike
 from rlstore.engine.staging import Staging, at_hand, launched, received
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -161,7 +161,7 @@ class ReplayBase(Storage):
         backing = Backing(owner, "ram" if on_device else self._memory, place, self._path)
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, self._autoreset, self._beside())
-        self._replay, self.num_envs, self._random = ring, num_envs, self._random.to(ring.device)
+        self._replay, self.num_envs, self._random = ring, num_envs, moved_random(self._random, ring.device)
         self._prepared(ring)
         self._bind()
 

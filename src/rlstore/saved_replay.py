@@ -70,10 +70,9 @@ class SavedReplay(SharedReplay):
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         self._added, self._warned = numbers["added"], numbers["warned"]
-        self._random = reader.tensor("random")
+        self._random = reader.tensor("random", "cpu" if self._replay is None else self._replay.device)
         if self._replay is None:
             return
-        self._random = self._random.to(self._replay.device)
         self._replay.set_state(reader.shape, reader.read_into, reader.names)
         self._set_limit_state(numbers.get("limit"))
         self._restored(reader)

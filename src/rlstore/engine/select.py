@@ -56,10 +56,16 @@ def keyed_orders(held: int, wanted: int, generator: torch.Generator, epochs: int
 def new_random(seed: int) -> Tensor:
     """The generator of replay, int64 ``[seed, draws made]``: what it draws is a function of these two numbers.
 
-    It has to be where the ring is that it draws rows of.
+    It has to be where the ring is that it draws rows of: see :func:`moved_random`.
     """
     with torch.inference_mode(False):
         return torch.tensor([seed, 0])
+
+
+def moved_random(random: Tensor, device: torch.device) -> Tensor:
+    """The generator on a device; no inference tensor, whatever mode the caller is in: every draw writes into it."""
+    with torch.inference_mode(False):
+        return random.to(device)
 
 
 def uniform_rows(ring: EpisodeRing, count: int, random: Tensor) -> Tensor:
