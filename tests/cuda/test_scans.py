@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import reference
+from rlstore.kernels import kernel, reference
 from rlstore.kernels.cuda import scans
 
 # Steps and lanes: one of each, ragged, a whole tile, several tiles of time, more lanes than one program takes.
@@ -146,6 +146,33 @@ def test_what_is_not_finite_stays_in_its_episode(operation, bad, device):
         assert tensor[:3].isfinite().all()
         assert not tensor[3:5].isfinite().any()
         assert tensor[5].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+@pytest.mark.parametrize("operation", ["gae", "discounted_returns"])
+def test_what_is_not_finite_flows_at_any_rate(operation, rate, bad, device):
+    """0 times NaN is NaN, in every version: a NaN reaches back to its episode's start, however little it counts."""
+    rollout = Rollout((20, 2), (0.0, 0.0, "known"), torch.float32, device)
+    rollout.terminated[2, 0] = 1
+    rollout.truncated[2, 1] = 1
+    rollout.rewards[18] = bad
+    inputs, numbers, outputs = {
+        "gae": (rollout.inputs, (0.9, rate / 0.9), 2),
+        "discounted_returns": ((rollout.rewards, rollout.last_values, *rollout.ends), (rate,), 1),
+    }[operation]
+    on_host = tuple(None if tensor is None else tensor.cpu() for tensor in inputs)
+    for version, given in (
+        (getattr(scans, operation), inputs),
+        (kernel(operation, "cpu"), on_host),
+        (getattr(reference, operation), on_host),
+    ):
+        out = [torch.zeros_like(given[0]) for _ in range(outputs)]
+        version(*given, *numbers, *out)
+        for tensor in out:
+            assert tensor[:3].isfinite().all()
+            assert not tensor[3:19].isfinite().any()
+            assert tensor[19].isfinite().all()
 
 
 def test_vtrace_shows_a_ratio_that_is_nan(device):
