@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import kernel, reference
+from rlstore.kernels import _native, kernel, reference
 from rlstore.kernels.cuda import scans
 
 # Steps and lanes: one of each, ragged, a whole tile, several tiles of time, more lanes than one program takes.
@@ -113,6 +113,24 @@ def test_n_step_returns_agree(rollout, n):
 @pytest.mark.parametrize("clips", [(1.0, 1.0, 1.0), (0.5, 3.0, math.inf)])
 def test_vtrace_agrees(rollout, clips):
     rollout.assert_agree("vtrace", (*rollout.inputs, rollout.log_rhos, 0.99, 0.9, *clips), outputs=2)
+
+
+@pytest.mark.parametrize("size", [(0, 3), (3, 0), (0, 0), (0, 2, 1)])
+def test_nothing_in_is_nothing_out(size, device):
+    """No steps or no lanes: every version returns, with nothing written anywhere."""
+    nothing, last = torch.zeros(size, device=device), torch.ones(size[1:], device=device)
+    flags, held = torch.zeros(size, dtype=torch.uint8, device=device), torch.arange(4.0, device=device)
+    inputs = (nothing, nothing, last, flags, flags, nothing)
+    out, other = held[2:2].view(size), held[3:3].view(size)
+    on_device = (scans, reference) if device.type == "cuda" else (scans, reference, _native)
+    for version in on_device:
+        version.gae(*inputs, 0.9, 0.9, out, other)
+        version.discounted_returns(nothing, *inputs[2:], 0.9, out)
+        version.n_step_returns(*inputs, 0.9, 3, out)
+        version.vtrace(*inputs, nothing, 0.9, 0.9, 1.0, 1.0, 1.0, out, other)
+    for version in (scans, reference):
+        version.fill_gae(*inputs, True, 0.9, 0.9, 1e-5, out, other)
+    assert held.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.int64])
