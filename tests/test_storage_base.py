@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from rlstore import DecoupledRolloutStorage, ReplayStorage, RolloutStorage, Storage
+from rlstore import DecoupledRolloutStorage, NotReadyError, ReplayStorage, RolloutStorage, Storage
 
 TEN = {
     "create_factory": ["size"],
@@ -298,3 +298,16 @@ def test_a_graph_is_told_of_a_generator_on_cuda_alone():
     assert told == [storage._generator]
     ReplayStorage(spaces.Box(0, 1, (1,)), spaces.Discrete(2), storage_size=4).register_graph(graph)
     assert len(told) == 1
+
+
+def test_a_graph_of_replay_waits_for_the_first_sample():
+    storage, told = ReplayStorage.create_factory(4)(), []
+    storage._generator = SimpleNamespace(device=torch.device("cuda", 0))
+    graph = SimpleNamespace(register_generator_state=told.append)
+    with pytest.raises(NotReadyError, match="waits for its first sample: call init_tensors"):
+        storage.register_graph(graph)
+    assert told == []
+    names = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations")
+    storage.init_tensors({name: torch.zeros(2, 1) for name in names})
+    storage.register_graph(graph)
+    assert told == [storage._generator]

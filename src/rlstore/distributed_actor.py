@@ -37,6 +37,10 @@ class Rollout:
             )
         return self._slot
 
+    def __repr__(self) -> str:
+        is_own = self._slot is not None and self._member.is_writing(self._slot)
+        return f"Rollout({self._memory.steps} steps: {f'slot {self._slot}' if is_own else 'no longer to be written'})"
+
     def __getitem__(self, key: str) -> Tensor:
         """A key's rows, ``[T + 1, ...]``: the shared memory itself. Do not use it after :meth:`commit`."""
         try:
@@ -125,6 +129,11 @@ class ActorHandle:
     def close(self) -> None:
         """Take part no longer; a slot that is being written is free again."""
         self._member.leave()
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}, "
+        slots = f"{self._memory.count} slots of {self._memory.steps} steps"
+        return f"ActorHandle({name}{slots}: version {self.published} published)"
 
     def __enter__(self) -> ActorHandle:
         return self

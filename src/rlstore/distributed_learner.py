@@ -158,6 +158,10 @@ class Learner:
         self._closed = True
         self._stop()
 
+    def __repr__(self) -> str:
+        rollouts = f"batches of {self.batch_size} rollouts of {self._memory.steps} steps on {self.device}"
+        return f"Learner({rollouts}: {'closed' if self._closed else f'up to {self.prefetch} made ahead'})"
+
     def __enter__(self) -> Learner:
         return self
 

@@ -107,10 +107,14 @@ class ReplayBase(Storage):
         """Let a CUDA graph draw from the storage, anew in each replay; to be called before it is captured.
 
         Room is made for an episode for each row, so that no table has to move while a graph reads it.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if the storage waits for its first sample, so that there are no tables yet.
         """
+        ring = self._ring_of()
         super().register_graph(graph)
-        if self._replay is not None and self._replay.device.type == "cuda":
-            self._replay.fix_tables()
+        if ring.device.type == "cuda":
+            ring.fix_tables()
 
     # ---------------------------------------------------------------------------------------------- for subclasses
 

@@ -11,7 +11,7 @@ import torch
 
 from rlstore.engine.checks import check_positive, check_shape
 from rlstore.engine.row_layout import Leaf
-from rlstore.engine.schema import Field, Structure, as_tensor
+from rlstore.engine.schema import Field, Structure, as_tensor, check_real
 from rlstore.engine.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
 
@@ -112,6 +112,8 @@ class ReplayFields:
         self._set(structure, fields, ActionSpec(kind, tuple(shape), dtype, tuple(choices)), "the first sample")
 
     def _set(self, structure: Structure, fields: list[Field], action: ActionSpec, origin: str) -> None:
+        actions = Field("actions", action.shape, action.dtype, origin)
+        check_real((*fields, actions), self._owner)
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
         self.next_structure = Structure(structure.paths, "next_observations")  # the same, as errors call it
@@ -119,7 +121,7 @@ class ReplayFields:
         self.is_plain = structure.is_leaf and not self.hidden_shapes
         own = f"{self._owner}()"
         self.columns = [
-            Field("actions", action.shape, action.dtype, origin),
+            actions,
             Field("rewards", self.reward_shape, torch.float32, f"the reward_shape given to {own}"),
             *(
                 Field(f"hidden_states[{i}]", shape, torch.float32, f"the hidden_shape given to {own}")

@@ -134,6 +134,11 @@ class ReplayWriter:
             self._used[0] = True
             self._end()
 
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}, "
+        envs = f"{len(self.lanes)} envs from {self.lanes.start}"
+        return f"ReplayWriter({name}{envs} of a {self._kind.__name__}{': closed' if self._closed else ''})"
+
     def __enter__(self) -> ReplayWriter:
         return self
 
@@ -171,7 +176,7 @@ def count_of(mask: Any, lanes: int) -> int:
 def writing_part(kind: type[Any], fields: ReplayFields, ring: EpisodeRing) -> Any:
     """A storage of a class that can do nothing but add to some lanes."""
     part = object.__new__(kind)
-    part.__dict__.update(_fields=fields, _replay=ring, _added=0, _warned=False, _follow=_nothing)
+    part.__dict__.update(_fields=fields, _replay=ring, device=ring.device, _added=0, _warned=False, _follow=_nothing)
     return part
 
 

@@ -84,7 +84,7 @@ class Storage(ABC):
         owner = type(self).__name__
         check_positive(owner, size=size)
         self.max_size = int(size)
-        self.device = device
+        self.device = self._given_device = device
         self._torch_device = check_device(owner, device)
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
@@ -191,7 +191,9 @@ class Storage(ABC):
         numbers, tensors = self._state()
         if "_generator" in self.__dict__:
             tensors = {**tensors, **generator_state(self._generator)}
-        write_snapshot(path, _saved_name(type(self)), str(getattr(self, "device", "cpu")), settings, numbers, tensors)
+        # As it was given: "cuda" is the current device of whoever loads it, whatever its number was here.
+        device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
+        write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
 
     @classmethod
     def load(
@@ -201,7 +203,8 @@ class Storage(ABC):
 
         Args:
             path: The folder.
-            device: Where the data are to lie; None for the device that they were saved from.
+            device: Where the data are to lie; None for the device that the storage was made with: "cuda" is the
+                current one here, "cuda:1" is that.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import reference
+from rlstore.kernels import _native, kernel, reference
 from rlstore.kernels.cuda import scans
 
 # Steps and lanes: one of each, ragged, a whole tile, several tiles of time, more lanes than one program takes.
@@ -115,6 +115,24 @@ def test_vtrace_agrees(rollout, clips):
     rollout.assert_agree("vtrace", (*rollout.inputs, rollout.log_rhos, 0.99, 0.9, *clips), outputs=2)
 
 
+@pytest.mark.parametrize("size", [(0, 3), (3, 0), (0, 0), (0, 2, 1)])
+def test_nothing_in_is_nothing_out(size, device):
+    """No steps or no lanes: every version returns, with nothing written anywhere."""
+    nothing, last = torch.zeros(size, device=device), torch.ones(size[1:], device=device)
+    flags, held = torch.zeros(size, dtype=torch.uint8, device=device), torch.arange(4.0, device=device)
+    inputs = (nothing, nothing, last, flags, flags, nothing)
+    out, other = held[2:2].view(size), held[3:3].view(size)
+    on_device = (scans, reference) if device.type == "cuda" else (scans, reference, _native)
+    for version in on_device:
+        version.gae(*inputs, 0.9, 0.9, out, other)
+        version.discounted_returns(nothing, *inputs[2:], 0.9, out)
+        version.n_step_returns(*inputs, 0.9, 3, out)
+        version.vtrace(*inputs, nothing, 0.9, 0.9, 1.0, 1.0, 1.0, out, other)
+    for version in (scans, reference):
+        version.fill_gae(*inputs, True, 0.9, 0.9, 1e-5, out, other)
+    assert held.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.int64])
 def test_flags_of_every_dtype_and_a_trailing_dimension_of_one(dtype, device):
     rollout = Rollout((6, 5), (0.3, 0.3, "some nan"), torch.float32, device)
@@ -146,6 +164,33 @@ def test_what_is_not_finite_stays_in_its_episode(operation, bad, device):
         assert tensor[:3].isfinite().all()
         assert not tensor[3:5].isfinite().any()
         assert tensor[5].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+@pytest.mark.parametrize("operation", ["gae", "discounted_returns"])
+def test_what_is_not_finite_flows_at_any_rate(operation, rate, bad, device):
+    """0 times NaN is NaN, in every version: a NaN reaches back to its episode's start, however little it counts."""
+    rollout = Rollout((20, 2), (0.0, 0.0, "known"), torch.float32, device)
+    rollout.terminated[2, 0] = 1
+    rollout.truncated[2, 1] = 1
+    rollout.rewards[18] = bad
+    inputs, numbers, outputs = {
+        "gae": (rollout.inputs, (0.9, rate / 0.9), 2),
+        "discounted_returns": ((rollout.rewards, rollout.last_values, *rollout.ends), (rate,), 1),
+    }[operation]
+    on_host = tuple(None if tensor is None else tensor.cpu() for tensor in inputs)
+    for version, given in (
+        (getattr(scans, operation), inputs),
+        (kernel(operation, "cpu"), on_host),
+        (getattr(reference, operation), on_host),
+    ):
+        out = [torch.zeros_like(given[0]) for _ in range(outputs)]
+        version(*given, *numbers, *out)
+        for tensor in out:
+            assert tensor[:3].isfinite().all()
+            assert not tensor[3:19].isfinite().any()
+            assert tensor[19].isfinite().all()
 
 
 def test_vtrace_shows_a_ratio_that_is_nan(device):

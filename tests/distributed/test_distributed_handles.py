@@ -44,6 +44,23 @@ def test_rollouts_are_served_in_the_order_of_their_commits(world, prefetch):
     learner.close()
 
 
+def test_handles_tell_what_they_are():
+    storage = DISCRETE.make(3)
+    named, nameless, learner = storage.actor("left"), storage.actor(), storage.learner(2, prefetch=1)
+    rollout, other = named.reserve(), named.reserve()
+    assert repr(named) == "ActorHandle('left', 3 slots of 4 steps: version 0 published)"
+    assert repr(pickle.loads(pickle.dumps(named))) == repr(named)
+    learner.publish(7)
+    assert repr(nameless) == "ActorHandle(3 slots of 4 steps: version 7 published)"
+    assert repr(rollout) == f"Rollout(4 steps: slot {rollout.slot})"
+    rollout.abandon()
+    named.close()
+    assert repr(rollout) == repr(other) == "Rollout(4 steps: no longer to be written)"
+    assert repr(learner) == "Learner(batches of 2 rollouts of 4 steps on cpu: up to 1 made ahead)"
+    learner.close()
+    assert repr(learner) == "Learner(batches of 2 rollouts of 4 steps on cpu: closed)"
+
+
 def test_what_counts_is_the_order_of_commits_not_that_of_reservations():
     storage = DISCRETE.make(3)
     actor = storage.actor()

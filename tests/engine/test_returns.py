@@ -369,6 +369,20 @@ def test_results_made_in_inference_mode_are_plain_tensors():
         tensor.add_(1)
 
 
+@pytest.mark.parametrize(("steps", "lanes"), [(0, 3), (6, 0)])
+def test_no_steps_or_no_lanes_give_empty_results(steps, lanes):
+    whole = {name: part[:steps, :lanes] for name, part in long_rollout().items() if name != "last_values"}
+    whole["last_values"] = torch.zeros(lanes)
+    made = [
+        *returns.gae(**whole, gamma=0.9, lam=0.8),
+        returns.lambda_returns(**whole, gamma=0.9, lam=0.8),
+        returns.discounted_returns(**without_values(whole), gamma=0.9),
+        returns.n_step_returns(**whole, gamma=0.9, n=2),
+        *returns.vtrace(**whole, log_rhos=torch.zeros(steps, lanes), gamma=0.9),
+    ]
+    assert {(tuple(tensor.shape), tensor.dtype) for tensor in made} == {((steps, lanes), torch.float64)}
+
+
 # ---------------------------------------------------------------------------------------------------- refused
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlstore.engine import ring as ring_module
 from rlstore.engine.ring import Column, Ring
 from rlstore.engine.schema import Field
+from rlstore.errors import InvalidInputError
 
 CPU = torch.device("cpu")
 LANES = 3
@@ -34,6 +36,17 @@ def test_a_lazily_conjugated_value_is_written_as_what_it_is():
     ring.write((torch.full((LANES, 2), 1 + 2j).conj(),))
     ring.write((torch.full((2, LANES), 3 + 4j).conj().t(),))
     assert ring.blocks["waves"].flatten().tolist() == [1 - 2j] * 6 + [3 - 4j] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_on_cuda_complex_numbers_are_refused_before_anything_is_allocated(dtype, monkeypatch):
+    monkeypatch.setattr(ring_module, "allocate", None)
+    columns = [Column(field("rewards"), "rewards"), Column(field('obs["waves"]', (2,), dtype), "waves")]
+    said = (
+        rf'obs\["waves"\] is {str(dtype)[6:]}, fixed by the test; a rollout on CUDA holds real .*Nothing was allocated'
+    )
+    with pytest.raises(InvalidInputError, match=said):
+        Ring(columns, 2, LANES, torch.device("cuda"))
 
 
 STRIDED_FORMS = {

@@ -12,6 +12,7 @@ from nstep_steps import assert_tables, fill, make_step, make_storage, served
 from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_prioritized, state
 
 from rlstore import PrioritizedReplayStorage, SnapshotError, Storage
+from rlstore import storage as storage_module
 
 # ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
 
@@ -105,6 +106,24 @@ def test_a_checkpoint_that_was_cut_off_is_refused_and_the_one_before_it_is_there
     data.write_bytes(data.read_bytes()[:-8])
     with pytest.raises(SnapshotError, match="saved"):
         type(storage).load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("given", ["cuda", torch.device("cuda"), "cuda:1"], ids=repr)
+def test_a_storage_is_saved_with_the_device_as_it_was_given(tmp_path, monkeypatch, given):
+    """Made with "cuda" it is loaded to the current device, though its own has a number."""
+    asked = []
+
+    def stand_in(owner, device):
+        asked.append(device)
+        return torch.device("cpu")
+
+    monkeypatch.setattr(storage_module, "check_device", stand_in)
+    make_storage(2, 6, device=given).save(tmp_path / "saved")
+    asked.clear()
+    resumed = Storage.load(tmp_path / "saved")
+    assert set(asked) == {str(given)}
+    resumed.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "manifest.json").read_text())["device"] == str(given)
 
 
 def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_path):

@@ -12,6 +12,7 @@ from replay_kinds import GOALS, KINDS, PRIORITIZED, assert_tells, distance
 from rlstore import (
     DoesNotFitError,
     HindsightReplayStorage,
+    InvalidInputError,
     NStepReplayStorage,
     PrioritizedReplayStorage,
     ReplayStorage,
@@ -273,6 +274,39 @@ def test_an_unknown_autoreset_mode_is_refused_and_the_known_are_named(kind, auto
 def test_a_dtype_that_cannot_be_served_is_refused(kind, dtype):
     with pytest.raises(ValueError, match="dtype"):
         kind.make(dtype=dtype)
+
+
+WAVES = {"shape": (2,), "dtype": "complex64"}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"observation_space": {"sound": WAVES, "level": {"shape": (1,)}}}, 'observations["sound"]'),
+        ({"action_space": {**WAVES, "type": "Box"}}, "actions"),
+    ],
+    ids=["observations", "actions"],
+)
+def test_complex_spaces_are_refused_by_name(given, name, tmp_path):
+    options = {"storage_size": 10, "num_envs": 2, "memory": "mapped", "path": tmp_path / "rows"}
+    spaces_given = {"observation_space": BOX, "action_space": spaces.Discrete(2), **given}
+    with pytest.raises(InvalidInputError, match="real numbers only") as refused:
+        ReplayStorage(**spaces_given, **options)
+    assert_tells(refused, name, "complex64", "ReplayStorage", "Nothing was allocated")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["observations", "actions"])
+def test_a_complex_first_sample_is_refused_by_name(name):
+    storage = ReplayStorage.create_factory(10)("cpu", None, None)
+    one = torch.ones(2, 1)
+    sample = {"observations": one, "actions": one, "rewards": [1.0, 1.0], "next_observations": one}
+    sample |= {"terminated": [0, 0], "truncated": [0, 0]}
+    with pytest.raises(InvalidInputError, match="real numbers only") as refused:
+        storage.insert_transition({**sample, name: one * 1j})
+    assert_tells(refused, name, "complex64", "the first sample")
+    storage.insert_transition(sample)  # it left no shapes behind
+    assert len(storage) == 2
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from gymnasium import spaces
 from replay_play import STORAGES, flat, make, play
 
-from rlstore import kernels
+from rlstore import NotReadyError, PrioritizedReplayStorage, SequenceReplayStorage, kernels
+from rlstore.engine import priorities
 
 
 @pytest.fixture
@@ -35,6 +39,25 @@ def test_batches_are_the_same(name, on_reference):
     assert len(mine) > 30
     for ours, expected in zip(mine, truth, strict=True):
         assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("length", [None, 2], ids=["rows", "windows"])
+def test_a_device_without_kernels_of_its_own_tells_that_every_priority_is_0(length, on_reference, monkeypatch):
+    """What such a device holds is looked at anyway: it says what the CPU says, though it is another device."""
+    on_reference()
+    kind = {} if length is None else {"sequence_length": length}
+    storage_class = PrioritizedReplayStorage if length is None else SequenceReplayStorage
+    space = spaces.Box(0, 1, (1,))
+    storage = storage_class(space, spaces.Discrete(2), storage_size=10, num_envs=2, alpha=0.5, **kind)
+    for _ in range(3):
+        storage.add(torch.zeros(2, 1), [0, 0], [0.0, 0.0], [False, False], [False, False], {}, torch.zeros(2, 1))
+    storage.update(storage.sample(64).rows, torch.zeros(64))
+    tree = storage._priorities
+    assert tree.total == 0
+    monkeypatch.setattr(tree._ring, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(priorities, "allocate_empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    with pytest.raises(NotReadyError, match="every priority is 0"):
+        tree.draw(4, 0.5, storage._random)
 
 
 @pytest.mark.parametrize("name", [name for name in STORAGES if name != "in RAM, prepared ahead"])

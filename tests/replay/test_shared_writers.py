@@ -38,6 +38,22 @@ def assert_same_rows(storage, twin):
     twin.close()
 
 
+def test_a_writer_tells_what_it_is():
+    storage = REPLAY.make(lanes=3, memory="shared")
+    named, nameless = storage.writer(range(1, 3), name="left"), storage.writer(1)
+    for step in REPLAY.plan([0, 1], 4):
+        named.add(**step)
+    assert repr(named) == "ReplayWriter('left', 2 envs from 1 of a ReplayStorage)"
+    assert repr(nameless) == "ReplayWriter(1 envs from 0 of a ReplayStorage)"
+    there = pickle.loads(pickle.dumps(named))
+    assert repr(there) == repr(named)
+    for part in (named._part, there._part):  # a storage that was never initialised
+        assert repr(part).startswith("ReplayStorage(32 steps x 2 envs on cpu: 8 transitions held")
+    named.close()
+    assert repr(named) == "ReplayWriter('left', 2 envs from 1 of a ReplayStorage: closed)"
+    storage.close()
+
+
 # ------------------------------------------------------------------------------------------------- death
 
 

@@ -20,9 +20,9 @@ class Priorities:
 
     A new row takes the largest p that is held (1 if none is above 0).
 
-    On CUDA nothing here waits for the device but :attr:`total`, :attr:`stale` and what looks at the leaves. So there a
-    draw does not notice that every priority is 0 (the weights are), and an update refuses nothing: what would be
-    refused is dropped and counted as stale.
+    On CUDA, in Triton, nothing here waits for the device but :attr:`total`, :attr:`stale` and what looks at the leaves.
+    So there a draw does not notice that every priority is 0 (the weights are), and an update refuses nothing: what
+    would be refused is dropped and counted as stale.
 
     Args:
         ring: The rows.
@@ -107,7 +107,7 @@ class Priorities:
         """
         rows = allocate_empty((count,), torch.int64, self._ring.device)
         weights = allocate_empty((count, 1), torch.float32, self._ring.device)
-        if self._ring.device.type == "cpu" and not self.total > 0:
+        if not hasattr(self.kernel, "settle") and not self.total > 0:  # one that has it waits for nothing
             raise NotReadyError("every priority is 0, so no row can be drawn; give some row a priority above 0")
         self.kernel.draw(random, beta, rows, weights)
         return rows, weights

@@ -10,7 +10,7 @@ All of them read an episode's end in the same way (terminated and truncated are 
   the last step, ``last_values`` (the value of the next episode's start) is not read there.
 
 Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, float32 or float64, as the rewards are; ``last_values`` ``[lanes]``
-or ``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``.
+or ``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``, also where that is empty.
 """
 
 from __future__ import annotations

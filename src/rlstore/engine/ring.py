@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.memory import allocate
-from rlstore.engine.schema import Field
+from rlstore.engine.schema import Field, check_real
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -64,6 +64,8 @@ class Ring:
 
     def extend(self, columns: Sequence[Column], fills: Mapping[str, float] | None = None) -> None:
         """Add columns, with new blocks for those that name one not there yet."""
+        if self.device.type == "cuda":
+            check_real((column.field for column in columns), "a rollout on CUDA")
         extra = max((column.lead for column in [*self.columns, *columns]), default=0)
         for column in columns:
             if column.block not in self.blocks:

@@ -112,6 +112,16 @@ def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
     return limits.min <= int(integers.min()) and int(integers.max()) <= limits.max
 
 
+def check_real(fields: Iterable[Field], keeper: str) -> None:
+    """Refuse fields of complex numbers, by name, where kernels know real ones only."""
+    for field in fields:
+        if field.dtype.is_complex:
+            raise InvalidInputError(
+                f"{field.name} is {dtype_name(field.dtype)}, fixed by {field.origin}; {keeper} holds real numbers "
+                "only. Give the parts of each as two, as torch.view_as_real() does. Nothing was allocated."
+            )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

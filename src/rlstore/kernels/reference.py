@@ -140,8 +140,8 @@ def gae(
     """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
     ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     advantages, returns = advantages.view(rewards.shape), returns.view(rewards.shape)
-    carried = torch.zeros_like(rewards[0])
-    next_value = last_values.reshape(rewards[0].shape)
+    carried = rewards.new_zeros(rewards.shape[1:])
+    next_value = last_values.reshape(rewards.shape[1:])
     for t in reversed(range(rewards.shape[0])):
         delta = rewards[t] + gamma * ends.bootstrap(t, next_value) - values[t]
         carried = delta + gamma * lam * torch.where(ends.cut[t], 0.0, carried)
@@ -189,7 +189,7 @@ def discounted_returns(
 ) -> None:
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     ends = _Ends(rewards, terminated, truncated, final_values)
-    after = last_values.reshape(rewards[0].shape)
+    after = last_values.reshape(rewards.shape[1:])
     for t in reversed(range(rewards.shape[0])):
         after = torch.where(ends.unknown[t], rewards[t], rewards[t] + gamma * ends.bootstrap(t, after))
         returns[t] = after
@@ -211,7 +211,7 @@ def n_step_returns(
     steps = rewards.shape[0]
     for start in range(steps):
         stop = min(start + n, steps)
-        after = values[stop] if stop < steps else last_values.reshape(rewards[0].shape)
+        after = values[stop] if stop < steps else last_values.reshape(rewards.shape[1:])
         for t in reversed(range(start, stop)):
             after = torch.where(ends.unknown[t], values[t], rewards[t] + gamma * ends.bootstrap(t, after))
         returns[start] = after
@@ -236,7 +236,7 @@ def vtrace(
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
     ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     rhos = log_rhos.exp().reshape(rewards.shape)
-    next_value = next_target = last_values.reshape(rewards[0].shape)
+    next_value = next_target = last_values.reshape(rewards.shape[1:])
     for t in reversed(range(rewards.shape[0])):
         delta = rhos[t].clamp(max=clip_rho) * (rewards[t] + gamma * ends.bootstrap(t, next_value) - values[t])
         carried = torch.where(ends.cut[t], 0.0, next_target - next_value)

@@ -167,8 +167,7 @@ def _launcher(name: str, constants: tuple[Any, ...], dtypes: tuple[torch.dtype, 
 
 
 def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
-    steps = rewards.shape[0]
-    return steps, rewards.numel() // steps
+    return rewards.shape[0], rewards.shape[1:].numel()
 
 
 def _tile(steps: int, lanes: int) -> tuple[int, int, int]:

@@ -10,8 +10,12 @@ import triton.language as tl
 
 @triton.jit
 def _after(later_rate, later, rate, own):
-    """``x -> own + rate * x`` after ``x -> later + later_rate * x``; where nothing flows in, no NaN does either."""
-    return later_rate * rate, tl.where(rate == 0, own, own + rate * later)
+    """``x -> own + rate * x`` after ``x -> later + later_rate * x``; where an episode ends between them, only ``own``.
+
+    The rate is NaN there, which it stays whatever it is multiplied with. At a rate of 0 all flows as at any other: a
+    NaN too, as in the reference.
+    """
+    return later_rate * rate, tl.where(rate != rate, own, own + rate * later)
 
 
 @triton.jit
@@ -124,6 +128,7 @@ def scan_advantages(
     lane = first_lane + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, STEPS)[:, None]
     zero = tl.zeros([STEPS, LANES], kind)
+    nothing = tl.full([STEPS, LANES], float("nan"), kind)
     flow = tl.full([STEPS, LANES], rate, kind)
     carried = tl.zeros([LANES], kind)
     if MOMENTS:
@@ -171,9 +176,9 @@ def scan_advantages(
             FINAL,
             DONES,
         )
-        flows = tl.where(ended | (inside == 0), zero, flow)
+        flows = tl.where(ended | (inside == 0), nothing, flow)
         through, own = tl.associative_scan((flows, delta), 0, _after, reverse=True)
-        advantage = tl.where(through == 0, own, own + through * carried[None, :])
+        advantage = tl.where(through != through, own, own + through * carried[None, :])
         tl.store(advantages + at, advantage, mask=inside)
         tl.store(returns + at, advantage + value, mask=inside)
         if LONG:
@@ -281,6 +286,7 @@ def scan_returns(
     lane = own_lane[None, :]
     row = tl.arange(0, STEPS)[:, None]
     zero = tl.zeros([STEPS, LANES], kind)
+    nothing = tl.full([STEPS, LANES], float("nan"), kind)
     flow = tl.full([STEPS, LANES], gamma, kind)
     carried = tl.load(last_values + own_lane, mask=own_lane < lanes, other=0.0)
     first = 0
@@ -293,9 +299,9 @@ def scan_returns(
         )
         reward = tl.load(rewards + at, mask=inside, other=0.0)
         own = reward + tl.where(cut_off & (unknown == 0), flow * final, zero)
-        flows = tl.where(over | cut_off | (inside == 0), zero, flow)
+        flows = tl.where(over | cut_off | (inside == 0), nothing, flow)
         through, own = tl.associative_scan((flows, own), 0, _after, reverse=True)
-        found = tl.where(through == 0, own, own + through * carried[None, :])
+        found = tl.where(through != through, own, own + through * carried[None, :])
         tl.store(returns + at, found, mask=inside)
         carried = tl.sum(tl.where(row == 0, found, zero), 0)
         first += STEPS
