@@ -7,19 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlstore.kernels.cuda import gather_kernels, rows_kernels, scans_kernels, segments_kernels
+from rlstore.kernels.cuda import gather_kernels, moments_kernels, rows_kernels, scans_kernels, segments_kernels
 
 PROGRAM = Path(__file__).with_name("compile_program.py")
+SHARED = {"add_pairs", "store_moments"}  # called by kernels of other files, and never launched
 
 
 def kernels() -> set[str]:
     """Those that are launched; a name with an underscore is called by others."""
-    modules = (gather_kernels, rows_kernels, scans_kernels, segments_kernels)
+    modules = (gather_kernels, moments_kernels, rows_kernels, scans_kernels, segments_kernels)
     return {
         name
         for module in modules
         for name, part in vars(module).items()
-        if not name.startswith("_") and hasattr(part, "fn")
+        if not name.startswith("_") and name not in SHARED and hasattr(part, "fn")
     }
 
 

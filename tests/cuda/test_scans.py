@@ -26,11 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  
 def small_tiles(device, monkeypatch):
     """Triton's interpreter is slow: where it runs, little takes several programs and several turns of their loops."""
     if device.type == "cpu":
-        monkeypatch.setattr(scans, "_TILE", 32)
+        monkeypatch.setattr(scans, "_LANES", 4)
         monkeypatch.setattr(scans, "_MOST_STEPS", 8)
-        monkeypatch.setattr(scans, "_LEAST_LANES", 4)
-        monkeypatch.setattr(scans, "_LARGE_TILE", 64)
-        monkeypatch.setattr(scans, "_MANY_LANES", 15)
+        monkeypatch.setattr(scans, "_STEP_GRAIN", 2)
 
 
 class Rollout:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.kernels.cuda import scans_kernels
-from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
+from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.moments_kernels import measure, normalize_entries
+from rlstore.kernels.cuda.scans_kernels import fold_windows, scan_advantages, scan_returns, scan_vtrace
 
-# A scan goes over so many steps at once, and over so many entries (steps times lanes) in one program: over more where
-# there are many lanes, so that not too many parts have moments to merge.
-_MOST_STEPS, _TILE, _LARGE_TILE = 128, 256, 512
-_LEAST_LANES, _MANY_LANES = 8, 8192
+# The steps that a scan loads at once: a multiple of the first number, and at most the second. A program is one group of
+# threads, with a lane in each.
+_STEP_GRAIN, _MOST_STEPS, _LANES = 8, 32, 32
 # What one program normalises, and what one measures.
 _ENTRIES, _MEASURED = 2048, 4096
 # The parts that are merged at once, where there are few and where there are many.
@@ -57,22 +57,12 @@ def fill_gae(
 ) -> None:
     """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given: see the reference."""
     steps, lanes = _steps_and_lanes(rewards)
-    tile_steps, tile_lanes, warps = _tile(steps, lanes)
-    parts = -(-lanes // tile_lanes)
+    parts = -(-lanes // _LANES)
     measured = epsilon is not None
     moments = torch.empty(4 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
-    constants = (
-        truncated is not None,
-        final_values is not None,
-        dones,
-        measured,
-        lanes % 16 == 0,
-        steps > tile_steps,
-        tile_steps,
-        tile_lanes,
-    )
+    constants = (truncated is not None, final_values is not None, dones, measured, _at_once(rewards), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("scan_advantages", constants, (rewards.dtype, *_dtypes(ends)), warps)
+    launcher = _launcher(scan_advantages, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
     arguments = (rewards, values, last_values, *ends, advantages, returns, moments, steps, lanes, gamma, gamma * lam)
     launcher((parts, 1, 1), rewards.device, *arguments)
     if epsilon is not None:
@@ -90,12 +80,11 @@ def discounted_returns(
 ) -> None:
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     steps, lanes = _steps_and_lanes(rewards)
-    tile_steps, tile_lanes, warps = _tile(steps, lanes)
-    constants = (truncated is not None, final_values is not None, tile_steps, tile_lanes)
+    constants = (truncated is not None, final_values is not None, _at_once(rewards), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("scan_returns", constants, (rewards.dtype, *_dtypes(ends)), warps)
+    launcher = _launcher(scan_returns, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
     arguments = (rewards, last_values, *ends, returns, steps, lanes, gamma)
-    launcher((-(-lanes // tile_lanes), 1, 1), rewards.device, *arguments)
+    launcher((-(-lanes // _LANES), 1, 1), rewards.device, *arguments)
 
 
 def n_step_returns(
@@ -113,7 +102,7 @@ def n_step_returns(
     steps, lanes = _steps_and_lanes(rewards)
     constants = (truncated is not None, final_values is not None, 256)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("fold_windows", constants, (rewards.dtype, *_dtypes(ends)))
+    launcher = _launcher(fold_windows, constants, (rewards.dtype, *_dtypes(ends)))
     arguments = (rewards, values, last_values, *ends, returns, steps, lanes, min(n, steps), gamma)
     launcher((-(-steps * lanes // 256), 1, 1), rewards.device, *arguments)
 
@@ -136,12 +125,12 @@ def vtrace(
 ) -> None:
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
     steps, lanes = _steps_and_lanes(rewards)
-    constants = (truncated is not None, final_values is not None, 32)
+    constants = (truncated is not None, final_values is not None, _at_once(rewards), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher("scan_vtrace", constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
+    launcher = _launcher(scan_vtrace, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
     numbers = (steps, lanes, gamma, gamma * lam, clip_rho, clip_c, clip_pg_rho)
     arguments = (rewards, values, last_values, *ends, log_rhos, targets, advantages, *numbers)
-    launcher((-(-lanes // 32), 1, 1), rewards.device, *arguments)
+    launcher((-(-lanes // _LANES), 1, 1), rewards.device, *arguments)
 
 
 def normalize(x: Tensor, epsilon: float) -> None:
@@ -149,32 +138,31 @@ def normalize(x: Tensor, epsilon: float) -> None:
     count = x.numel()
     parts = -(-count // _MEASURED)
     moments = torch.empty(4 * parts, dtype=torch.float64, device=x.device)
-    _launcher("measure", (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
+    _launcher(measure, (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
     _normalize(x, moments, parts, epsilon)
 
 
 def _normalize(x: Tensor, moments: Tensor, parts: int, epsilon: float) -> None:
     count = x.numel()
     constants = (count % 16 == 0, _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS, _ENTRIES)
-    launcher = _launcher("normalize_entries", constants, (x.dtype,))
+    launcher = _launcher(normalize_entries, constants, (x.dtype,))
     launcher((-(-count // _ENTRIES), 1, 1), x.device, x, moments, parts, count, epsilon)
 
 
 @cache
-def _launcher(name: str, constants: tuple[Any, ...], dtypes: tuple[torch.dtype, ...], num_warps: int = 4) -> Launcher:
+def _launcher(kernel: Any, constants: tuple[Any, ...], dtypes: tuple[torch.dtype, ...], num_warps: int = 4) -> Launcher:
     """What launches a kernel for arguments of these dtypes, which only tell launchers apart."""
-    return Launcher(getattr(scans_kernels, name), constants, num_warps)
+    return Launcher(kernel, constants, num_warps)
 
 
 def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
     return rewards.shape[0], rewards.shape[1:].numel()
 
 
-def _tile(steps: int, lanes: int) -> tuple[int, int, int]:
-    """The steps and the lanes of a program's tile, and its groups of threads."""
-    tile_steps = min(max(next_power_of_2(steps), 4), _MOST_STEPS)
-    tile_lanes = max((_TILE if lanes <= _MANY_LANES else _LARGE_TILE) // tile_steps, _LEAST_LANES)
-    return tile_steps, tile_lanes, 2 if tile_steps * tile_lanes <= _LARGE_TILE else 4
+def _at_once(rewards: Tensor) -> int:
+    """The steps that a scan loads at once: half as many of float64, for which a thread has no more room."""
+    grains = -(-min(rewards.shape[0], _MOST_STEPS // (rewards.element_size() // 4)) // _STEP_GRAIN)
+    return max(grains, 1) * _STEP_GRAIN
 
 
 def _ends(

@@ -1,4 +1,6 @@
-"""The device's side of the scans: what flows backward through time, lane by lane, and moments over all lanes.
+"""The device's side of the scans: what flows backward through time, one lane in each thread.
+
+A thread loads what it needs of many steps at once, waits once, and then goes through them from the last to the first.
 
 Loops are written with ``while``: Triton's interpreter cannot count to a number that was an argument.
 """
@@ -7,89 +9,38 @@ Loops are written with ``while``: Triton's interpreter cannot count to a number 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _after(later_rate, later, rate, own):
-    """``x -> own + rate * x`` after ``x -> later + later_rate * x``; where an episode ends between them, only ``own``.
-
-    The rate is NaN there, which it stays whatever it is multiplied with. At a rate of 0 all flows as at any other: a
-    NaN too, as in the reference.
-    """
-    return later_rate * rate, tl.where(rate != rate, own, own + rate * later)
+from rlstore.kernels.cuda.moments_kernels import add_pairs, store_moments
 
 
 @triton.jit
-def _add_pairs(a, b, other_a, other_b):
-    """For sums of two tensors in one pass: threads meet once, not twice."""
-    return a + other_a, b + other_b
-
-
-@triton.jit
-def _add_triples(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def _load_ends(
-    terminated, truncated, final_values, at, inside, TRUNCATED: tl.constexpr, FINAL: tl.constexpr, DONES: tl.constexpr
-):
-    """Where an episode really ended, where it was only cut off, where its final value is not known, and that value.
-
-    With DONES ``terminated`` tells of every end, and those that ``truncated`` tells of too were only cut off.
-    """
-    over = tl.load(terminated + at, mask=inside, other=0) != 0
+def _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED: tl.constexpr, FINAL: tl.constexpr):
+    """The flags of a step as they are held, and the value of its final observation; anything for what is absent."""
+    ended = tl.load(terminated + at, mask=inside, other=0)
+    cut, final = ended, tl.zeros(at.shape, final_values.dtype.element_ty)
     if TRUNCATED:
-        cut_off = tl.load(truncated + at, mask=inside, other=0) != 0
+        cut = tl.load(truncated + at, mask=inside, other=0)
+        if FINAL:
+            final = tl.load(final_values + at, mask=inside, other=0.0)
+    return ended, cut, final
+
+
+@triton.jit
+def _read_ends(ended, cut, final, TRUNCATED: tl.constexpr, FINAL: tl.constexpr, DONES: tl.constexpr):
+    """Where an episode really ended, where it was only cut off, and where its final value is not known.
+
+    With DONES ``ended`` tells of every end, and those that ``cut`` tells of too were only cut off.
+    """
+    over = ended != 0
+    cut_off = over & (over == 0)
+    if TRUNCATED:
+        cut_off = cut != 0
         if DONES:
             over = over & (cut_off == 0)
         cut_off = cut_off & (over == 0)
-    else:
-        cut_off = over & (over == 0)
+    unknown = cut_off
     if FINAL:
-        final = tl.load(final_values + at, mask=inside & cut_off, other=0.0)
         unknown = cut_off & (final != final)
-    else:
-        final = tl.zeros(at.shape, final_values.dtype.element_ty)
-        unknown = cut_off
-    return over, cut_off, unknown, final
-
-
-@triton.jit
-def _load_following(values, last_values, at, t, lane, steps, lanes, inside):
-    """The value after step t: that of the step after it, and after the last step ``last_values``."""
-    following = tl.load(values + at + lanes, mask=inside & (t < steps - 1), other=0.0)
-    last = tl.load(last_values + lane + 0 * t, mask=inside & (t == steps - 1), other=0.0)
-    return tl.where(t == steps - 1, last, following)
-
-
-@triton.jit
-def _load_deltas(
-    rewards,
-    values,
-    last_values,
-    terminated,
-    truncated,
-    final_values,
-    t,
-    lane,
-    steps,
-    lanes,
-    inside,
-    gamma,
-    TRUNCATED: tl.constexpr,
-    FINAL: tl.constexpr,
-    DONES: tl.constexpr,
-):
-    """The value of each step, what it adds to its advantage, and whether its episode ends with it."""
-    at = t * lanes + lane
-    zero = tl.zeros(at.shape, rewards.dtype.element_ty)
-    discount = tl.full(at.shape, gamma, rewards.dtype.element_ty)
-    over, cut_off, unknown, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, DONES)
-    value = tl.load(values + at, mask=inside, other=0.0)
-    following = _load_following(values, last_values, at, t, lane, steps, lanes, inside)
-    bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
-    delta = tl.load(rewards + at, mask=inside, other=0.0) + discount * bootstrap - value
-    return value, tl.where(unknown | (inside == 0), zero, delta), over | cut_off
+    return over, cut_off, unknown
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma", "rate"])
@@ -111,157 +62,58 @@ def scan_advantages(
     FINAL: tl.constexpr,
     DONES: tl.constexpr,
     MOMENTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    LONG: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Generalised advantage estimation for LANES lanes, STEPS steps at a time from the last to the first.
+    """Generalised advantage estimation for LANES lanes, STEPS steps at a time.
 
-    EVEN says that there are a multiple of 16 lanes, which makes for wider accesses; LONG, that there are more steps
-    than that. With MOMENTS, each program leaves the moments of its advantages: see :func:`_store_moments`.
+    With MOMENTS, each program leaves the moments of its advantages: see :func:`store_moments`.
     """
     kind: tl.constexpr = rewards.dtype.element_ty
-    if EVEN:
-        lanes = lanes // 16 * 16
     first_lane = tl.program_id(0).to(tl.int64) * LANES
-    lane = first_lane + tl.arange(0, LANES)[None, :]
-    row = tl.arange(0, STEPS)[:, None]
-    zero = tl.zeros([STEPS, LANES], kind)
-    nothing = tl.full([STEPS, LANES], float("nan"), kind)
-    flow = tl.full([STEPS, LANES], rate, kind)
-    carried = tl.zeros([LANES], kind)
-    if MOMENTS:
-        # Sums of deviations from one of the advantages, so that equal ones have no spread at all: from that of the
-        # first lane's last step, which is known without waiting for the scan.
-        _, shift, _ = _load_deltas(
-            rewards,
-            values,
-            last_values,
-            terminated,
-            truncated,
-            final_values,
-            steps - 1,
-            first_lane,
-            steps,
-            lanes,
-            steps > 0,
-            gamma,
-            TRUNCATED,
-            FINAL,
-            DONES,
-        )
-        shift = shift.to(tl.float64)
-    sums = tl.zeros([LANES], tl.float64)
-    squares = tl.zeros([LANES], tl.float64)
-    first = 0
-    while first < steps:
-        t = steps - first - STEPS + row
-        inside = (t >= 0) & (lane < lanes)
-        at = t * lanes + lane
-        value, delta, ended = _load_deltas(
-            rewards,
-            values,
-            last_values,
-            terminated,
-            truncated,
-            final_values,
-            t,
-            lane,
-            steps,
-            lanes,
-            inside,
-            gamma,
-            TRUNCATED,
-            FINAL,
-            DONES,
-        )
-        flows = tl.where(ended | (inside == 0), nothing, flow)
-        through, own = tl.associative_scan((flows, delta), 0, _after, reverse=True)
-        advantage = tl.where(through != through, own, own + through * carried[None, :])
-        tl.store(advantages + at, advantage, mask=inside)
-        tl.store(returns + at, advantage + value, mask=inside)
-        if LONG:
-            carried = tl.sum(tl.where(row == 0, advantage, zero), 0)
-        if MOMENTS:
-            away = tl.where(inside, advantage.to(tl.float64) - shift, 0.0)
-            own_sums, own_squares = tl.reduce((away, away * away), 0, _add_pairs)
-            sums += own_sums
-            squares += own_squares
-        first += STEPS
+    lane = first_lane + tl.arange(0, LANES)
+    there = lane < lanes
+    zero = tl.zeros([LANES], kind)
+    discount, flow = tl.full([LANES], gamma, kind), tl.full([LANES], rate, kind)
+    following = tl.load(last_values + lane, mask=there, other=0.0)
+    carried = zero
+    shift = tl.sum(zero.to(tl.float64), 0)
+    sums, squares = zero.to(tl.float64), zero.to(tl.float64)
+    stop = steps
+    while stop > 0:
+        loaded = ()
+        for back in tl.static_range(1, STEPS + 1):
+            inside = there & (stop - back >= 0)
+            at = (stop - back) * lanes + lane
+            reward = tl.load(rewards + at, mask=inside, other=0.0)
+            value = tl.load(values + at, mask=inside, other=0.0)
+            ended, cut, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL)
+            loaded = loaded + ((reward, value, ended, cut, final),)  # noqa: RUF005  (Triton unpacks no tuples)
+        for back in tl.static_range(1, STEPS + 1):
+            inside = there & (stop - back >= 0)
+            at = (stop - back) * lanes + lane
+            reward, value, ended, cut, final = loaded[back - 1]
+            over, cut_off, unknown = _read_ends(ended, cut, final, TRUNCATED, FINAL, DONES)
+            bootstrap = tl.where(over, zero, tl.where(cut_off, final, following))
+            delta = tl.where(unknown, zero, reward + discount * bootstrap - value)
+            carried = tl.where(over | cut_off, delta, delta + flow * carried)
+            following = value
+            tl.store(advantages + at, carried, mask=inside)
+            tl.store(returns + at, carried + value, mask=inside)
+            if MOMENTS:
+                # Deviations from one of the advantages, that of the first lane's last step, so that equal ones have no
+                # spread at all.
+                if back == 1:
+                    here = tl.sum(tl.where(lane == first_lane, carried, zero).to(tl.float64), 0)
+                    shift = tl.where(stop == steps, here, shift)
+                away = tl.where(inside, carried.to(tl.float64) - shift, 0.0)
+                sums += away
+                squares += away * away
+        stop -= STEPS
     if MOMENTS:
         count = (steps * tl.minimum(lanes - first_lane, LANES)).to(tl.float64)
-        total, squared = tl.reduce((sums, squares), 0, _add_pairs)
-        _store_moments(moments, count, shift, total, squared)
-
-
-@triton.jit
-def _store_moments(moments, count, shift, total, squares):
-    """What a program's part counts, a number near it, and the sums of the differences from that and of their squares.
-
-    One row of ``moments[4, programs]`` each.
-    """
-    parts = tl.num_programs(0)
-    place = moments + tl.program_id(0)
-    tl.store(place, count)
-    tl.store(place + parts, shift)
-    tl.store(place + 2 * parts, total)
-    tl.store(place + 3 * parts, squares)
-
-
-@triton.jit(do_not_specialize=["count"])
-def measure(x, moments, count: tl.int64, ENTRIES: tl.constexpr):
-    """The moments of each program's part of ``x``: see :func:`_store_moments`."""
-    first = tl.program_id(0).to(tl.int64) * ENTRIES
-    entry = first + tl.arange(0, ENTRIES)
-    inside = entry < count
-    shift = tl.load(x + first).to(tl.float64)
-    away = tl.where(inside, tl.load(x + entry, mask=inside, other=0.0).to(tl.float64) - shift, 0.0)
-    held = tl.minimum(count - first, ENTRIES).to(tl.float64)
-    _store_moments(moments, held, shift, tl.sum(away, 0), tl.sum(away * away, 0))
-
-
-@triton.jit(do_not_specialize=["parts", "count", "epsilon"])
-def normalize_entries(
-    x,
-    moments,
-    parts: tl.int64,
-    count: tl.int64,
-    epsilon: tl.float64,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """``x = (x - mean) / (std + epsilon)`` in place, with the moments that its parts were found to have."""
-    if EVEN:  # a multiple of 16: this makes for wider accesses
-        count = count // 16 * 16
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    inside = entry < count
-    own = tl.load(x + entry, mask=inside, other=0.0).to(tl.float64)
-    base = tl.load(moments + parts)
-    counts = tl.zeros([PARTS], tl.float64)
-    sums = tl.zeros([PARTS], tl.float64)
-    squares = tl.zeros([PARTS], tl.float64)
-    first = 0
-    while first < parts:
-        part = first + tl.arange(0, PARTS)
-        there = part < parts
-        held = tl.load(moments + part, mask=there, other=0.0)
-        away = tl.load(moments + parts + part, mask=there, other=0.0) - base
-        own_sum = tl.load(moments + 2 * parts + part, mask=there, other=0.0)
-        own_squares = tl.load(moments + 3 * parts + part, mask=there, other=0.0)
-        counts += held
-        sums += own_sum + held * away
-        squares += own_squares + away * (2 * own_sum + held * away)
-        first += PARTS
-    total, summed, squared = tl.reduce((counts, sums, squares), 0, _add_triples)
-    mean = summed / total
-    spread = squared - mean * mean * total
-    # Of a single entry there is no spread; rounding may leave a little less than none.
-    variance = tl.where(total > 1, spread / tl.where(total > 1, total - 1, total), 0.0)
-    std = tl.sqrt(tl.where(variance < 0, 0.0, variance))
-    scale = 1.0 / (std + epsilon)  # one division in all: those of float64 are slow
-    tl.store(x + entry, (((own - base) - mean) * scale).to(x.dtype.element_ty), mask=inside)
+        total, squared = tl.reduce((sums, squares), 0, add_pairs)
+        store_moments(moments, count, shift, total, squared)
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "gamma"])
@@ -280,31 +132,29 @@ def scan_returns(
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Discounted returns for LANES lanes, STEPS steps at a time from the last to the first."""
+    """Discounted returns for LANES lanes, STEPS steps at a time."""
     kind: tl.constexpr = rewards.dtype.element_ty
-    own_lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    lane = own_lane[None, :]
-    row = tl.arange(0, STEPS)[:, None]
-    zero = tl.zeros([STEPS, LANES], kind)
-    nothing = tl.full([STEPS, LANES], float("nan"), kind)
-    flow = tl.full([STEPS, LANES], gamma, kind)
-    carried = tl.load(last_values + own_lane, mask=own_lane < lanes, other=0.0)
-    first = 0
-    while first < steps:
-        t = steps - first - STEPS + row
-        inside = (t >= 0) & (lane < lanes)
-        at = t * lanes + lane
-        over, cut_off, unknown, final = _load_ends(
-            terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, False
-        )
-        reward = tl.load(rewards + at, mask=inside, other=0.0)
-        own = reward + tl.where(cut_off & (unknown == 0), flow * final, zero)
-        flows = tl.where(over | cut_off | (inside == 0), nothing, flow)
-        through, own = tl.associative_scan((flows, own), 0, _after, reverse=True)
-        found = tl.where(through != through, own, own + through * carried[None, :])
-        tl.store(returns + at, found, mask=inside)
-        carried = tl.sum(tl.where(row == 0, found, zero), 0)
-        first += STEPS
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = lane < lanes
+    zero, discount = tl.zeros([LANES], kind), tl.full([LANES], gamma, kind)
+    carried = tl.load(last_values + lane, mask=there, other=0.0)
+    stop = steps
+    while stop > 0:
+        loaded = ()
+        for back in tl.static_range(1, STEPS + 1):
+            inside = there & (stop - back >= 0)
+            at = (stop - back) * lanes + lane
+            reward = tl.load(rewards + at, mask=inside, other=0.0)
+            ended, cut, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL)
+            loaded = loaded + ((reward, ended, cut, final),)  # noqa: RUF005
+        for back in tl.static_range(1, STEPS + 1):
+            reward, ended, cut, final = loaded[back - 1]
+            over, cut_off, unknown = _read_ends(ended, cut, final, TRUNCATED, FINAL, False)
+            after = tl.where(over | unknown, zero, discount * tl.where(cut_off, final, carried))
+            carried = reward + after
+            at = (stop - back) * lanes + lane
+            tl.store(returns + at, carried, mask=there & (stop - back >= 0))
+        stop -= STEPS
 
 
 @triton.jit(do_not_specialize=["steps", "lanes", "n", "gamma"])
@@ -340,9 +190,8 @@ def fold_windows(
         t = stop - 1 - back
         there = inside & (t < steps)
         at = t * lanes + lane
-        over, cut_off, unknown, final = _load_ends(
-            terminated, truncated, final_values, at, there, TRUNCATED, FINAL, False
-        )
+        ended, cut, final = _load_ends(terminated, truncated, final_values, at, there, TRUNCATED, FINAL)
+        over, cut_off, unknown = _read_ends(ended, cut, final, TRUNCATED, FINAL, False)
         bootstrap = tl.where(over, zero, tl.where(cut_off, final, after))
         target = tl.load(rewards + at, mask=there, other=0.0) + discount * bootstrap
         own = tl.load(values + at, mask=there & unknown, other=0.0)
@@ -377,34 +226,44 @@ def scan_vtrace(
     clip_pg_rho: tl.float64,
     TRUNCATED: tl.constexpr,
     FINAL: tl.constexpr,
+    STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """V-trace for LANES lanes, step by step from the last to the first."""
+    """V-trace for LANES lanes, STEPS steps at a time."""
     kind: tl.constexpr = rewards.dtype.element_ty
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    inside = lane < lanes
+    there = lane < lanes
     zero = tl.zeros([LANES], kind)
-    discount = tl.full([LANES], gamma, kind)
-    flow = tl.full([LANES], rate, kind)
-    next_value = tl.load(last_values + lane, mask=inside, other=0.0)
+    discount, flow = tl.full([LANES], gamma, kind), tl.full([LANES], rate, kind)
+    most_rho, most_c = tl.full([LANES], clip_rho, kind), tl.full([LANES], clip_c, kind)
+    most_pg_rho = tl.full([LANES], clip_pg_rho, kind)
+    next_value = tl.load(last_values + lane, mask=there, other=0.0)
     next_target = next_value
-    back = 0
-    while back < steps:
-        at = (steps - 1 - back) * lanes + lane
-        over, cut_off, unknown, final = _load_ends(
-            terminated, truncated, final_values, at, inside, TRUNCATED, FINAL, False
-        )
-        value = tl.load(values + at, mask=inside, other=0.0)
-        reward = tl.load(rewards + at, mask=inside, other=0.0)
-        rho = tl.exp(tl.load(log_rhos + at, mask=inside, other=0.0))
-        bootstrap = tl.where(over, zero, tl.where(cut_off, final, next_value))
-        delta = _at_most(rho, tl.full([LANES], clip_rho, kind)) * (reward + discount * bootstrap - value)
-        flowing = tl.where(over | cut_off, zero, next_target - next_value)
-        target = value + delta + flow * _at_most(rho, tl.full([LANES], clip_c, kind)) * flowing
-        bootstrap = tl.where(over, zero, tl.where(cut_off, final, next_target))
-        advantage = _at_most(rho, tl.full([LANES], clip_pg_rho, kind)) * (reward + discount * bootstrap - value)
-        next_target = tl.where(unknown, value, target)
-        next_value = value
-        tl.store(targets + at, next_target, mask=inside)
-        tl.store(advantages + at, tl.where(unknown, zero, advantage), mask=inside)
-        back += 1
+    stop = steps
+    while stop > 0:
+        loaded = ()
+        for back in tl.static_range(1, STEPS + 1):
+            inside = there & (stop - back >= 0)
+            at = (stop - back) * lanes + lane
+            reward = tl.load(rewards + at, mask=inside, other=0.0)
+            value = tl.load(values + at, mask=inside, other=0.0)
+            log_rho = tl.load(log_rhos + at, mask=inside, other=0.0)
+            ended, cut, final = _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED, FINAL)
+            loaded = loaded + ((reward, value, log_rho, ended, cut, final),)  # noqa: RUF005
+        for back in tl.static_range(1, STEPS + 1):
+            reward, value, log_rho, ended, cut, final = loaded[back - 1]
+            over, cut_off, unknown = _read_ends(ended, cut, final, TRUNCATED, FINAL, False)
+            rho = tl.exp(log_rho)
+            bootstrap = tl.where(over, zero, tl.where(cut_off, final, next_value))
+            delta = _at_most(rho, most_rho) * (reward + discount * bootstrap - value)
+            flowing = tl.where(over | cut_off, zero, next_target - next_value)
+            target = value + delta + flow * _at_most(rho, most_c) * flowing
+            bootstrap = tl.where(over, zero, tl.where(cut_off, final, next_target))
+            advantage = _at_most(rho, most_pg_rho) * (reward + discount * bootstrap - value)
+            next_target = tl.where(unknown, value, target)
+            next_value = value
+            inside = there & (stop - back >= 0)
+            at = (stop - back) * lanes + lane
+            tl.store(targets + at, next_target, mask=inside)
+            tl.store(advantages + at, tl.where(unknown, zero, advantage), mask=inside)
+        stop -= STEPS
