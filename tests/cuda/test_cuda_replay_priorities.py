@@ -12,6 +12,8 @@ from rlstore.kernels.cuda import replay_priorities
 from rlstore.kernels.cuda.replay_priorities import Priorities
 from rlstore.kernels.cuda.replay_windows import WindowIndex
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
+
 
 def twins_of(lanes: int, steps: int, device: torch.device) -> DeviceTwins:
     leaf = Leaf(torch.float32, 1, 1, 1)
@@ -73,38 +75,56 @@ def assert_draws_and_updates_agree(lanes: int, steps: int, device: torch.device)
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_of_all_priorities_of_a_row_the_last_counts(is_sorted, device, monkeypatch):
-    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
-    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
+@pytest.mark.parametrize("rows_held", [1, 9])
+def test_of_all_priorities_of_a_row_the_last_counts(is_sorted, rows_held, device):
+    """Update after update, with so many entries for few rows that on a device programs meet at them."""
+    count, turns = (20_000, 30) if device.type == "cuda" else (200, 3)
     twins = twins_of(5, 7, device)
     both = priorities_of(twins)
-    write(twins, both, 9)
+    write(twins, both, rows_held)
     held = twins.truth.held()
-    rows = held[torch.from_numpy(twins.rng.integers(0, len(held), 200))]
-    if is_sorted:
-        leaves = rows % 5 * 7 + rows // 5 % 7
-        rows = rows[leaves.argsort()]
-    values = torch.linspace(0.1, 3, 200)
-    both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
-    both[1].tree.update(rows, values, 0.6, None)
-    torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
+    for _ in range(turns):
+        rows = held[torch.from_numpy(twins.rng.integers(0, len(held), count))]
+        if is_sorted:
+            leaves = rows % 5 * 7 + rows // 5 % 7
+            rows = rows[leaves.argsort()]
+        values = torch.from_numpy(twins.rng.permutation(count)).float() + 1
+        both[0].tree.update(rows.to(device), values.to(device), 0.6, None)
+        both[1].tree.update(rows, values, 0.6, None)
+        torch.testing.assert_close(both[0].leaves.cpu(), both[1].leaves, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("which", "count"), [(15, 17), (0, 32), (15, 116), (0, 166)])
-def test_what_comes_again_is_left_to_the_program_that_has_it(which, count, device, monkeypatch):
-    monkeypatch.setattr(replay_priorities, "_LOOK", 64)
-    monkeypatch.setattr(replay_priorities, "_COMPARED", 16)
-    twins = twins_of(40, 30, device)
+def test_one_that_comes_later_and_was_there_first_stays(device):
+    """Entry 2 has stamped a row before entry 0, which has the same one, gets there: the priority of entry 2 counts."""
+    twins = twins_of(4, 5, device)
     mine, _ = both = priorities_of(twins)
-    write(twins, both, 30)
+    write(twins, both, 5)
     mine.tree.settle()
-    rows = twins.truth.held()[:count].clone()
-    rows[-1] = rows[which]
-    launch = mine.tree._update
-    mine.tree._update = lambda grid, *arguments: launch((1, 1, 1), *arguments)  # the program of the first 16 alone
-    mine.tree.update(rows.to(device), torch.full((len(rows),), 3.0, device=device), 1.0, None)
-    set_now = set((mine.leaves.cpu() == 3.0).nonzero().flatten().tolist())
-    assert set_now == {row % 40 * 30 + row // 40 % 30 for row in rows[:16].tolist() if row != rows[-1]}
+    row, other = twins.truth.held()[[3, 8]].tolist()
+    leaf, other_leaf = (row % 4 * 5 + row // 4 % 5 for row in (row, other))
+    mine.tree._stamps[leaf] = 3
+    mine.tree.update(
+        torch.tensor([row, other], device=device), torch.tensor([5.0, 6.0, 7.0], device=device)[:2], 1.0, None
+    )
+    assert (float(mine.leaves[leaf]), float(mine.leaves[other_leaf])) == (7.0, 6.0)
+    assert (mine.tree._stamps[leaf], mine.tree._stamps[other_leaf], mine.tree._given) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0, 2.5])
+def test_powers_are_right_to_the_last_places(alpha, device):
+    """Over all sizes of floats, the smallest ones too; what is too small for a float is its smallest full one."""
+    twins = twins_of(16, 64, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 64)
+    mine.tree.settle()
+    rows = twins.truth.held()
+    values = torch.from_numpy(10.0 ** twins.rng.uniform(-44, 38, len(rows))).float()
+    values[:6] = torch.tensor([0.0, 1.0, 2.0, 0.5, 3.4e38, 1e-45])
+    mine.tree.update(rows.to(device), values.to(device), alpha, None)
+    expected = (values.double() ** torch.tensor(alpha).double()).clamp(2.0**-126, None).float()  # alpha is a float32
+    expected[0] = float(alpha == 0)
+    leaves = mine.leaves.cpu()[rows % 16 * 64 + rows // 16 % 64]
+    torch.testing.assert_close(leaves, expected, rtol=2.5e-7, atol=0)
 
 
 def test_what_cannot_be_is_dropped_and_counted(device):

@@ -76,15 +76,15 @@ def uniform_rows(
 
 
 @triton.jit
-def move_on(generator, ticket, made):
-    """Once all programs have drawn, the draws made are ``made``.
+def move_on(counter, ticket, count):
+    """Once all programs are here, the counter, which they have all read, holds ``count``.
 
     No program waits for what it wrote to be seen by others: the last one reads nothing of it.
     """
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
     if tl.atomic_add(ticket, 1, sem="relaxed") == programs - 1:
-        tl.store(generator + 1, made)
+        tl.store(counter, count)
         tl.store(ticket, 0)
 
 
@@ -98,4 +98,4 @@ def draw_rows(
     made = tl.load(generator + 1) + count
     lane, time = uniform_rows(generator, number, ends, words, written, begun, LANES, STEPS, COUNTERS)
     tl.store(rows + number, time * LANES + lane, mask=number < count)
-    move_on(generator, ticket, made)
+    move_on(generator + 1, ticket, made)

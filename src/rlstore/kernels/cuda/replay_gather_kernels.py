@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlstore.kernels.cuda.replay_draw_kernels import move_on, uniform_rows
-from rlstore.kernels.cuda.replay_priorities_kernels import finish, weigh
+from rlstore.kernels.cuda.replay_priorities_kernels import new_rows, settle, weigh
 from rlstore.kernels.cuda.replay_ring_kernels import KEPT, REPEATED, TERMINATED, TOTAL, TRUNCATED
 
 # What an output holds.
@@ -141,6 +141,8 @@ def gather_rows(
             early = early + (number,)  # noqa: RUF005
     if FINISHES:
         weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
+        priority = tl.load(unfinished[3])
+        new, oldest = new_rows(0, unfinished[4], unfinished[5], LANES, STEPS, COUNTERS[0], SETTLED[0])
     start = tl.load(episodes + slot * 4, mask=there, other=0)
     stop = tl.load(episodes + slot * 4 + 1, mask=there, other=0)
     how = tl.load(episodes + slot * 4 + 2, mask=there, other=0)
@@ -183,9 +185,11 @@ def gather_rows(
                     flag = there & (start == time)
                 tl.store(outputs[k] + number, flag.to(tl.uint8), mask=alive)
     if DRAWS:
-        move_on(generator, ticket, made)
+        move_on(generator + 1, ticket, made)
     if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
         if tl.program_id(1) == 0:
             tl.store(unfinished[0] + number, weight, mask=alive)
-            finish(generator, unfinished[2], unfinished[3], unfinished[4], unfinished[5], count,
+            settle(new, oldest, unfinished[2], priority, unfinished[4], unfinished[5],
                    LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip
+            if tl.program_id(0) == 0:
+                tl.store(generator + 1, tl.load(generator + 1) + count)

@@ -20,9 +20,7 @@ from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
 _MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
 _LEAST_WIDTH = 32
-_DRAWN, _UPDATED = 16, 16  # rows of a program that draws, and of one that updates
-_LOOK, _COMPARED = 4096, 1024  # rows that are looked at after those that are updated, and compared with them, at once
-_UPDATE_WARPS = 8
+_DRAWN, _UPDATED, _UPDATE_WARPS = 16, 64, 2  # rows of a program that draws, and of one that updates
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
@@ -56,17 +54,20 @@ class Priorities:
             self._first = torch.ones(1, dtype=torch.float32, device=device)
             self._dropped = torch.zeros(1, dtype=torch.int64, device=device)
             self._smallest = torch.zeros(1, dtype=torch.int32, device=device)  # the bits of a float32
+            # The stamp that each leaf was last updated with, the stamps given so far, and who is done with the last.
+            self._stamps = torch.zeros(leaves, dtype=torch.int64, device=device)
+            self._given = torch.zeros(1, dtype=torch.int64, device=device)
+            self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
         self._written, self._begun = (place.memory for place in ring.counter_places[:2])
         written, begun = (place.offset for place in ring.counter_places[:2])
         lanes = min(next_power_of_2(ring.lanes), _SETTLED_LANES)
         self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
         every = (leaves, ring.lanes, ring.steps, written, self._blocks, supers, width)
-        self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 8, 32))
+        self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 32, 32))
         self._draw = Launcher(draw_leaves, (*every, _DRAWN))
         self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
         self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
-        compared = (ring.lanes, ring.steps, written, begun, _UPDATED, _LOOK, _COMPARED)
-        self._update = Launcher(update_leaves, compared, _UPDATE_WARPS)
+        self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED), _UPDATE_WARPS)
         self._is_behind = False
 
     @staticmethod
@@ -146,7 +147,8 @@ class Priorities:
         if windows is not None:
             rows = torch.where(windows.contain(rows), rows, -1)
         count = rows.numel()
-        tensors = (rows, priorities, self._leaves, self._dropped, self._written, self._begun)
+        stamps = (self._stamps, self._given, self._ticket)
+        tensors = (rows, priorities, self._leaves, self._dropped, *stamps, self._written, self._begun)
         self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, as_float(alpha))
         return 0, 0, 0
 

@@ -17,13 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlstore.kernels.cuda.replay_draw_kernels import units
+from rlstore.kernels.cuda.replay_draw_kernels import move_on, units
 
 SUPER = tl.constexpr(32)  # blocks that are summed where they are needed
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
 _INFINITY = tl.constexpr(float("inf"))
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _NO_ROW = tl.constexpr(-(2**62))
+_LARGE = tl.constexpr(2.0**24)
+_ROOT_OF_HALF = tl.constexpr(0x3F3504F3)  # the bits of a float32
 
 
 @triton.jit
@@ -87,6 +89,11 @@ def _first_priority(maxima, BLOCKS: tl.constexpr, SUPERS: tl.constexpr):
 
 
 @triton.jit
+def _least_and_most(least, most, other_least, other_most):
+    return tl.minimum(least, other_least), tl.maximum(most, other_most)
+
+
+@triton.jit
 def _pick(weight, target, COUNT: tl.constexpr):
     """Along axis 1, the child in which each target falls, and the target counted from its beginning.
 
@@ -95,24 +102,39 @@ def _pick(weight, target, COUNT: tl.constexpr):
     child = tl.arange(0, COUNT)[None, :]
     running = tl.cumsum(weight, 1)
     holds = weight > 0.0
-    picked = tl.min(tl.where(holds & (running > target[:, None]), child, COUNT), 1)
-    picked = tl.minimum(picked, tl.max(tl.where(holds, child, 0), 1))
+    reached = tl.where(holds & (running > target[:, None]), child, COUNT)
+    picked, last = tl.reduce((reached, tl.where(holds, child, 0)), 1, _least_and_most)
+    picked = tl.minimum(picked, last)
     before = tl.max(tl.where(child < picked[:, None], running, 0.0), 1)
     return picked, target - before
 
 
 @triton.jit
-def _settle(
-    leaves, first, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
+def new_rows(
+    turn, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The rows ever written to the lanes of a program's turn, and the first of them that has no priority yet."""
+    lane = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    there = lane < LANES
+    count = tl.load(written + WRITTEN + lane, mask=there, other=0)
+    return count, tl.maximum(tl.load(seen + lane, mask=there, other=0), count - STEPS)
+
+
+@triton.jit
+def settle(
+    count, oldest, leaves, first, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
     SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Give the rows written since the last draw ``first``; the programs share the lanes."""
+    """Give the rows written since the last draw ``first``; the programs share the lanes.
+
+    ``count`` and ``oldest`` are what :func:`new_rows` gives for the first turn: it is asked early, so that nobody waits
+    for it here.
+    """
+    turn = 0
     begin = tl.program_id(0).to(tl.int64) * SETTLED_LANES
     while begin < LANES:
         lane = begin + tl.arange(0, SETTLED_LANES)
         there = lane < LANES
-        count = tl.load(written + WRITTEN + lane, mask=there, other=0)
-        oldest = tl.maximum(tl.load(seen + lane, mask=there, other=0), count - STEPS)
         longest = tl.max(count - oldest, 0)
         back = longest * 0
         while back < longest:
@@ -123,7 +145,9 @@ def _settle(
             back += SETTLED_ROWS
         tl.debug_barrier()  # all threads have looked at what was seen
         tl.store(seen + lane, count, mask=there)
-        begin += tl.num_programs(0) * SETTLED_LANES
+        turn += 1
+        begin += tl.num_programs(0).to(tl.int64) * SETTLED_LANES
+        count, oldest = new_rows(turn, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES)
 
 
 @triton.jit
@@ -132,8 +156,28 @@ def settle_rows(
     SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr, BLOCKS: tl.constexpr, SUPERS: tl.constexpr,
 ):  # fmt: skip
     """Give new rows their first priority."""
+    count, oldest = new_rows(0, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES)
     first = _first_priority(maxima, BLOCKS, SUPERS)
-    _settle(leaves, first, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
+    settle(count, oldest, leaves, first, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
+
+
+@triton.jit
+def _power(number, exponent):
+    """``number ** exponent`` of a float32 above 0, rounded as one: wrong by two units in the last place at most.
+
+    Only the whole part of the logarithm is multiplied in float64; of the rest float32 knows enough, in a tenth of the
+    time.
+    """
+    scaled = tl.where(number < _TINY, number * _LARGE, number)  # the smallest ones have no leading bit
+    bits = scaled.to(tl.int32, bitcast=True)
+    whole = (bits - _ROOT_OF_HALF) >> 23  # the rest lies between the roots of 1/2 and of 2
+    rest = tl.log2((bits - (whole << 23)).to(tl.float32, bitcast=True))
+    whole = tl.where(number < _TINY, whole - 24, whole)
+    logarithm = exponent * (whole.to(tl.float64) + rest.to(tl.float64))
+    logarithm = tl.minimum(tl.maximum(logarithm, -200.0), 200.0)  # far beyond what a float32 holds
+    up = tl.floor(logarithm)
+    scale = ((up.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    return (tl.exp2((logarithm - up).to(tl.float32)).to(tl.float64) * scale).to(tl.float32)
 
 
 @triton.jit
@@ -142,19 +186,7 @@ def weigh(number, alive, weights, smallest, beta):
     drawn = tl.load(weights + number, mask=alive, other=0.0)
     holds = drawn > 0.0
     ratio = tl.where(holds, drawn, 1.0) / tl.load(smallest).to(tl.float32, bitcast=True)
-    power = tl.exp2(-beta * tl.log2(tl.where(holds, ratio, 1.0).to(tl.float64)))
-    return tl.where(holds, power, 0.0).to(tl.float32)
-
-
-@triton.jit
-def finish(
-    generator, leaves, first, written, seen, count, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
-    SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr,
-):  # fmt: skip
-    """What else a draw leaves to be done."""
-    _settle(leaves, tl.load(first), written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
-    if tl.program_id(0) == 0:
-        tl.store(generator + 1, tl.load(generator + 1) + count)
+    return tl.where(holds, _power(tl.where(holds, ratio, 1.0), -beta), 0.0)
 
 
 @triton.jit(do_not_specialize=["count", "beta"])
@@ -165,8 +197,12 @@ def finish_draw(
 ):  # fmt: skip
     """What a draw leaves to be done, where nothing else is done with it."""
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows, oldest = new_rows(0, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES)
+    priority = tl.load(first)
     tl.store(weights + number, weigh(number, number < count, weights, smallest, beta), mask=number < count)
-    finish(generator, leaves, first, written, seen, count, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
+    settle(rows, oldest, leaves, priority, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
+    if tl.program_id(0) == 0:
+        tl.store(generator + 1, tl.load(generator + 1) + count)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -225,52 +261,43 @@ def _valid_rows(rows, priorities, number, count):
     return tl.where((priority >= 0.0) & (priority < _INFINITY), row, _NO_ROW), priority
 
 
-@triton.jit
-def _leaf_of(row, LANES: tl.constexpr, STEPS: tl.constexpr):
-    row = tl.maximum(row, 0)
-    return (row % LANES) * STEPS + (row // LANES) % STEPS
-
-
 @triton.jit(do_not_specialize=["count", "alpha"])
 def update_leaves(
-    rows, priorities, leaves, dropped, written, begun, count: tl.int64, alpha: tl.float64,
+    rows, priorities, leaves, dropped, stamps, given, ticket, written, begun, count: tl.int64, alpha: tl.float64,
     LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BEGUN: tl.constexpr, BLOCK: tl.constexpr,
-    LOOK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """``leaf = priority ** alpha`` of rows that are held; where a row comes twice, the later one counts.
 
-    Rows are compared with those that come after them, but only from the first to the last whose leaf lies between
-    theirs. Drawn rows come in the order of their leaves, so of these hardly any do.
+    Programs that have the same row may run at the same time. So each entry stamps its row with a number that is larger
+    than those of all entries before it, writes the priority of the largest that it finds there, and looks again: if a
+    larger one has come meanwhile it writes that one's. Whoever stamps a row after another has looked for the last time
+    also writes after it; so the largest is written last.
     """
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    number = begin + tl.arange(0, BLOCK)
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    before = tl.load(given)
     row, priority = _valid_rows(rows, priorities, number, count)
-    other = begin + BLOCK + tl.arange(0, LOOK)
-    later = tl.load(rows + other, mask=other < count, other=-1)
     lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
     newest = tl.load(written + WRITTEN + lane)
     oldest = tl.maximum(tl.load(begun + BEGUN + lane), newest - STEPS)
-    follows = tl.arange(0, BLOCK)[None, :] > tl.arange(0, BLOCK)[:, None]
-    again = tl.max(((row[None, :] == row[:, None]) & follows).to(tl.int32), 1)
-    leaf = _leaf_of(row, LANES, STEPS)
-    least, most = tl.min(tl.where(row >= 0, leaf, LANES * STEPS), 0), tl.max(tl.where(row >= 0, leaf, -1), 0)
-    done = begin + BLOCK
-    while done < count:
-        later_leaf = _leaf_of(later, LANES, STEPS)
-        near = (later >= 0) & (later_leaf >= least) & (later_leaf <= most)
-        place = tl.min(tl.where(near, other, count), 0)
-        last = tl.max(tl.where(near, other, -1), 0)
-        while place <= last:
-            later_row, _ = _valid_rows(rows, priorities, place + tl.arange(0, OTHERS), count)
-            again = tl.maximum(again, tl.max((later_row[None, :] == row[:, None]).to(tl.int32), 1))
-            place += OTHERS
-        other += LOOK
-        done += LOOK
-        later = tl.load(rows + other, mask=other < count, other=-1)
-    power = tl.exp2(alpha * tl.log2(tl.where(priority > 0.0, priority, 1.0).to(tl.float64))).to(tl.float32)
-    power = tl.maximum(power, _TINY)
-    nothing = tl.where(alpha == 0.0, 1.0, 0.0).to(tl.float32)
     fits = (row >= 0) & (time >= oldest) & (time < newest)
-    tl.store(leaves + leaf, tl.where(priority > 0.0, power, nothing), mask=fits & (again == 0))
+    leaf = lane * STEPS + time % STEPS
+    own = before + number + 1
+    found = tl.maximum(tl.atomic_max(stamps + leaf, own, mask=fits, sem="acq_rel"), own)
+    value = _leaf_value(priority, alpha)
+    is_open = fits
+    while tl.max(is_open.to(tl.int32), 0) > 0:
+        later = tl.load(priorities + (found - before - 1), mask=is_open & (found != own), other=1.0)
+        tl.store(leaves + leaf, tl.where(found == own, value, _leaf_value(later, alpha)), mask=is_open)
+        tl.debug_barrier()  # whichever thread looks again, it has written
+        again = tl.atomic_max(stamps + leaf, own, mask=is_open, sem="acq_rel")
+        is_open = is_open & (again != found)
+        found = tl.where(is_open, again, found)
     lost = tl.sum(((number < count) & (fits == 0)).to(tl.int64), 0)
     tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
+    move_on(given, ticket, before + count)
+
+
+@triton.jit
+def _leaf_value(priority, alpha):
+    power = tl.maximum(_power(tl.where(priority > 0.0, priority, 1.0), alpha), _TINY)
+    return tl.where(priority > 0.0, power, tl.where(alpha == 0.0, 1.0, 0.0).to(tl.float32))

@@ -137,4 +137,4 @@ def draw_windows(
     place = tl.load(heads + PLACES[0] + lane) + drawn - before
     row = tl.load(queue + lane * STEPS + place % STEPS) * LANES + lane
     tl.store(rows + number, tl.where(windows > 0, row, -1), mask=number < count)
-    move_on(generator, ticket, made)
+    move_on(generator + 1, ticket, made)
