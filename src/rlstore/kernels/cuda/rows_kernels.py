@@ -26,15 +26,16 @@ def write_row(
     program = tl.program_id(0)
     for f in tl.static_range(len(COUNTS)):
         if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
-            entry = (program - FIRSTS[f]).to(tl.int64) * ENTRIES[f] + tl.arange(0, ENTRIES[f])
-            inside = entry < COUNTS[f]
+            begin = (program - FIRSTS[f]).to(tl.int64) * ENTRIES[f]
+            entry = tl.arange(0, ENTRIES[f])
+            inside = entry < COUNTS[f] - begin
             if STRIDES[f] == -1:
-                source = values[f] + entry
+                source = values[f] + begin + entry
             else:
-                source = values[f] + entry // WIDTHS[f] * STRIDES[f] + entry % WIDTHS[f]
+                source = values[f] + (begin + entry) // WIDTHS[f] * STRIDES[f] + (begin + entry) % WIDTHS[f]
             value = tl.load(source, mask=inside, other=0)
-            target = blocks[f] + (row + LEADS[f]) * COUNTS[f]
+            target = blocks[f] + (row + LEADS[f]) * COUNTS[f] + begin + entry
             if FLAGS[f]:
-                tl.store(target + entry, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
+                tl.store(target, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
             else:
-                tl.store(target + entry, value, mask=inside)
+                tl.store(target, value, mask=inside)
