@@ -20,7 +20,7 @@ from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
 _MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
 _LEAST_WIDTH = 32
-_DRAWN, _UPDATED, _UPDATE_WARPS = 16, 64, 2  # rows of a program that draws, and of one that updates
+_DRAWN, _UPDATED, _UPDATE_WARPS = 16, 32, 1  # rows of a program that draws, and of one that updates
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 

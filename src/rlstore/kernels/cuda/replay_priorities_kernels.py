@@ -89,11 +89,6 @@ def _first_priority(maxima, BLOCKS: tl.constexpr, SUPERS: tl.constexpr):
 
 
 @triton.jit
-def _least_and_most(least, most, other_least, other_most):
-    return tl.minimum(least, other_least), tl.maximum(most, other_most)
-
-
-@triton.jit
 def _pick(weight, target, COUNT: tl.constexpr):
     """Along axis 1, the child in which each target falls, and the target counted from its beginning.
 
@@ -102,9 +97,8 @@ def _pick(weight, target, COUNT: tl.constexpr):
     child = tl.arange(0, COUNT)[None, :]
     running = tl.cumsum(weight, 1)
     holds = weight > 0.0
-    reached = tl.where(holds & (running > target[:, None]), child, COUNT)
-    picked, last = tl.reduce((reached, tl.where(holds, child, 0)), 1, _least_and_most)
-    picked = tl.minimum(picked, last)
+    picked = tl.min(tl.where(holds & (running > target[:, None]), child, COUNT), 1)
+    picked = tl.minimum(picked, tl.max(tl.where(holds, child, 0), 1))
     before = tl.max(tl.where(child < picked[:, None], running, 0.0), 1)
     return picked, target - before
 
@@ -177,7 +171,8 @@ def _power(number, exponent):
     logarithm = tl.minimum(tl.maximum(logarithm, -200.0), 200.0)  # far beyond what a float32 holds
     up = tl.floor(logarithm)
     scale = ((up.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-    return (tl.exp2((logarithm - up).to(tl.float32)).to(tl.float64) * scale).to(tl.float32)
+    power = (tl.exp2((logarithm - up).to(tl.float32)).to(tl.float64) * scale).to(tl.float32)
+    return tl.where(exponent == 1.0, number, power)
 
 
 @triton.jit
