@@ -6,6 +6,20 @@ class RowWriter:
     def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], counters: Tensor) -> None: ...
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int: ...
 
+class BoundKernel:
+    def __init__(
+        self,
+        ctx_get_device: int,
+        launch_kernel: int,
+        function: int,
+        threads: int,
+        shared_bytes: int,
+        kinds: str,
+        device: int,
+        device_type: int = 2,
+    ) -> None: ...
+    def launch(self, x: int, y: int, z: int, arguments: tuple[object, ...]) -> bool: ...
+
 def gather(sources: tuple[Tensor, ...], rows: Tensor, targets: tuple[Tensor, ...]) -> None: ...
 def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, targets: tuple[Tensor, ...]) -> None: ...
 def gae(
