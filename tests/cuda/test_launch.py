@@ -284,7 +284,7 @@ def test_each_device_has_what_was_compiled_for_it(cuda, driver, monkeypatch):
         launcher((1, 1, 1), torch.device("cuda", 1), aligned())
     assert entered == [1, 1]
     assert (len(kernel.ordinary), len(driver.launches)) == (3, 1)
-    assert list(launcher._bound) == [0, 1]
+    assert list(launcher._bound) == [cuda, torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -323,7 +323,7 @@ def test_on_the_device_the_later_launches_are_bound():
     launcher, device = Launcher(_scale, (16,)), torch.device("cuda", 0)
     source, target = torch.arange(16.0, device=device), torch.zeros(16, device=device)
     launcher((1, 1, 1), device, (source,), (target,), 16, 1.0)
-    assert launcher._bound[0] is not None, "the installed Triton, or the driver, is not as launch.py knows it"
+    assert launcher._bound[device] is not None, "the installed Triton, or the driver, is not as launch.py knows it"
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launcher((1, 1, 1), device, (source,), (target,), 16, 3.0)

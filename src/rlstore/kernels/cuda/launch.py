@@ -56,7 +56,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...] = (), num_warps: int = 4) -> None:
         self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
-        self._bound: dict[int, _Bound | None] = {}  # by the device's number; None if it cannot be bound
+        self._bound: dict[torch.device, _Bound | None] = {}  # None if it cannot be bound
 
     def __call__(self, grid: tuple[int, int, int], device: torch.device, *arguments: Argument) -> None:
         """Launch on the current stream of ``device``, which all tensors are on.
@@ -68,22 +68,22 @@ class Launcher:
         """
         if 0 in grid:
             return
+        bound = self._bound.get(device)  # asked first: a device makes its type anew, as a string, whenever it is asked
+        if bound is not None and bound(*grid, arguments):
+            return
         if device.type != "cuda":  # Triton's interpreter, which takes any memory
             self._kernel[grid](*arguments, *self._constants)
             return
         index = device.index or 0
-        bound = self._bound.get(index)
-        if bound is not None and bound(*grid, arguments):
-            return
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(grid, device, *arguments)
             return
         compiled = self._kernel[grid](*arguments, *self._constants, num_warps=self._num_warps)
-        if index not in self._bound:
+        if device not in self._bound:
             parts = list(_flat(arguments))
             if _are_aligned(parts):
-                self._bound[index] = _bind(compiled, index, len(parts))
+                self._bound[device] = _bind(compiled, index, len(parts))
 
 
 def next_power_of_2(number: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from rlstore.kernels.cuda.rows_kernels import write_row
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 10
 _LARGE_ROW = 4 << 20
 _WARPS = 8
+# An array, into which numpy would turn a plain 1 with every row.
+_ONE = np.ones((), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class RowWriter:
             plan = self._plans[found] = self._plan(values)
         given = values if plan.places is None else tuple([values[place] for place in plan.places])
         plan.launcher(plan.grid, self._device, given, plan.blocks, row)  # type: ignore[arg-type]
-        self._counters += 1
+        self._counters += _ONE
         return -1
 
     def _plan(self, values: tuple[Tensor | None, ...]) -> _Plan:

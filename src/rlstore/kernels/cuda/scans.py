@@ -171,6 +171,7 @@ def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
     return steps, rewards.numel() // steps
 
 
+@cache
 def _tile(steps: int, lanes: int) -> tuple[int, int, int]:
     """The steps and the lanes of a program's tile, and its groups of threads."""
     tile_steps = min(max(next_power_of_2(steps), 4), _MOST_STEPS)
