@@ -10,8 +10,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "bindings_checker.h"
 #include "bindings_draws.h"
 #include "bindings_gather.h"
+#include "bindings_launch.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -272,6 +274,11 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
   load_exchange();
   nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence, nb::object>()).def("write", &RowWriter::write);
+  nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
+  nb::class_<BoundKernel>(m, "BoundKernel")
+      .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("device_type") = static_cast<int32_t>(kCuda))
+      .def("launch", &BoundKernel::launch);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())
       .def("set_tables", &EpisodeRing::set_tables)

@@ -1,4 +1,4 @@
-// Writes one time row of a storage: the only kernel that looks at Python objects itself, because that is most of its work.
+// Writes one time row of a storage. It looks at Python objects itself, because that is most of its work.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bindings_row_field.h"
 #include "bindings_tensor.h"
 #include "rows.h"
 
@@ -35,13 +36,6 @@ inline void copy_strided(char* target, const char* source, const DLTensor& tenso
   const size_t piece = whole / static_cast<size_t>(tensor.shape[dim]);
   const int64_t stride = tensor.strides[dim] * static_cast<int64_t>(element_bytes(tensor));
   for (int64_t i = 0; i < tensor.shape[dim]; i++) copy_strided(target + i * piece, source + i * stride, tensor, dim + 1);
-}
-
-inline bool can_be_flag(const DLDataType& dtype) {
-  if (dtype.lanes != 1) return false;
-  if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
-  if (dtype.code == kInt) return dtype.bits == 8 || dtype.bits == 32 || dtype.bits == 64;
-  return dtype.bits == 8 && (dtype.code == kUInt || dtype.code == kBool);
 }
 
 inline bool is_nan_free(const Source& source, size_t count) {
@@ -74,21 +68,9 @@ class RowWriter {
   RowWriter(nb::sequence targets, nb::object counters) : counters_(counters) {
     counter_count_ = element_count(describe(counters));
     counter_ = typed<int64_t>(counters, counter_count_);
-    for (nb::handle item : targets) {
-      nb::tuple target = nb::cast<nb::tuple>(item);
-      if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
-      DLTensor block = describe(target[0]);
-      if (block.ndim < 1) throw nb::value_error("a block is [rows, ...]");
-      Field field;
-      field.block = nb::borrow(target[0]);
-      field.dtype = block.dtype;
-      field.shape.assign(block.shape + 1, block.shape + block.ndim);
-      field.count = element_count(block, 1);
-      field.bytes = field.count * element_bytes(block);
-      field.rows = static_cast<size_t>(block.shape[0]);
-      field.lead = nb::cast<size_t>(target[1]);
-      field.is_flag = nb::cast<bool>(target[2]);
-      field.optional = nb::cast<bool>(target[3]);
+    for (nb::handle target : targets) {
+      Field field{RowField(target), nb::borrow(target[0])};
+      field.bytes = field.count * element_bytes(describe(field.block));
       if (field.is_flag && field.dtype.bits != 8 && !(field.dtype == DLDataType{kFloat, 32, 1}))
         throw nb::value_error("flags are held in bytes or in float32");
       fields_.push_back(field);
@@ -109,7 +91,7 @@ class RowWriter {
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
       sources_[i] = Source{};
       if (value == Py_None && field.optional) continue;
-      if (row >= field.rows || field.lead >= field.rows - row) throw nb::index_error("a row beyond the end of its block");
+      field.check_row(row);
       const char* target = field.base + (row + field.lead) * field.bytes;
       if (!find_source(value, field, target, &sources_[i])) return static_cast<int64_t>(i);
     }
@@ -131,30 +113,18 @@ class RowWriter {
   }
 
  private:
-  struct Field {
+  struct Field : RowField {
     nb::object block;
     char* base = nullptr;
-    DLDataType dtype;
-    std::vector<int64_t> shape;  // of one time row
-    size_t count, bytes, rows, lead;
-    bool is_flag, optional;
+    size_t bytes = 0;  // of one time row
   };
 
   // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
   static bool find_source(PyObject* value, const Field& field, const char* target, Source* found) {
     DLTensor tensor;
-    if (exchange->describe(value, &tensor)) {
-      PyErr_Clear();
-      return false;
-    }
-    const bool type_fits = field.is_flag ? can_be_flag(tensor.dtype) : tensor.dtype == field.dtype;
-    if (tensor.device.type != kCpu || !type_fits || !same_shape(tensor, field.shape)) return false;
+    if (!field.describe_fitting(value, &tensor)) return false;
     const bool contiguous = is_contiguous(tensor);
-    if (field.is_flag && !contiguous) return false;
-    // A lazily negated or conjugated tensor looks like any other here. But for a single element, a negated one cannot be
-    // contiguous, and only complex ones are conjugated.
-    if ((!contiguous || field.count == 1) && nb::cast<bool>(nb::handle(value).attr("is_neg")())) return false;
-    if (tensor.dtype.code == kComplex && nb::cast<bool>(nb::handle(value).attr("is_conj")())) return false;
+    if ((field.is_flag && !contiguous) || is_lazy(value, tensor)) return false;
     if (!contiguous && overlaps(tensor, target, field.bytes)) return false;
     static const char empty = 0;  // a row of no bytes has no memory, and is still a row
     *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype, contiguous ? DLTensor{} : tensor};
@@ -168,15 +138,6 @@ class RowWriter {
     const char* begin = address(tensor);
     return begin < target + bytes && target < begin + (static_cast<size_t>(last) + 1) * element_bytes(tensor);
   }
-
-  // Equal; or both are rows of scalars, (n,) or (n, 1).
-  static bool same_shape(const DLTensor& tensor, const std::vector<int64_t>& shape) {
-    const size_t given = static_cast<size_t>(tensor.ndim);
-    if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];
-    return given == shape.size() && std::equal(shape.begin(), shape.end(), tensor.shape);
-  }
-
-  static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
 
   std::vector<Field> fields_;
   std::vector<Source> sources_;

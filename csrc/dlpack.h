@@ -7,7 +7,7 @@
 
 namespace rlstore {
 
-enum DeviceType : int32_t { kCpu = 1 };
+enum DeviceType : int32_t { kCpu = 1, kCuda = 2 };
 enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
 
 struct DLDevice {
@@ -59,7 +59,7 @@ struct DLExchangeApi {
   void* export_managed;
   int (*import_managed)(DLManagedTensor* tensor, void** out_py_object);
   int (*describe)(void* py_object, DLTensor* out);
-  void* current_stream;
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out_stream);
 };
 
 }  // namespace rlstore

@@ -95,9 +95,9 @@ def test_doors_open_downward_only(name):
     assert not wrong, f"{name} is in {room(name)} and imports {sorted(wrong)}"
 
 
-def test_only_the_table_knows_the_native_module():
+def test_only_the_table_and_two_modules_for_cuda_know_the_native_module():
     knows = {name for name in MODULES if "rlstore.kernels._native" in imported_by(name)}
-    assert knows <= {"rlstore.kernels", "rlstore.kernels.native"}
+    assert knows == {"rlstore.kernels", "rlstore.kernels.cuda.launch", "rlstore.kernels.cuda.rows"}
 
 
 @pytest.mark.parametrize("name", ["select", "gather", "returns"])

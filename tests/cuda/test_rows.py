@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlstore.kernels import reference
+from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows import RowWriter
 
 GUARD = 64
@@ -152,6 +153,7 @@ MISFITS = {
     "rank": lambda good: good.unsqueeze(0),
     "list": lambda good: good.tolist(),
     "sparse": lambda good: good.to_sparse(),
+    "elsewhere": lambda good: good.to("cpu" if good.is_cuda else "meta"),
 }
 
 
@@ -190,3 +192,68 @@ def test_rows_follow_one_another_whatever_their_number(device):
     for row in (0, 1, 2, 16, 19):
         assert writer.write(row, (torch.full((4,), row + 1.0, device=device),)) == -1
     assert block[:, 0].tolist() == [1.0, 2.0, 3.0, *[0.0] * 13, 17.0, 0.0, 0.0, 20.0]
+
+
+def test_rows_of_one_kind_are_launched_in_the_same_way_and_others_in_their_own(device):
+    """What tells kinds apart: dtypes, strides of the first dimension, and which values there are."""
+    vectors, flags = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 1, dtype=torch.uint8, device=device)
+    targets = [(vectors, 0, False, True), (flags, 0, True, False)]
+    writer = RowWriter(targets, torch.zeros(1, dtype=torch.int64))
+    marks = torch.tensor([1, 0, 0, 1], device=device)
+    kinds = (
+        (some(device, 4, 3), marks),
+        (some(device, 4, 3), marks.int()),
+        (some(device, 4, 3), marks.float()),
+        (some(device, 4, 8)[:, 2:5], marks),
+        (some(device, 4, 9)[:, 2:5], marks),
+        (some(device, 3).expand(4, 3), marks),
+        (some(device, 4, 3), some(device, 1).long().expand(4)),
+        (None, marks),
+    )
+    for _ in range(2):
+        for number, (vector, given) in enumerate(kinds):
+            vectors.zero_()
+            assert writer.write(number % 2, (vector, given)) == -1
+            assert vectors[number % 2].tolist() == ([[0.0] * 3] * 4 if vector is None else vector.tolist())
+            assert flags[number % 2].flatten().tolist() == (given != 0).tolist()
+        assert len(writer._plans) == len(kinds)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_lazily_negated_values_are_written_as_they_read(lanes, device):
+    block = torch.zeros(1, lanes, 1, device=device)
+    writer = RowWriter([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    lazy = torch.complex(some(device, lanes), some(device, lanes)).conj().imag
+    assert lazy.is_neg()
+    assert writer.write(0, (lazy,)) == -1
+    assert block.flatten().tolist() == [-1.0, -2.0, -3.0, -4.0][:lanes]
+
+
+def test_a_misfit_behind_a_value_that_is_copied_first_is_told_too(device):
+    writer = Writer(RowWriter, ["vector", "scalar"], 3, device)
+    before = writer.contents()
+    assert writer.writer.write(0, (some(device, 5, 3).t(), some(device, 4))) == 1
+    assert writer.contents() == before
+
+
+def test_a_block_whose_memory_was_moved_is_written_where_it_is(device):
+    block = torch.zeros(2, 4, device=device)
+    writer = RowWriter([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    assert writer.write(0, (some(device, 4),)) == -1
+    before, other = block[:], torch.zeros(2, 4, device=device)
+    block.data = other
+    assert writer.write(1, (some(device, 4),)) == -1
+    assert other.tolist() == [[0.0] * 4, [1.0, 2.0, 3.0, 4.0]]
+    assert before.tolist() == [[1.0, 2.0, 3.0, 4.0], [0.0] * 4]
+
+
+def test_a_row_whose_launch_fails_is_not_counted(device, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no launch")
+
+    writer = Writer(RowWriter, ["vector"], 3, device)
+    before = writer.contents()
+    monkeypatch.setattr(Launcher, "__call__", fail)
+    with pytest.raises(RuntimeError, match="no launch"):
+        writer.writer.write(0, (some(device, 3, 5),))
+    assert writer.contents() == before

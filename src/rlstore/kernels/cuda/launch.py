@@ -1,32 +1,48 @@
-"""Launching Triton's kernels at a third of the usual cost: what cannot change between two calls is bound once.
+"""Launching Triton's kernels at a small part of the usual cost: what cannot change between two calls is bound once.
 
 An ordinary launch looks at every argument anew, to find the compiled kernel that fits it. Here the first launch with
-arguments of one kind compiles the kernel, and the later ones hand raw addresses to what was compiled.
+arguments of one kind compiles the kernel, and the later ones are made in C++, which asks the tensors for their
+addresses and hands them to the driver.
 
-What that relies on, of the kernels:
+What that relies on, of our kernels:
 
 - constants (``tl.constexpr``) come last in the signature;
 - numbers are annotated ``tl.int64`` or ``tl.float64`` and named in ``do_not_specialize``, so that their values do not
   matter;
 - a launcher serves arguments of one kind: as many tensors, of the same dtypes, in the same tuples.
 
-Where the memory of a tensor does not begin at a multiple of 16 bytes, and where Triton is not as we know it, the launch
-is an ordinary one.
+Of Triton: that a kernel takes what its signature names, 8 bytes each, then the addresses of two kinds of scratch memory
+that none of ours needs. Whether it does is asked of the driver (CUDA 12.4 and later) before a kernel is bound. Where
+anything is not as we know it, and where the memory of a tensor does not begin at a multiple of 16 bytes, the launch is
+an ordinary one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# What the launch of a compiled kernel depends on here, in Triton 3.6 to 3.9.
-_NEEDED = ("run", "function", "packed_metadata")
-_ALIGNMENT_BITS = 15
+from rlstore.kernels._native import BoundKernel
+
+_ALIGNMENT = 16
+_SCRATCH_ADDRESSES = 2
+# What Triton says of a kernel that is launched with a grid, threads and parameters, and with nothing else.
+_PLAIN = {
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
 
 Argument = Tensor | float | tuple[Tensor, ...]
+
+# Launches on a grid of three sizes, or says that it did not.
+_Bound = Callable[[int, int, int, tuple[Argument, ...]], bool]
 
 
 class Launcher:
@@ -40,7 +56,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...] = (), num_warps: int = 4) -> None:
         self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
-        self._bound: dict[int, Callable[..., None]] = {}  # by the device's number
+        self._bound: dict[torch.device, _Bound | None] = {}  # None if it cannot be bound
 
     def __call__(self, grid: tuple[int, int, int], device: torch.device, *arguments: Argument) -> None:
         """Launch on the current stream of ``device``, which all tensors are on.
@@ -52,6 +68,9 @@ class Launcher:
         """
         if 0 in grid:
             return
+        bound = self._bound.get(device)  # asked first: a device makes its type anew, as a string, whenever it is asked
+        if bound is not None and bound(*grid, arguments):
+            return
         if device.type != "cuda":  # Triton's interpreter, which takes any memory
             self._kernel[grid](*arguments, *self._constants)
             return
@@ -60,25 +79,11 @@ class Launcher:
             with torch.cuda.device(index):
                 self(grid, device, *arguments)
             return
-        bound = self._bound.get(index)
-        if bound is not None:
-            addresses, bits = _addresses(arguments)
-            if not bits & _ALIGNMENT_BITS:
-                bound(*grid, torch._C._cuda_getCurrentRawStream(index), addresses)
-                return
         compiled = self._kernel[grid](*arguments, *self._constants, num_warps=self._num_warps)
-        if bound is None and not _addresses(arguments)[1] & _ALIGNMENT_BITS:
-            self._bind(index, compiled)
-
-    def _bind(self, index: int, compiled: Any) -> None:
-        if not all(hasattr(compiled, name) for name in _NEEDED):
-            return
-        run, function, metadata, constants = compiled.run, compiled.function, compiled.packed_metadata, self._constants
-
-        def launch(x: int, y: int, z: int, stream: int, addresses: list[Any]) -> None:
-            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *constants)
-
-        self._bound[index] = launch
+        if device not in self._bound:
+            parts = list(_flat(arguments))
+            if _are_aligned(parts):
+                self._bound[device] = _bind(compiled, index, len(parts))
 
 
 def next_power_of_2(number: int) -> int:
@@ -86,20 +91,51 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _addresses(arguments: tuple[Argument, ...]) -> tuple[list[Any], int]:
-    """The arguments with addresses for tensors, and all the addresses' bits."""
-    given: list[Any] = []
-    bits = 0
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            address = argument.data_ptr()
-            bits |= address
-            given.append(address)
-        elif isinstance(argument, tuple):
-            inner = tuple([tensor.data_ptr() for tensor in argument])
-            for address in inner:
-                bits |= address
-            given.append(inner)
+def _bind(compiled: Any, index: int, count: int) -> _Bound | None:
+    """What launches a compiled kernel of ``count`` parameters; None if anything about it is not as we know it."""
+    try:
+        function, metadata = compiled.function, compiled.metadata
+        kinds = "".join(_kind(part) for part in _flat(compiled.src.signature.values()) if part != "constexpr")
+        driver = ctypes.CDLL("libcuda.so.1")
+        sizes = [8] * (count + _SCRATCH_ADDRESSES)
+        is_known = len(kinds) == count and _parameter_sizes(driver, function, len(sizes) + 1) == sizes
+        if not is_known or any(getattr(metadata, name) != value for name, value in _PLAIN.items()):
+            return None
+        functions = _address(driver.cuCtxGetDevice), _address(driver.cuLaunchKernel)
+        return BoundKernel(*functions, function, 32 * metadata.num_warps, metadata.shared, kinds, index).launch
+    except (AttributeError, OSError, TypeError, ValueError):  # a name that is gone, no driver, another kind of part
+        return None
+
+
+def _kind(part: str) -> str:
+    """What BoundKernel calls a parameter of a type of Triton's; it refuses what it does not know."""
+    return "p" if part.startswith("*") else {"i64": "i", "fp64": "f"}.get(part, "?")
+
+
+def _parameter_sizes(driver: Any, function: int, most: int) -> list[int]:
+    """The bytes of each parameter of a loaded kernel, of ``most`` of them at most."""
+    sizes = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for place in range(most):
+        out = ctypes.byref(offset), ctypes.byref(size)
+        if driver.cuFuncGetParamInfo(ctypes.c_void_p(function), ctypes.c_size_t(place), *out):
+            break
+        sizes.append(size.value)
+    return sizes
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _flat(parts: Iterable[Any]) -> Iterator[Any]:
+    """The parts, and in the place of each tuple what is in it."""
+    for part in parts:
+        if isinstance(part, tuple):
+            yield from _flat(part)
         else:
-            given.append(argument)
-    return given, bits
+            yield part
+
+
+def _are_aligned(parts: Sequence[Any]) -> bool:
+    return not any(isinstance(part, Tensor) and part.data_ptr() % _ALIGNMENT for part in parts)

@@ -1,0 +1,123 @@
+// Launches a compiled kernel for CUDA. The functions of the driver come as addresses, so that this module is built without CUDA.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "bindings_tensor.h"
+
+namespace rlstore {
+
+// As cuda.h declares them; 0 is success.
+using CtxGetDevice = int (*)(int* device);
+using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
+                             unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+
+// A kernel as Triton loaded it for one device, with everything bound that does not change between two launches.
+class BoundKernel {
+ public:
+  // Triton's kernels end with the addresses of two kinds of scratch memory, which those that are bound do not use. All
+  // together may fill the 4 KiB that any device has for parameters.
+  static constexpr size_t kScratchAddresses = 2, kMostParameters = 4096 / 8 - kScratchAddresses;
+
+  // Every parameter has 8 bytes and is of a kind: 'p' the address of a tensor, 'i' an int64, 'f' a float64.
+  BoundKernel(uintptr_t ctx_get_device, uintptr_t launch_kernel, uintptr_t function, unsigned threads, unsigned shared_bytes,
+              std::string kinds, int32_t device, int32_t device_type)
+      : ctx_get_device_(reinterpret_cast<CtxGetDevice>(ctx_get_device)),
+        launch_kernel_(reinterpret_cast<LaunchKernel>(launch_kernel)),
+        function_(reinterpret_cast<void*>(function)),
+        threads_(threads),
+        shared_bytes_(shared_bytes),
+        kinds_(std::move(kinds)),
+        device_{device_type, device} {
+    if (kinds_.size() > kMostParameters) throw nb::value_error("a kernel with too many parameters to be bound");
+    if (kinds_.find_first_not_of("pif") != std::string::npos) throw nb::value_error("a parameter is of kind p, i or f");
+  }
+
+  // Launches on the current stream, and returns true; or returns false, having launched nothing, where this kernel is not
+  // the one for these arguments: the thread is at another device or at none, a tensor lies elsewhere, or does not begin
+  // at a multiple of 16 bytes, which the kernel was compiled for.
+  bool launch(unsigned x, unsigned y, unsigned z, nb::tuple arguments) const {
+    int current = -1;
+    if (ctx_get_device_(&current) || current != device_.id) return false;
+    Parameters parameters;
+    if (!add_all(arguments.ptr(), &parameters)) return false;
+    if (parameters.count != kinds_.size()) throw nb::value_error("a kernel was given too few arguments");
+    for (size_t i = 0; i < kScratchAddresses; i++) parameters.add(0);
+    void* stream = nullptr;
+    if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
+    int error;
+    {
+      nb::gil_scoped_release released;  // a full queue holds up the caller
+      error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters.addresses, nullptr);
+    }
+    if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));
+    return true;
+  }
+
+ private:
+  struct Parameters {
+    uint64_t words[kMostParameters + kScratchAddresses];
+    void* addresses[kMostParameters + kScratchAddresses];
+    size_t count = 0;
+
+    void add(uint64_t word) {
+      words[count] = word;
+      addresses[count] = &words[count];
+      count++;
+    }
+  };
+
+  bool add_all(PyObject* arguments, Parameters* parameters) const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
+      PyObject* argument = PyTuple_GET_ITEM(arguments, i);
+      if (!(PyTuple_Check(argument) ? add_all(argument, parameters) : add_one(argument, parameters))) return false;
+    }
+    return true;
+  }
+
+  bool add_one(PyObject* argument, Parameters* parameters) const {
+    if (parameters->count == kinds_.size()) throw nb::value_error("a kernel was given too many arguments");
+    uint64_t word = 0;
+    switch (kinds_[parameters->count]) {
+      case 'p': {
+        DLTensor tensor;
+        if (exchange->describe(argument, &tensor)) {
+          PyErr_Clear();
+          return false;
+        }
+        word = reinterpret_cast<uint64_t>(address(tensor));
+        if (tensor.device.type != device_.type || tensor.device.id != device_.id || word % 16) return false;
+        break;
+      }
+      case 'i': {
+        const int64_t number = PyLong_AsLongLong(argument);
+        if (number == -1 && PyErr_Occurred()) throw nb::python_error();
+        word = static_cast<uint64_t>(number);
+        break;
+      }
+      default: {
+        const double number = PyFloat_AsDouble(argument);
+        if (number == -1.0 && PyErr_Occurred()) throw nb::python_error();
+        memcpy(&word, &number, sizeof word);
+      }
+    }
+    parameters->add(word);
+    return true;
+  }
+
+  CtxGetDevice ctx_get_device_;
+  LaunchKernel launch_kernel_;
+  void* function_;
+  unsigned threads_, shared_bytes_;
+  std::string kinds_;
+  DLDevice device_;
+};
+
+}  // namespace rlstore

@@ -1,0 +1,76 @@
+// What a value of a time row must be, to go into its block as it is.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "bindings_tensor.h"
+
+namespace rlstore {
+
+inline bool can_be_flag(const DLDataType& dtype) {
+  if (dtype.lanes != 1) return false;
+  if (dtype.code == kFloat) return dtype.bits == 32 || dtype.bits == 64;
+  if (dtype.code == kInt) return dtype.bits == 8 || dtype.bits == 32 || dtype.bits == 64;
+  return dtype.bits == 8 && (dtype.code == kUInt || dtype.code == kBool);
+}
+
+// True for a tensor whose memory holds something else than its values, which DLPack does not tell: a lazily negated or
+// conjugated one. But for a single element, a negated one cannot be contiguous, and only complex ones are conjugated.
+inline bool is_lazy(nb::handle value, const DLTensor& tensor) {
+  if ((!is_contiguous(tensor) || element_count(tensor) == 1) && nb::cast<bool>(value.attr("is_neg")())) return true;
+  return tensor.dtype.code == kComplex && nb::cast<bool>(value.attr("is_conj")());
+}
+
+// One field of a time row, made from (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
+struct RowField {
+  DLDevice device;
+  DLDataType dtype;
+  std::vector<int64_t> shape;  // of one time row
+  size_t count, rows, lead;
+  bool is_flag, optional;
+
+  explicit RowField(nb::handle item) {
+    nb::tuple target = nb::cast<nb::tuple>(item);
+    if (target.size() != 4) throw nb::value_error("a target is (block, lead, is_flag, optional)");
+    DLTensor block;
+    if (exchange->describe(target[0].ptr(), &block)) throw nb::python_error();
+    if (block.ndim < 1) throw nb::value_error("a block is [rows, ...]");
+    device = block.device;
+    dtype = block.dtype;
+    shape.assign(block.shape + 1, block.shape + block.ndim);
+    count = element_count(block, 1);
+    rows = static_cast<size_t>(block.shape[0]);
+    lead = nb::cast<size_t>(target[1]);
+    is_flag = nb::cast<bool>(target[2]);
+    optional = nb::cast<bool>(target[3]);
+  }
+
+  void check_row(size_t row) const {
+    if (row >= rows || lead >= rows - row) throw nb::index_error("a row beyond the end of its block");
+  }
+
+  // Describes a value; false if it must be converted or refused.
+  bool describe_fitting(PyObject* value, DLTensor* tensor) const {
+    if (exchange->describe(value, tensor)) {
+      PyErr_Clear();
+      return false;
+    }
+    const bool type_fits = is_flag ? can_be_flag(tensor->dtype) : tensor->dtype == dtype;
+    return tensor->device.type == device.type && tensor->device.id == device.id && type_fits && same_shape(*tensor);
+  }
+
+ private:
+  // Equal; or both are rows of scalars, (n,) or (n, 1).
+  bool same_shape(const DLTensor& tensor) const {
+    const size_t given = static_cast<size_t>(tensor.ndim);
+    if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];
+    return given == shape.size() && std::equal(shape.begin(), shape.end(), tensor.shape);
+  }
+
+  static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
+};
+
+}  // namespace rlstore
