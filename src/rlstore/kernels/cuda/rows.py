@@ -16,10 +16,7 @@ from rlstore.kernels._native import RowChecker
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows_kernels import write_row
 
-# What one program copies: little where there is little, so that all processors take part.
-_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 8 << 10
-_LARGE_ROW = 4 << 20
-_WARPS = 8
+_PROGRAM_BYTES, _WARPS = 16 << 10, 8  # what one program copies of a field
 # An array, into which numpy would turn a plain 1 with every row.
 _ONE = np.ones((), dtype=np.int64)
 
@@ -87,9 +84,7 @@ class RowWriter:
         copied = [(value, target) for _, value, target in row if target.count]
         sizes = [max(value.element_size(), target.block.element_size()) for value, target in copied]
         counts = [target.count for _, target in copied]
-        row_bytes = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        program_bytes = _LARGE_BYTES if row_bytes >= _LARGE_ROW else _SMALL_BYTES
-        entries = [program_bytes // size for size in sizes]
+        entries = [_PROGRAM_BYTES // size for size in sizes]
         firsts = (0, *accumulate(-(-count // each) for count, each in zip(counts, entries, strict=True)))
         constants = (
             tuple(counts),

@@ -5,7 +5,8 @@ All tensors are contiguous, and shaped as in :mod:`rlstore.kernels.reference`.
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -56,17 +57,34 @@ def fill_gae(
     returns: Tensor,
 ) -> None:
     """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given: see the reference."""
-    steps, lanes = _steps_and_lanes(rewards)
-    parts = -(-lanes // _LANES)
-    measured = epsilon is not None
-    moments = torch.empty(4 * parts, dtype=torch.float64, device=rewards.device) if measured else returns
-    constants = (truncated is not None, final_values is not None, dones, measured, _at_once(rewards), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
-    launcher = _launcher(scan_advantages, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
-    arguments = (rewards, values, last_values, *ends, advantages, returns, moments, steps, lanes, gamma, gamma * lam)
-    launcher((parts, 1, 1), rewards.device, *arguments)
+    has = (truncated is not None, final_values is not None, dones, epsilon is not None)
+    plan, device = _plan_advantages(rewards.shape, (rewards.dtype, ends[0].dtype, ends[1].dtype), has), rewards.device
+    moments = torch.empty(4 * plan.parts, dtype=torch.float64, device=device) if epsilon is not None else returns
+    arguments = (rewards, values, last_values, *ends, advantages, returns, moments, plan.steps, plan.lanes)
+    plan.scan((plan.parts, 1, 1), device, *arguments, gamma, gamma * lam)
     if epsilon is not None:
-        _normalize(advantages, moments, parts, epsilon)
+        _normalize(advantages, moments, plan.parts, epsilon)
+
+
+@dataclass(frozen=True)
+class _AdvantagesPlan:
+    """How advantages of one shape are made."""
+
+    steps: int
+    lanes: int
+    parts: int  # programs, and so parts that have moments
+    scan: Launcher
+
+
+@lru_cache(256)
+def _plan_advantages(
+    size: torch.Size, dtypes: tuple[torch.dtype, ...], has: tuple[bool, bool, bool, bool]
+) -> _AdvantagesPlan:
+    """For rewards of a size and flags of these dtypes. The dtypes tell launchers apart."""
+    steps, lanes = size[0], size[1:].numel()
+    constants = (*has, _at_once(steps, dtypes[0]), _LANES)
+    return _AdvantagesPlan(steps, lanes, -(-lanes // _LANES), Launcher(scan_advantages, constants, num_warps=1))
 
 
 def discounted_returns(
@@ -80,7 +98,7 @@ def discounted_returns(
 ) -> None:
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     steps, lanes = _steps_and_lanes(rewards)
-    constants = (truncated is not None, final_values is not None, _at_once(rewards), _LANES)
+    constants = (truncated is not None, final_values is not None, _at_once(steps, rewards.dtype), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
     launcher = _launcher(scan_returns, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
     arguments = (rewards, last_values, *ends, returns, steps, lanes, gamma)
@@ -125,7 +143,7 @@ def vtrace(
 ) -> None:
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
     steps, lanes = _steps_and_lanes(rewards)
-    constants = (truncated is not None, final_values is not None, _at_once(rewards), _LANES)
+    constants = (truncated is not None, final_values is not None, _at_once(steps, rewards.dtype), _LANES)
     ends = _ends(terminated, truncated, final_values, rewards)
     launcher = _launcher(scan_vtrace, constants, (rewards.dtype, *_dtypes(ends)), num_warps=1)
     numbers = (steps, lanes, gamma, gamma * lam, clip_rho, clip_c, clip_pg_rho)
@@ -144,9 +162,14 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
 def _normalize(x: Tensor, moments: Tensor, parts: int, epsilon: float) -> None:
     count = x.numel()
+    launcher, grid = _plan_normalisation(count, parts, x.dtype)
+    launcher(grid, x.device, x, moments, parts, count, epsilon)
+
+
+@lru_cache(256)
+def _plan_normalisation(count: int, parts: int, dtype: torch.dtype) -> tuple[Launcher, tuple[int, int, int]]:
     constants = (count % 16 == 0, _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS, _ENTRIES)
-    launcher = _launcher(normalize_entries, constants, (x.dtype,))
-    launcher((-(-count // _ENTRIES), 1, 1), x.device, x, moments, parts, count, epsilon)
+    return _launcher(normalize_entries, constants, (dtype,)), (-(-count // _ENTRIES), 1, 1)
 
 
 @cache
@@ -159,9 +182,9 @@ def _steps_and_lanes(rewards: Tensor) -> tuple[int, int]:
     return rewards.shape[0], rewards.shape[1:].numel()
 
 
-def _at_once(rewards: Tensor) -> int:
+def _at_once(steps: int, dtype: torch.dtype) -> int:
     """The steps that a scan loads at once: half as many of float64, for which a thread has no more room."""
-    grains = -(-min(rewards.shape[0], _MOST_STEPS // (rewards.element_size() // 4)) // _STEP_GRAIN)
+    grains = -(-min(steps, _MOST_STEPS // (dtype.itemsize // 4)) // _STEP_GRAIN)
     return max(grains, 1) * _STEP_GRAIN
 
 
