@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import Allocator, Made, Pieces, allocate, allocate_empty
+from rlstore.engine.memory import Allocator, Made, allocate, allocate_empty, pieces_for
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -132,7 +132,7 @@ class TrajectoryTable:
         ]
         kinds = [source.dtype for source in (*observations, *states, *others)]
         place = len(observations)
-        layout = Pieces(shapes, [*kinds[:place], torch.bool, *kinds[place:]])
+        layout = pieces_for(tuple(shapes), (*kinds[:place], torch.bool, *kinds[place:]))
         pieces = layout.empty(self._table.device)
         tensors = layout.cut(pieces)
         targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
