@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.memory import (
+    CAN_KEEP,
     KEEP_BYTES,
     Allocator,
-    Holders,
+    KeptBatch,
     Made,
     Pieces,
     Recycler,
@@ -164,9 +165,9 @@ class GatheredAhead:
 class KeptBatches:
     """Batches that cost much to make, served epoch after epoch.
 
-    A batch is served again only if nobody has changed it in place, as torch's version counters tell, and nobody still
-    holds any of its memory; else it is made anew. So a caller that works on a batch in place does not meet its own
-    change again. (A change through ``.data`` or ``.numpy()`` is one that torch does not count.)
+    A batch is served again only if nobody could tell (see :class:`KeptBatch`); else it is made anew. So a caller that
+    works on a batch in place does not meet its own change again. (A change through ``.data`` or ``.numpy()`` is one
+    that torch does not count.)
 
     Args:
         keep: Whether the same batches will be asked for again.
@@ -174,8 +175,8 @@ class KeptBatches:
     """
 
     def __init__(self, *, keep: bool, device: torch.device | None = None) -> None:
-        self._keep, self._device = keep, device
-        self._kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[int], Holders]] = {}
+        self._keep, self._device = keep and CAN_KEEP, device
+        self._kept: dict[int, KeptBatch] = {}
         self._bytes = 0
         self._stamp: object = None
 
@@ -187,10 +188,7 @@ class KeptBatches:
 
     def serves(self, index: int) -> bool:
         """True if batch ``index`` is still as it was handed out."""
-        if index not in self._kept:
-            return False
-        tensors, _, versions, holders = self._kept[index]
-        return holders.same() and [tensor._version for tensor in tensors] == versions
+        return index in self._kept and self._kept[index].is_untouched()
 
     def get(self, index: int, make: Callable[[], Made]) -> tuple[Tensor, ...]:
         """Batch ``index``, made anew unless it is still as it was handed out.
@@ -198,17 +196,18 @@ class KeptBatches:
         What ``make`` gives are the tensors of the batch and those whose memory they lie in.
         """
         if self.serves(index):
-            return tuple([tensor.detach() for tensor in self._kept[index][0]])
+            return self._kept[index].tensors
         if index in self._kept:
-            self._bytes -= sum(piece.nbytes for piece in self._kept.pop(index)[1])
+            self._bytes -= self._kept.pop(index).nbytes
         tensors, pieces = make()
-        nbytes = sum([piece.nbytes for piece in pieces])
-        if not self._keep or self._bytes + nbytes > self._most():
+        if not self._keep:
             return tensors
-        self._bytes += nbytes
-        self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
-        # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
-        return tuple([tensor.detach() for tensor in tensors])
+        batch = KeptBatch(tensors, pieces)
+        if self._bytes + batch.nbytes > self._most():
+            return tensors
+        self._bytes += batch.nbytes
+        self._kept[index] = batch
+        return batch.tensors
 
     def _most(self) -> int:
         on_cuda = self._device is not None and self._device.type == "cuda"

@@ -12,6 +12,8 @@ from functools import cache, lru_cache, partial
 import torch
 from torch import Tensor
 
+from rlstore.kernels import unheld_state
+
 # The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
@@ -146,7 +148,7 @@ class Arena:
         first = self._used
         self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         # Through .data, so that each has a version counter of its own: autograd is to see them as tensors apart.
-        return self._typed[dtype].data.as_strided(tuple(shape), strides[::-1], first // dtype.itemsize)
+        return self._typed[dtype].as_strided(tuple(shape), strides[::-1], first // dtype.itemsize).data
 
 
 _ALIGNMENT = 64
@@ -250,23 +252,58 @@ def _find_autograd() -> torch._C.DispatchKeySet | None:
 _AUTOGRAD = _find_autograd()
 
 
-class Holders:
-    """How many hold the memory of some tensors, and whether it is still as many."""
+class KeptBatch:
+    """The tensors of a batch, to be handed out again, the very same ones, as long as nobody could tell.
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._tensors = tensors
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._counts = self._count() if _CAN_COUNT else []
+    That is so if nobody holds any of them, nor a view of it, an array, a graph or its storage; if nobody has changed it
+    in place, as its version counter tells, or has given it another shape or other memory; and if nothing clings to it,
+    neither a gradient nor a hook nor an attribute.
 
-    def same(self) -> bool:
-        """True if nobody has come to hold any of the memory who did not when this was made."""
-        return _CAN_COUNT and self._count() == self._counts
+    Args:
+        tensors: The tensors, which nobody else holds yet.
+        pieces: The tensors whose memory they lie in.
+    """
 
-    def _count(self) -> list[int]:
-        # A tensor that moved to other memory is shared with another process.
-        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
-        return [*counts, *map(sys.getrefcount, self._storages), *(tensor.data_ptr() for tensor in self._tensors)]
+    def __init__(self, tensors: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> None:
+        self.nbytes = sum([piece.nbytes for piece in pieces])
+        self._tensors, self._pieces = tensors, pieces
+        self._storages = tuple([piece.untyped_storage() for piece in pieces])
+        self._state = unheld_state(tensors, self._storages)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, in a tuple of their own: who holds it is seen to hold them."""
+        return (*self._tensors,)
+
+    def is_untouched(self) -> bool:
+        """True if they may be handed out again."""
+        return self._state is not None and unheld_state(self._tensors, self._storages) == self._state
+
+
+def _tells_holders() -> bool:
+    """True if whoever holds a tensor is seen: Python and torch count holders, and neither promises how."""
+    ways: tuple[Callable[[Tensor], object], ...] = (
+        lambda tensor: tensor,
+        lambda tensor: tensor[:1],
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: tensor * tensor.new_ones(1).requires_grad_(),
+    )
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = (torch.ones(2, device="cpu"),)
+        try:
+            kept = KeptBatch(tensors, tensors)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+        for hold in ways:
+            held = hold(tensors[0])
+            if kept.is_untouched():
+                return False
+            del held
+    return kept.is_untouched()
+
+
+# Where holders cannot be told nothing is handed out twice.
+CAN_KEEP = _tells_holders()
 
 # Not every torch tells how many hold a storage; without it nothing is used twice.
 _CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
