@@ -24,10 +24,7 @@ struct TensorClass {
     version = lasting(type.attr("_version"));
     storage_use_count = lasting(torch.attr("_C").attr("_storage_Use_Count"));
     storage_address = lasting(storage_type.attr("_cdata"));
-    marks = {{lasting(type.attr("requires_grad")), Py_False},
-             {lasting(type.attr("grad")), Py_None},
-             {lasting(type.attr("_backward_hooks")), Py_None},
-             {lasting(type.attr("_post_accumulate_grad_hooks")), Py_None}};
+    marks = {{lasting(type.attr("requires_grad")), Py_False}, {lasting(type.attr("grad")), Py_None}};
     if (nb::hasattr(type, "has_names")) has_names = lasting(type.attr("has_names"));
     tensor = reinterpret_cast<PyTypeObject*>(lasting(type));
     storage = reinterpret_cast<PyTypeObject*>(lasting(storage_type));
@@ -54,20 +51,25 @@ inline nb::object call_with(PyObject* function, PyObject* argument) {
   return nb::steal(result);
 }
 
-// True for a plain tensor that nobody else holds and on which nobody has left anything. Python's count is enough: torch
-// adds one to it for as long as a graph or another holder in C++ has the tensor.
+// How many Python objects a tensor refers to: its class, its attributes, its hooks.
+inline int64_t count_references(PyObject* tensor) {
+  int64_t count = 0;
+  const auto add = [](PyObject*, void* sum) { return ++*static_cast<int64_t*>(sum), 0; };
+  if (const traverseproc visit = Py_TYPE(tensor)->tp_traverse) visit(tensor, add, &count);
+  return count;
+}
+
+// True for a plain tensor that nobody else holds and that neither has a gradient nor asks for one. Python's count is
+// enough: torch adds one to it for as long as a graph or another holder in C++ has the tensor.
 inline bool is_unheld(const TensorClass& known, PyObject* tensor) {
   if (Py_TYPE(tensor) != known.tensor || Py_REFCNT(tensor) != 1) return false;
   for (const auto& [attribute, unset] : known.marks)
     if (read_attribute(attribute, tensor).ptr() != unset) return false;
-  if (known.has_names && call_with(known.has_names, tensor).ptr() != Py_False) return false;
-  nb::object own = nb::steal(PyObject_GenericGetDict(tensor, nullptr));
-  if (!own.is_valid()) throw nb::python_error();
-  return PyDict_GET_SIZE(own.ptr()) == 0;
+  return !known.has_names || call_with(known.has_names, tensor).ptr() == Py_False;
 }
 
-// Everything that would tell that somebody came to hold one of the tensors, or its memory, or changed it, as bytes to
-// compare with what they were before; None if somebody holds one, or has left something on it.
+// Everything that would tell that somebody came to hold one of the tensors, or its memory, or changed it, or left
+// something on it, as bytes to compare with what they were before; None if somebody holds one.
 //
 // The tensors are to be held by their tuple alone. The storages are those of their memory.
 inline nb::object unheld_state(nb::tuple tensors, nb::tuple storages) {
@@ -79,8 +81,8 @@ inline nb::object unheld_state(nb::tuple tensors, nb::tuple storages) {
     if (!is_unheld(known, tensor.ptr())) return nb::none();
     if (exchange->describe(tensor.ptr(), &view)) throw nb::python_error();
     const int64_t dtype = view.dtype.code << 24 | view.dtype.bits << 16 | view.dtype.lanes;
-    state.insert(state.end(), {nb::cast<int64_t>(read_attribute(known.version, tensor.ptr())), dtype, view.ndim,
-                               reinterpret_cast<int64_t>(address(view))});
+    state.insert(state.end(), {nb::cast<int64_t>(read_attribute(known.version, tensor.ptr())), count_references(tensor.ptr()),
+                               dtype, view.ndim, reinterpret_cast<int64_t>(address(view))});
     state.insert(state.end(), view.shape, view.shape + view.ndim);
     if (view.strides) state.insert(state.end(), view.strides, view.strides + view.ndim);
   }

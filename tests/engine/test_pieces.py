@@ -42,7 +42,7 @@ def way(request, monkeypatch) -> None:
 def make(layout: str) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     shapes, dtypes = zip(*LAYOUTS[layout], strict=True)
     pieces = Pieces(shapes, dtypes)
-    memories = pieces.empty(CPU)
+    (memories,) = pieces.empty(CPU)
     return pieces.cut(memories), memories
 
 
@@ -67,7 +67,12 @@ def test_a_layout_knows_its_bytes():
     shapes, dtypes = zip(*LAYOUTS["several dtypes"], strict=True)
     pieces = Pieces(shapes, dtypes)
     assert pieces.places == (0, 1, 0, 2, 1)
-    assert pieces.nbytes == (16 + 16) * 4 + (16 + 16) + 16 * 8 == sum(piece.nbytes for piece in pieces.empty(CPU))
+    assert pieces.nbytes == (16 + 16) * 4 + (16 + 16) + 16 * 8
+    made = pieces.empty(CPU, 3)
+    assert [[(piece.dtype, piece.numel()) for piece in one] for one in made] == [
+        [(FLOAT, 32), (BYTE, 32), (WIDE, 16)]
+    ] * 3
+    assert len({piece.data_ptr() for one in made for piece in one}) == 9
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,7 +111,7 @@ def test_a_compiled_caller_gets_the_same():
     pieces = Pieces([(5, 3), (4,)], [FLOAT, FLOAT])
 
     def cut_and_fill() -> list[torch.Tensor]:
-        return [tensor.fill_(7.0) for tensor in pieces.cut(pieces.empty(CPU))]
+        return [tensor.fill_(7.0) for tensor in pieces.cut(pieces.empty(CPU)[0])]
 
     first, second = torch.compile(cut_and_fill, backend="eager")()
     torch._dynamo.reset()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from rlstore.engine.memory import (
     ahead_bytes,
     allocate_empty,
     keep_bytes_on_cuda,
-    pieces_for,
 )
 from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
@@ -142,8 +141,8 @@ class GatheredAhead:
     def make(self, index: int) -> Made:
         """The tensors of a mini-batch, and their memory; with it those that follow are gathered too."""
         if self._layout is None:
-            shapes = tuple([(self._size, *source.shape[2:]) for source in self._sources])
-            self._layout = pieces_for(shapes, tuple(self._dtypes))
+            shapes = tuple([source.shape for source in self._sources])
+            self._layout = _batch_layout(self._size, shapes, tuple(self._dtypes))
         if index not in self._pieces:
             most = min(max(1, self._most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
             last = index + 1
@@ -155,11 +154,17 @@ class GatheredAhead:
 
     def _gather(self, layout: Pieces, first: int, last: int) -> None:
         device = self._rows.device
-        pieces = [layout.empty(device) for _ in range(first, last)]
+        pieces = layout.empty(device, last - first)
         rows = self._rows if last - first == self._count else self._rows[first * self._size : last * self._size]
         by_place = tuple(zip(*pieces, strict=True))
         kernel("gather_batches", device.type)(self._sources, rows, layout.places, by_place)
         self._pieces = dict(enumerate(pieces, first))
+
+
+@lru_cache(64)
+def _batch_layout(size: int, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> Pieces:
+    """How ``size`` rows of blocks ``[steps, lanes, *shape]`` lie in memory."""
+    return Pieces([(size, *shape[2:]) for shape in shapes], dtypes)
 
 
 class KeptBatches:
@@ -175,7 +180,7 @@ class KeptBatches:
     """
 
     def __init__(self, *, keep: bool, device: torch.device | None = None) -> None:
-        self._keep, self._device = keep and CAN_KEEP, device
+        self.keeps, self._device = keep and CAN_KEEP, device
         self._kept: dict[int, KeptBatch] = {}
         self._bytes = 0
         self._stamp: object = None
@@ -195,12 +200,13 @@ class KeptBatches:
 
         What ``make`` gives are the tensors of the batch and those whose memory they lie in.
         """
-        if self.serves(index):
-            return self._kept[index].tensors
-        if index in self._kept:
+        kept = self._kept.get(index)
+        if kept is not None:
+            if kept.is_untouched():
+                return kept.tensors
             self._bytes -= self._kept.pop(index).nbytes
         tensors, pieces = make()
-        if not self._keep:
+        if not self.keeps:
             return tensors
         batch = KeptBatch(tensors, pieces)
         if self._bytes + batch.nbytes > self._most():

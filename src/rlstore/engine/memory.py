@@ -180,15 +180,17 @@ class Pieces:
         self._in_order = [self._parts] == [[(0, index) for index in range(len(cuts))] for cuts in self._cuts]
         self._cutters = [_cutter(cuts) for cuts in self._cuts]
 
-    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """New pieces, flat."""
+    def empty(self, device: torch.device, count: int = 1) -> list[tuple[Tensor, ...]]:
+        """New pieces for the tensors ``count`` times over, flat."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.empty(device)
-        # A number is taken in less time than a shape.
-        return tuple(
-            [torch.empty(n, dtype=dtype, device=device) for n, dtype in zip(self._lengths, self._dtypes, strict=True)]
-        )
+                return self.empty(device, count)
+        by_place = []
+        for length, dtype in zip(self._lengths, self._dtypes, strict=True):
+            first = torch.empty(length, dtype=dtype, device=device)
+            # One that is like another, and a number for a shape, take the least time.
+            by_place.append([first, *[first.new_empty(length) for _ in range(count - 1)]])
+        return list(zip(*by_place, strict=True))
 
     def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The tensors, in the order of their shapes, no views of a piece: a caller may change each in any way."""
