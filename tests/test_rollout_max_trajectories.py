@@ -74,9 +74,10 @@ def test_a_table_of_all_trajectories_gives_the_same_tensors(storage, count, room
     ring, layout = storage._ring, storage._layout
     room = None if room is None else room * ENVS
     here = _Epoch(ring, layout, storage._batch_sources(STEPS), STEPS, count, room, allocate_empty)
-    table = segments.TrajectoryTable(here._dones, ENVS // count, count, room)
+    fields = (here._observations, here._states, here._others)
+    table = segments.TrajectoryTable(here._dones, ENVS // count, count, room, *fields)
     for index in range(count):
-        ours, pieces = table.make(index, here._observations, here._states, here._others)
+        ours, pieces = table.make(index)
         truth, _ = here.make(index)
         assert len(ours) == len(truth)
         for tensor, expected in zip(ours, truth, strict=True):

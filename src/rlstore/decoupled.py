@@ -281,10 +281,10 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         held = self._require_rows() * self._ready_ring().lanes
         size = self._batch_rows(held, num_mini_batch)
         leaves = len(self._observations.paths)
-        dtypes = [torch.float32] * (leaves + 8)
+        dtypes, batch_size = [torch.float32] * (leaves + 8), torch.Size((size,))
         for _, batches in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
             for tensors in batches:
-                yield DecoupledBatch(self._observations.build(tensors[:leaves], (size,)), *tensors[leaves:])
+                yield DecoupledBatch(self._observations.build(tensors[:leaves], batch_size), *tensors[leaves:])
 
     def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
         """The blocks behind a batch, in its order; flags of rows 0 to T - 1, those before each step."""

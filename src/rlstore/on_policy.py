@@ -321,7 +321,8 @@ class OnPolicyStorage(Storage):
             if rows is None or anew:
                 rows = next(orders)
             blocks = sources(steps)
-            kept.follow(ring.stamp())
+            if kept.keeps:
+                kept.follow(ring.stamp())
             types = dtypes or [block.dtype for block in blocks]
             yield rows, gather_batches(blocks, rows, count, types, kept, self._outputs.empty)
 

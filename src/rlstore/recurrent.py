@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from rlstore.engine.checks import check_positive
 from rlstore.engine.gather import KeptBatches
 from rlstore.engine.memory import Allocator, Arena, Made
 from rlstore.engine.ring import Ring
+from rlstore.engine.schema import Structure
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.transition import HIDDEN_STATES, HiddenState, RolloutBatch, TransitionLayout, group_blocks
 
@@ -47,9 +48,10 @@ def recurrent_batches(
         if ring.size < rows:
             raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
         epoch = _Epoch(ring, layout, sources(rows), rows, count, room, empty)
+        states = [layout.groups.get(group, 0) for group in HIDDEN_STATES]
         kept.follow(ring.stamp())
         for index in range(count):
-            yield _batch(kept.get(index, partial(epoch.make, index)), layout)
+            yield _batch(kept.get(index, partial(epoch.make, index)), layout.observations, *states)
 
 
 class _Epoch:
@@ -66,20 +68,29 @@ class _Epoch:
         empty: Allocator,
     ) -> None:
         leaves = len(layout.observations.paths)
-        groups = [(group, layout.groups.get(group, 0)) for group in HIDDEN_STATES]
         self._observations, self._others = blocks[:leaves], blocks[leaves:]
-        self._states = tuple(ring.first(name, rows) for group, number in groups for name in group_blocks(group, number))
-        self._dones = ring.first("dones", rows)
+        self._ring, self._layout, self._rows = ring, layout, rows
         self._width, self._count, self._room, self._empty = ring.lanes // count, count, room, empty
         self._table: segments.TrajectoryTable | None = None
+
+    # Not needed for an epoch that is served what is kept.
+    @cached_property
+    def _dones(self) -> Tensor:
+        return self._ring.first("dones", self._rows)
+
+    @cached_property
+    def _states(self) -> tuple[Tensor, ...]:
+        groups = [(group, self._layout.groups.get(group, 0)) for group in HIDDEN_STATES]
+        return tuple([self._ring.first(name, self._rows) for own in groups for name in group_blocks(*own)])
 
     def make(self, index: int) -> Made:
         """The tensors of mini-batch ``index``, and their memory."""
         if not self._dones.is_cuda:
             return self._make_here(index * self._width, (index + 1) * self._width)
         if self._table is None:
-            self._table = segments.TrajectoryTable(self._dones, self._width, self._count, self._room)
-        return self._table.make(index, self._observations, self._states, self._others)
+            fields = (self._observations, self._states, self._others)
+            self._table = segments.TrajectoryTable(self._dones, self._width, self._count, self._room, *fields)
+        return self._table.make(index)
 
     def _make_here(self, first: int, last: int) -> Made:
         rows, lanes = self._dones.shape[:2]
@@ -99,16 +110,17 @@ class _Epoch:
         return (*padded, masks, *first_states, *others), (arena.piece,)
 
 
-def _batch(tensors: tuple[Tensor, ...], layout: TransitionLayout) -> RolloutBatch:
-    """The tensors as a batch."""
-    rest = iter(tensors)
-    leaves = [next(rest) for _ in layout.observations.paths]
-    masks = next(rest)
-    actor, critic = (hidden_state([next(rest) for _ in range(layout.groups.get(group, 0))]) for group in HIDDEN_STATES)
-    actions, values, advantages, returns, log_prob, *params = rest
-    observations = layout.observations.build(leaves, masks.shape)
-    fields = (actions, values, advantages, returns, log_prob, tuple(params) or None)
-    return RolloutBatch(observations, *fields, hidden_states=(actor, critic), masks=masks)
+def _batch(tensors: tuple[Tensor, ...], structure: Structure, actor: int, critic: int) -> RolloutBatch:
+    """The tensors as a batch: observations, masks, the states of actor and critic, and the other fields."""
+    leaves = len(structure.paths)
+    first = leaves + 1
+    second, others = first + actor, first + actor + critic
+    masks = tensors[leaves]
+    states = hidden_state(tensors[first:second]), hidden_state(tensors[second:others])
+    actions, values, advantages, returns, log_prob = tensors[others : others + 5]
+    params = tensors[others + 5 :] or None
+    observations = structure.build(tensors[:leaves], masks.shape)
+    return RolloutBatch(observations, actions, values, advantages, returns, log_prob, params, states, masks)
 
 
 def hidden_state(states: Sequence[Tensor]) -> HiddenState:

@@ -320,7 +320,7 @@ class RolloutStorage(SavedRollout):
         ring = self._ready_ring()
         names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
         names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple(ring.first(name, steps) for name in names)
+        return tuple([ring.first(name, steps) for name in names])
 
     def recurrent_mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, max_trajectories: int | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+import numpy as np
 import pytest
 import torch
 
-from rlstore.engine import gather
+from rlstore.engine import gather, memory
 from rlstore.engine.gather import KeptBatches
+from rlstore.kernels import _native
 
 
 class Maker:
@@ -21,7 +25,7 @@ class Maker:
             self.made.append(index)
             piece = torch.tensor([float(index)] * 4 + [index + 0.5] * 4)
             if self._cut:
-                return (piece[:4], piece[4:]), (piece,)
+                return torch.unsafe_split(piece, 4), (piece,)
             tensors = piece[:4].clone(), piece[4:].clone()
             return tensors, tensors
 
@@ -80,8 +84,13 @@ HOLDERS = {
     "the tensor": lambda tensor: tensor,
     "a view": lambda tensor: tensor[1:],
     "a detached one": lambda tensor: tensor.detach(),
+    "its data": lambda tensor: tensor.data,
     "an array": lambda tensor: tensor.numpy(),
+    "an array by dlpack": lambda tensor: np.from_dlpack(tensor),
+    "its storage": lambda tensor: tensor.untyped_storage(),
+    "a list": lambda tensor: [tensor],
     "a graph": lambda tensor: tensor * torch.ones(4, requires_grad=True),
+    "a graph that leads to it": lambda tensor: tensor.requires_grad_() * 1,
 }
 
 
@@ -90,11 +99,10 @@ HOLDERS = {
 def test_a_batch_that_somebody_holds_is_made_anew(holder, place, make):
     kept = KeptBatches(keep=True)
     held = HOLDERS[holder](get(kept, make, 0)[place])
-    before = held.tolist()
-    again = get(kept, make, 0)
-    for tensor in again:
+    before = str(held)
+    for tensor in get(kept, make, 0):
         tensor.zero_()
-    assert held.tolist() == before
+    assert str(held) == before
     assert make.made == [0, 0]
 
 
@@ -106,15 +114,117 @@ def test_a_batch_that_was_let_go_is_kept_from_then_on(make):
     assert make.made == [0]
 
 
-def test_what_becomes_of_a_batch_does_not_cling_to_the_next(make):
+def test_a_batch_that_nobody_touched_comes_again_as_the_very_same_tensors(make):
+    kept = KeptBatches(keep=True)
+    weight = torch.ones(4, requires_grad=True)
+    handed = [[id(tensor) for tensor in get(kept, make, index)] for index in range(2)]
+    for _ in range(2):
+        for index in range(2):
+            batch = get(kept, make, index)
+            assert [id(tensor) for tensor in batch] == handed[index]
+            (batch[0] * weight + batch[1].exp()).sum().backward()  # read, as a learner reads it
+    assert make.made == [0, 1]
+
+
+class Marked(torch.Tensor):
+    """A class that a tensor may be given."""
+
+
+def add_hook(tensor, register) -> None:
+    register(tensor.requires_grad_(), lambda *given: None)
+    tensor.requires_grad_(False)
+
+
+# What a caller may do to a tensor that neither holds it nor counts as a change of its entries.
+MARKS = {
+    "a wish for gradients": lambda tensor: tensor.requires_grad_(),
+    "a gradient": lambda tensor: (tensor.requires_grad_() * 2).sum().backward(),
+    "a gradient put there": lambda tensor: setattr(tensor, "grad", torch.ones(4)),
+    "a hook": lambda tensor: add_hook(tensor, torch.Tensor.register_hook),
+    "a later hook": lambda tensor: add_hook(tensor, torch.Tensor.register_post_accumulate_grad_hook),
+    "an attribute": lambda tensor: setattr(tensor, "mark", 1),
+    "a class": lambda tensor: setattr(tensor, "__class__", Marked),
+    "a shape": lambda tensor: tensor.unsqueeze_(0),
+    "a size": lambda tensor: tensor.resize_(2),
+    "a stride": lambda tensor: setattr(tensor, "data", tensor.data[:1].expand(4)),
+    "other memory": lambda tensor: setattr(tensor, "data", torch.zeros(4)),
+    "a part of its memory": lambda tensor: setattr(tensor, "data", tensor.data[:2]),
+    "a view of its memory": lambda tensor: setattr(tensor, "data", tensor.data.expand(2, 4)),
+    "a dtype": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+    "memory that is shared": lambda tensor: tensor.share_memory_(),
+    "larger memory": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("mark", MARKS)
+def test_what_becomes_of_a_tensor_does_not_cling_to_the_next(mark, place, make):
+    kept = KeptBatches(keep=True)
+    for _ in range(3):
+        tensor = get(kept, make, 0)[place]
+        assert type(tensor) is torch.Tensor
+        assert tensor.dtype == torch.float32
+        assert (tensor.shape, tensor.stride()) == ((4,), (1,))
+        assert not tensor.requires_grad
+        assert tensor.grad is None
+        assert not tensor._backward_hooks
+        assert not tensor._post_accumulate_grad_hooks
+        assert not tensor.__dict__
+        MARKS[mark](tensor)
+        del tensor
+        get(kept, make, 1)
+    assert make.made == [0, 1, 0, 0]
+
+
+def test_one_tensor_in_the_place_of_another_is_not_met_again(make):
     kept = KeptBatches(keep=True)
     batch = get(kept, make, 0)
-    batch[0].requires_grad_()
-    (batch[0] * 2).sum().backward()
+    batch[0].data = batch[1].data
     del batch
-    again = get(kept, make, 0)
-    assert not again[0].requires_grad
-    assert again[0].grad is None
+    get(kept, make, 0)
+    assert make.made == [0, 0]
+
+
+def test_where_holders_cannot_be_told_nothing_is_kept(make, monkeypatch):
+    monkeypatch.setattr(gather, "CAN_KEEP", False)
+    kept = KeptBatches(keep=True)
+    for _ in range(2):
+        get(kept, make, 0)
+    assert make.made == [0, 0]
+
+
+BLIND = {
+    "everything": lambda tensors, storages: b"",
+    "holders of storages": lambda tensors, storages: _native.unheld_state(tensors, ()),
+    "holders of tensors": lambda tensors, storages: bytes(map(sys.getrefcount, storages)),
+}
+
+
+@pytest.mark.parametrize("blind", BLIND)
+def test_it_is_seen_that_holders_are_not(blind, monkeypatch):
+    assert memory._tells_holders()
+    monkeypatch.setattr(memory, "unheld_state", BLIND[blind])
+    assert not memory._tells_holders()
+
+
+def test_a_torch_that_has_not_the_names_is_no_error(monkeypatch):
+    def ask(tensors, storages):
+        raise AttributeError("type object 'torch._C.TensorBase' has no attribute '_version'")
+
+    monkeypatch.setattr(memory, "unheld_state", ask)
+    assert not memory._tells_holders()
+
+
+def test_the_state_of_tensors_is_asked_of_tensors_and_storages_alone():
+    tensors = (torch.ones(3),)
+    storages = (tensors[0].untyped_storage(),)
+    assert _native.unheld_state(tensors, storages) == _native.unheld_state(tensors, storages) != b""
+    assert _native.unheld_state((np.ones(3),), ()) is None
+    assert _native.unheld_state((torch.nn.Parameter(torch.ones(3)),), ()) is None
+    assert _native.unheld_state((), ()) == b""
+    for other in (torch.ones(3), np.ones(3), 1):
+        with pytest.raises(TypeError, match="storage"):
+            _native.unheld_state((), (other,))
 
 
 def test_new_data_make_all_batches_anew(make):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from rlstore.engine.episode_ring import EpisodeRing
 from rlstore.engine.memory import (
+    CAN_KEEP,
     KEEP_BYTES,
     Allocator,
-    Holders,
+    KeptBatch,
     Made,
     Pieces,
     Recycler,
     ahead_bytes,
     allocate_empty,
     keep_bytes_on_cuda,
-    pieces_for,
 )
 from rlstore.engine.priorities import Priorities
 from rlstore.kernels import kernel
@@ -141,8 +141,8 @@ class GatheredAhead:
     def make(self, index: int) -> Made:
         """The tensors of a mini-batch, and their memory; with it those that follow are gathered too."""
         if self._layout is None:
-            shapes = tuple([(self._size, *source.shape[2:]) for source in self._sources])
-            self._layout = pieces_for(shapes, tuple(self._dtypes))
+            shapes = tuple([source.shape for source in self._sources])
+            self._layout = _batch_layout(self._size, shapes, tuple(self._dtypes))
         if index not in self._pieces:
             most = min(max(1, self._most_bytes // max(self._layout.nbytes, 1)), MOST_AHEAD)
             last = index + 1
@@ -154,19 +154,25 @@ class GatheredAhead:
 
     def _gather(self, layout: Pieces, first: int, last: int) -> None:
         device = self._rows.device
-        pieces = [layout.empty(device) for _ in range(first, last)]
+        pieces = layout.empty(device, last - first)
         rows = self._rows if last - first == self._count else self._rows[first * self._size : last * self._size]
         by_place = tuple(zip(*pieces, strict=True))
         kernel("gather_batches", device.type)(self._sources, rows, layout.places, by_place)
         self._pieces = dict(enumerate(pieces, first))
 
 
+@lru_cache(64)
+def _batch_layout(size: int, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> Pieces:
+    """How ``size`` rows of blocks ``[steps, lanes, *shape]`` lie in memory."""
+    return Pieces([(size, *shape[2:]) for shape in shapes], dtypes)
+
+
 class KeptBatches:
     """Batches that cost much to make, served epoch after epoch.
 
-    A batch is served again only if nobody has changed it in place, as torch's version counters tell, and nobody still
-    holds any of its memory; else it is made anew. So a caller that works on a batch in place does not meet its own
-    change again. (A change through ``.data`` or ``.numpy()`` is one that torch does not count.)
+    A batch is served again only if nobody could tell (see :class:`KeptBatch`); else it is made anew. So a caller that
+    works on a batch in place does not meet its own change again. (A change through ``.data`` or ``.numpy()`` is one
+    that torch does not count.)
 
     Args:
         keep: Whether the same batches will be asked for again.
@@ -174,8 +180,8 @@ class KeptBatches:
     """
 
     def __init__(self, *, keep: bool, device: torch.device | None = None) -> None:
-        self._keep, self._device = keep, device
-        self._kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[int], Holders]] = {}
+        self.keeps, self._device = keep and CAN_KEEP, device
+        self._kept: dict[int, KeptBatch] = {}
         self._bytes = 0
         self._stamp: object = None
 
@@ -187,28 +193,27 @@ class KeptBatches:
 
     def serves(self, index: int) -> bool:
         """True if batch ``index`` is still as it was handed out."""
-        if index not in self._kept:
-            return False
-        tensors, _, versions, holders = self._kept[index]
-        return holders.same() and [tensor._version for tensor in tensors] == versions
+        return index in self._kept and self._kept[index].is_untouched()
 
     def get(self, index: int, make: Callable[[], Made]) -> tuple[Tensor, ...]:
         """Batch ``index``, made anew unless it is still as it was handed out.
 
         What ``make`` gives are the tensors of the batch and those whose memory they lie in.
         """
-        if self.serves(index):
-            return tuple([tensor.detach() for tensor in self._kept[index][0]])
-        if index in self._kept:
-            self._bytes -= sum(piece.nbytes for piece in self._kept.pop(index)[1])
+        kept = self._kept.get(index)
+        if kept is not None:
+            if kept.is_untouched():
+                return kept.tensors
+            self._bytes -= self._kept.pop(index).nbytes
         tensors, pieces = make()
-        nbytes = sum([piece.nbytes for piece in pieces])
-        if not self._keep or self._bytes + nbytes > self._most():
+        if not self.keeps:
             return tensors
-        self._bytes += nbytes
-        self._kept[index] = tensors, pieces, [tensor._version for tensor in tensors], Holders(pieces)
-        # Handed out are tensors of their own on the same memory: what becomes of them does not cling to ours.
-        return tuple([tensor.detach() for tensor in tensors])
+        batch = KeptBatch(tensors, pieces)
+        if self._bytes + batch.nbytes > self._most():
+            return tensors
+        self._bytes += batch.nbytes
+        self._kept[index] = batch
+        return batch.tensors
 
     def _most(self) -> int:
         on_cuda = self._device is not None and self._device.type == "cuda"

@@ -7,10 +7,12 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
+
+from rlstore.kernels import unheld_state
 
 # The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
 KEEP_BYTES = 256 << 20
@@ -146,7 +148,7 @@ class Arena:
         first = self._used
         self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         # Through .data, so that each has a version counter of its own: autograd is to see them as tensors apart.
-        return self._typed[dtype].data.as_strided(tuple(shape), strides[::-1], first // dtype.itemsize)
+        return self._typed[dtype].as_strided(tuple(shape), strides[::-1], first // dtype.itemsize).data
 
 
 _ALIGNMENT = 64
@@ -163,31 +165,42 @@ class Pieces:
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes = list(dict.fromkeys(dtypes))
         self.places = tuple([self._dtypes.index(dtype) for dtype in dtypes])  # the piece that each tensor lies in
-        self._cuts: list[list[int]] = [[] for _ in self._dtypes]  # entries of each tensor, and from its end to the next
-        self._parts = []  # the piece that each tensor lies in, which part of it that is, and its shape
+        # The shapes of the tensors in each piece, and of the gaps from the end of one to the beginning of the next.
+        self._cuts: list[list[tuple[int, ...]]] = [[] for _ in self._dtypes]
+        self._parts = []  # the piece that each tensor lies in, and which part of it that is
         for shape, place in zip(shapes, self.places, strict=True):
-            self._parts.append((place, len(self._cuts[place]), tuple(shape)))
-            entries = math.prod(shape)
-            gap = -entries % _PIECE_ENTRIES
-            self._cuts[place] += [entries, gap] if gap else [entries]
-        self._lengths = [sum(cuts) for cuts in self._cuts]
+            self._parts.append((place, len(self._cuts[place])))
+            self._cuts[place].append(tuple(shape))
+            gap = -math.prod(shape) % _PIECE_ENTRIES
+            if gap:
+                self._cuts[place].append((gap,))
+        self._lengths = [sum(map(math.prod, cuts)) for cuts in self._cuts]
         self.nbytes = sum(length * dtype.itemsize for length, dtype in zip(self._lengths, self._dtypes, strict=True))
+        # One piece without gaps is cut into the tensors as they are asked for.
+        self._in_order = [self._parts] == [[(0, index) for index in range(len(cuts))] for cuts in self._cuts]
+        self._cutters = [_cutter(cuts) for cuts in self._cuts]
 
-    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
-        """New pieces, flat."""
-        return tuple(
-            [allocate_empty((n,), dtype, device) for n, dtype in zip(self._lengths, self._dtypes, strict=True)]
-        )
-
-    def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors, in the order of their shapes."""
+    def empty(self, device: torch.device, count: int = 1) -> list[tuple[Tensor, ...]]:
+        """New pieces for the tensors ``count`` times over, flat."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.cut(pieces)
-        # Not views of the piece: the parts are to be tensors in their own right, which a caller may change in any way.
-        parts = [torch.unsafe_split_with_sizes(piece, cuts) for piece, cuts in zip(pieces, self._cuts, strict=True)]
-        # Sizes one by one: torch takes half as long again over a tuple of them.
-        return tuple([parts[place][index].view(*shape) for place, index, shape in self._parts])
+                return self.empty(device, count)
+        by_place = []
+        for length, dtype in zip(self._lengths, self._dtypes, strict=True):
+            first = torch.empty(length, dtype=dtype, device=device)
+            # One that is like another, and a number for a shape, take the least time.
+            by_place.append([first, *[first.new_empty(length) for _ in range(count - 1)]])
+        return list(zip(*by_place, strict=True))
+
+    def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors, in the order of their shapes, no views of a piece: a caller may change each in any way."""
+        if self._in_order:
+            return tuple(self._cutters[0](pieces[0]))
+        parts = [cut(piece) for cut, piece in zip(self._cutters, pieces, strict=True)]
+        return tuple([parts[place][index] for place, index in self._parts])
+
+
+_PIECE_ENTRIES = 16  # tensors of a piece begin at multiples of this
 
 
 @lru_cache(64)
@@ -196,26 +209,103 @@ def pieces_for(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, .
     return Pieces(shapes, dtypes)
 
 
-_PIECE_ENTRIES = 16  # tensors of a piece begin at multiples of this
+def _cutter(shapes: list[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
+    """What cuts a flat piece into tensors of these shapes, one after another."""
+    # What cuts at once gives a tensor without entries another shape.
+    if _AUTOGRAD is not None and all(map(math.prod, shapes)):
+        return partial(_cut_at_once, _AUTOGRAD, [_template(shape) for shape in shapes])
+    return partial(_cut_one_by_one, shapes)
 
 
-class Holders:
-    """How many hold the memory of some tensors, and whether it is still as many."""
+def _cut_one_by_one(shapes: list[tuple[int, ...]], piece: Tensor) -> list[Tensor]:
+    with torch.inference_mode(False):
+        parts = torch.unsafe_split_with_sizes(piece, list(map(math.prod, shapes)))
+        return [part.view(shape).data for part, shape in zip(parts, shapes, strict=True)]
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._tensors = tensors
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._counts = self._count() if _CAN_COUNT else []
 
-    def same(self) -> bool:
-        """True if nobody has come to hold any of the memory who did not when this was made."""
-        return _CAN_COUNT and self._count() == self._counts
+def _cut_at_once(autograd: torch._C.DispatchKeySet, templates: list[Tensor], piece: Tensor) -> list[Tensor]:
+    if torch.compiler.is_compiling():  # which knows nothing of what follows
+        return _cut_one_by_one([tuple(template.shape) for template in templates], piece)
+    # Autograd does not look, and so makes nothing a view of the piece.
+    with torch._C._ExcludeDispatchKeyGuard(autograd):
+        return torch._C._nn.unflatten_dense_tensors(piece, templates)
 
-    def _count(self) -> list[int]:
-        # A tensor that moved to other memory is shared with another process.
-        counts = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
-        return [*counts, *map(sys.getrefcount, self._storages), *(tensor.data_ptr() for tensor in self._tensors)]
 
+@lru_cache(1024)
+def _template(shape: tuple[int, ...]) -> Tensor:
+    """A tensor without memory that tells a shape."""
+    return allocate_empty(shape, torch.float32, torch.device("meta"))
+
+
+def _find_autograd() -> torch._C.DispatchKeySet | None:
+    """What makes autograd look away from a call; None where torch, which promises none of it, has it no longer."""
+    try:
+        names = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
+        one, other, views = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
+        piece = allocate_empty((2,), torch.float32, torch.device("cpu"))
+        tensors = _cut_at_once(one | other | views, [_template((1,))] * 2, piece)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    tensors[0].zero_()
+    is_plain = all(tensor._base is None for tensor in tensors) and tensors[1]._version == piece._version == 0
+    return one | other | views if is_plain else None
+
+
+_AUTOGRAD = _find_autograd()
+
+
+class KeptBatch:
+    """The tensors of a batch, to be handed out again, the very same ones, as long as nobody could tell.
+
+    That is so if nobody holds any of them, nor a view of it, an array, a graph or its storage; if nobody has changed it
+    in place, as its version counter tells, or has given it another shape or other memory; and if nothing clings to it,
+    neither a gradient nor a hook nor an attribute.
+
+    Args:
+        tensors: The tensors, which nobody else holds yet.
+        pieces: The tensors whose memory they lie in.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> None:
+        self.nbytes = sum([piece.nbytes for piece in pieces])
+        self._tensors, self._pieces = tensors, pieces
+        self._storages = tuple([piece.untyped_storage() for piece in pieces])
+        self._state = unheld_state(tensors, self._storages)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, in a tuple of their own: who holds it is seen to hold them."""
+        return (*self._tensors,)
+
+    def is_untouched(self) -> bool:
+        """True if they may be handed out again."""
+        return self._state is not None and unheld_state(self._tensors, self._storages) == self._state
+
+
+def _tells_holders() -> bool:
+    """True if whoever holds a tensor is seen: Python and torch count holders, and neither promises how."""
+    ways: tuple[Callable[[Tensor], object], ...] = (
+        lambda tensor: tensor,
+        lambda tensor: tensor[:1],
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: tensor * tensor.new_ones(1).requires_grad_(),
+    )
+    with torch.inference_mode(False), torch.enable_grad():
+        tensors = (torch.ones(2, device="cpu"),)
+        try:
+            kept = KeptBatch(tensors, tensors)
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+        for hold in ways:
+            held = hold(tensors[0])
+            if kept.is_untouched():
+                return False
+            del held
+    return kept.is_untouched()
+
+
+# Where holders cannot be told nothing is handed out twice.
+CAN_KEEP = _tells_holders()
 
 # Not every torch tells how many hold a storage; without it nothing is used twice.
 _CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")

@@ -202,11 +202,11 @@ class Structure:
 
     def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Any:
         """The leaves put together again; dicts become TensorDicts of ``batch_size``."""
-        if self.is_leaf:
-            return next(iter(leaves))
         if self._flat_keys:
             size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
             return _new_tensordict(dict(zip(self._flat_keys, leaves, strict=True)), batch_size=size)
+        if self.is_leaf:
+            return next(iter(leaves))
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import Allocator, Made, Pieces, allocate, allocate_empty
+from rlstore.engine.memory import Allocator, Made, Pieces, allocate, allocate_empty, pieces_for
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -102,40 +102,48 @@ class TrajectoryTable:
         width: Lanes of each mini-batch, those from ``b * width`` on for mini-batch b.
         count: Mini-batches.
         most: Room for trajectories in each; None makes as much as each one needs, and waits for the device to tell.
+        observations: ``[steps, lanes, ...]`` each, to be padded.
+        states: ``[steps, layers, lanes, hidden]`` each, of which the first of each trajectory are taken.
+        others: ``[steps, lanes, ...]`` each, to be copied.
     """
 
-    def __init__(self, dones: Tensor, width: int, count: int, most: int | None) -> None:
+    def __init__(
+        self,
+        dones: Tensor,
+        width: int,
+        count: int,
+        most: int | None,
+        observations: tuple[Tensor, ...],
+        states: tuple[Tensor, ...],
+        others: tuple[Tensor, ...],
+    ) -> None:
         device = dones.device
+        self._observations, self._states, self._others = observations, states, others
+        self._layouts: dict[int, Pieces] = {}  # of mini-batches, by their trajectories
         self._table = allocate_empty((3, count * width * dones.shape[0]), torch.int32, device)
         self._totals = allocate_empty((count,), torch.int32, device)
         self._width, self._steps = width, dones.shape[0]
         kernel("tabulate_trajectories", device.type)(dones, width, self._table, self._totals)
         self._counts = self._totals.tolist() if most is None else [most] * count
 
-    def make(
-        self, index: int, observations: tuple[Tensor, ...], states: tuple[Tensor, ...], others: tuple[Tensor, ...]
-    ) -> Made:
-        """The tensors of a mini-batch: padded observations, their mask, first states, and copies of the others.
-
-        Args:
-            index: Which mini-batch.
-            observations: ``[steps, lanes, ...]``.
-            states: ``[steps, layers, lanes, hidden]``.
-            others: ``[steps, lanes, ...]``.
-        """
-        steps, width, count = self._steps, self._width, self._counts[index]
-        shapes = [
-            *((steps, count, *source.shape[2:]) for source in observations),
-            (steps, count),
-            *((source.shape[1], count, source.shape[3]) for source in states),
-            *((steps, width, *source.shape[2:]) for source in others),
-        ]
-        kinds = [source.dtype for source in (*observations, *states, *others)]
-        place = len(observations)
-        layout = Pieces(shapes, [*kinds[:place], torch.bool, *kinds[place:]])
-        pieces = layout.empty(self._table.device)
-        tensors = layout.cut(pieces)
+    def make(self, index: int) -> Made:
+        """The tensors of a mini-batch: padded observations, their mask, first states, and copies of the others."""
+        count = self._counts[index]
+        if count not in self._layouts:
+            self._layouts[count] = self._layout(count)
+        (pieces,) = self._layouts[count].empty(self._table.device)
+        tensors = self._layouts[count].cut(pieces)
+        place = len(self._observations)
         targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
-        fields = (observations, states, others, self._table, self._totals)
-        kernel("fill_trajectories", mask.device.type)(*fields, index, width, targets, mask)
+        fields = (self._observations, self._states, self._others, self._table, self._totals)
+        kernel("fill_trajectories", mask.device.type)(*fields, index, self._width, targets, mask)
         return tensors, pieces
+
+    def _layout(self, count: int) -> Pieces:
+        """How the tensors of a mini-batch of ``count`` trajectories lie in memory."""
+        steps, observations, states, others = self._steps, self._observations, self._states, self._others
+        padded = [((steps, count, *source.shape[2:]), source.dtype) for source in observations]
+        first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]
+        copied = [((steps, self._width, *source.shape[2:]), source.dtype) for source in others]
+        shapes, dtypes = zip(*padded, ((steps, count), torch.bool), *first, *copied, strict=True)
+        return pieces_for(shapes, dtypes)
