@@ -68,6 +68,16 @@ inline bool is_unheld(const TensorClass& known, PyObject* tensor) {
   return !known.has_names || call_with(known.has_names, tensor).ptr() == Py_False;
 }
 
+inline void append_tensor(const TensorClass& known, PyObject* tensor, std::vector<int64_t>& state) {
+  DLTensor view;
+  if (exchange->describe(tensor, &view)) throw nb::python_error();
+  const int64_t dtype = view.dtype.code << 24 | view.dtype.bits << 16 | view.dtype.lanes;
+  state.insert(state.end(), {nb::cast<int64_t>(read_attribute(known.version, tensor)), count_references(tensor), dtype, view.ndim,
+                             reinterpret_cast<int64_t>(address(view))});
+  state.insert(state.end(), view.shape, view.shape + view.ndim);
+  if (view.strides) state.insert(state.end(), view.strides, view.strides + view.ndim);
+}
+
 // Everything that would tell that somebody came to hold one of the tensors, or its memory, or changed it, or left
 // something on it, as bytes to compare with what they were before; None if somebody holds one.
 //
@@ -76,15 +86,13 @@ inline nb::object unheld_state(nb::tuple tensors, nb::tuple storages) {
   const TensorClass& known = tensor_class();
   std::vector<int64_t> state;
   state.reserve(16 * (tensors.size() + storages.size()));
-  for (nb::handle tensor : tensors) {
-    DLTensor view;
-    if (!is_unheld(known, tensor.ptr())) return nb::none();
-    if (exchange->describe(tensor.ptr(), &view)) throw nb::python_error();
-    const int64_t dtype = view.dtype.code << 24 | view.dtype.bits << 16 | view.dtype.lanes;
-    state.insert(state.end(), {nb::cast<int64_t>(read_attribute(known.version, tensor.ptr())), count_references(tensor.ptr()),
-                               dtype, view.ndim, reinterpret_cast<int64_t>(address(view))});
-    state.insert(state.end(), view.shape, view.shape + view.ndim);
-    if (view.strides) state.insert(state.end(), view.strides, view.strides + view.ndim);
+  try {
+    for (nb::handle tensor : tensors) {
+      if (!is_unheld(known, tensor.ptr())) return nb::none();
+      append_tensor(known, tensor.ptr(), state);
+    }
+  } catch (nb::python_error&) {
+    return nb::none();  // somebody has made it a tensor that is not asked for such things
   }
   for (nb::handle storage : storages) {
     if (Py_TYPE(storage.ptr()) != known.storage) throw nb::type_error("unheld_state: no storage");

@@ -151,6 +151,7 @@ MARKS = {
     "a part of its memory": lambda tensor: setattr(tensor, "data", tensor.data[:2]),
     "a view of its memory": lambda tensor: setattr(tensor, "data", tensor.data.expand(2, 4)),
     "a dtype": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+    "a dtype that tells nobody its memory": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.bits8)),
     "memory that is shared": lambda tensor: tensor.share_memory_(),
     "larger memory": lambda tensor: tensor.untyped_storage().resize_(1 << 20),
 }
