@@ -274,7 +274,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
   load_exchange();
-  nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence, nb::object>()).def("write", &RowWriter::write);
+  nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence>()).def("write", &RowWriter::write);
   nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
   nb::class_<BoundKernel>(m, "BoundKernel")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),

@@ -63,11 +63,8 @@ void write_flags(Target* target, const Source& source, size_t count) {
 // block's memory (share_memory_(), set_data) under the same tensor.
 class RowWriter {
  public:
-  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead]. Every counter goes
-  // up by one with each row that is written.
-  RowWriter(nb::sequence targets, nb::object counters) : counters_(counters) {
-    counter_count_ = element_count(describe(counters));
-    counter_ = typed<int64_t>(counters, counter_count_);
+  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
+  explicit RowWriter(nb::sequence targets) {
     for (nb::handle target : targets) {
       Field field{RowField(target), nb::borrow(target[0])};
       field.bytes = field.count * element_bytes(describe(field.block));
@@ -108,7 +105,6 @@ class RowWriter {
       else
         write_flags(reinterpret_cast<float*>(target), sources_[i], field.count);
     }
-    for (size_t i = 0; i < counter_count_; i++) counter_[i]++;
     return -1;
   }
 
@@ -141,9 +137,6 @@ class RowWriter {
 
   std::vector<Field> fields_;
   std::vector<Source> sources_;
-  nb::object counters_;  // the ring's own memory, which does not move
-  int64_t* counter_ = nullptr;
-  size_t counter_count_ = 0;
 };
 
 }  // namespace rlstore

@@ -241,9 +241,8 @@ class RolloutStorage(SavedRollout):
         rows, ring = self._require_rows(), self._ready_ring()
         check_fraction("compute_returns()", gamma=gamma, lam=lam)
         last = self._fit_last_values(last_values)
-        truncated, final = (
-            ring.first(name, rows) if name in ring.blocks else None for name in ("truncated", "final_values")
-        )
+        truncated = ring.first("truncated", rows) if "truncated" in ring.blocks else None
+        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
         ring.mark_written()
         returns.fill_gae(
             ring.first("rewards", rows),

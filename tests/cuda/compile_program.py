@@ -37,7 +37,7 @@ def write_rows() -> None:
     kinds += [((2, 64, 8), torch.float16, 0, False), ((64,), torch.float32, 1, True), ((64, 2), torch.uint32, 1, False)]
     targets = [(torch.zeros((3, *shape), dtype=dtype), lead, is_flag, False) for shape, dtype, lead, is_flag in kinds]
     values = [torch.zeros(shape, dtype=torch.bool if is_flag else dtype) for shape, dtype, _, is_flag in kinds]
-    assert rows.RowWriter(targets, torch.zeros(1, dtype=torch.int64)).write(0, tuple(values)) == -1
+    assert rows.RowWriter(targets).write(0, tuple(values)) == -1
 
 
 def scan(dtype: torch.dtype, steps: int) -> None:

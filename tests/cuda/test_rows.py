@@ -13,7 +13,6 @@ from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows import RowWriter
 
 GUARD = 64
-COUNTED = [0, 40, -3]  # what the counters say before the first row
 FLAG_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64]
 STEPS = 3
 
@@ -66,11 +65,10 @@ class Writer:
             whole = torch.full((GUARD + count + GUARD,), 0xA5, dtype=torch.uint8, device=device)
             targets.append((whole[GUARD : GUARD + count].view(dtype).view(shape), lead, is_flag, optional))
             self.memory.append(whole)
-        self.counters = torch.tensor(COUNTED)
-        self.writer = make(targets, self.counters)
+        self.writer = make(targets)
 
     def contents(self) -> list[list[int]]:
-        return [*(whole.tolist() for whole in self.memory), self.counters.tolist()]
+        return [whole.tolist() for whole in self.memory]
 
 
 @pytest.mark.parametrize("lanes", [1, 17])
@@ -85,20 +83,19 @@ def test_rows_are_written_as_by_the_reference(lanes, device):
         assert mine.writer.write(row, tuple(v if v is None else v.to(device) for v in values)) == -1
         assert truth.writer.write(row, tuple(values)) == -1
         assert mine.contents() == truth.contents()
-    assert mine.counters.tolist() == [count + STEPS for count in COUNTED]
 
 
 @pytest.mark.parametrize("dtype", FLAG_DTYPES)
 def test_flags_of_every_dtype(dtype, device):
     given = torch.tensor([0, 1, 0, 1, 1]).to(device, dtype)
     block = torch.full((1, 5), 7, dtype=torch.uint8, device=device)
-    assert RowWriter([(block, 0, True, False)], torch.zeros(1, dtype=torch.int64)).write(0, (given,)) == -1
+    assert RowWriter([(block, 0, True, False)]).write(0, (given,)) == -1
     assert block.tolist() == [[0, 1, 0, 1, 1]]
 
 
 def test_strided_values_and_values_that_take_part_in_a_graph_are_written(device):
     blocks = [torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 1, dtype=torch.uint8, device=device)]
-    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, True, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, True, False)])
     strided = torch.arange(12.0, device=device, requires_grad=True).view(3, 4).t()
     flags = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]], device=device)[:, 0]
     assert writer.write(1, (strided, flags)) == -1
@@ -124,7 +121,7 @@ STRIDED = {
 def test_values_that_are_not_contiguous(kind, device):
     """The last ones are copied first, the others read as they are."""
     blocks = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 1, dtype=torch.uint8, device=device)
-    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, True, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, True, False)])
     vectors = STRIDED[kind](device)
     flags = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]], device=device)[:, :1]
     for row in (0, 1):
@@ -139,7 +136,7 @@ def test_values_that_are_not_contiguous(kind, device):
 
 def test_states_of_some_layers_and_expanded_scalars(device):
     blocks = torch.zeros(1, 2, 3, 2, device=device), torch.zeros(1, 3, device=device)
-    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(blocks[0], 0, False, False), (blocks[1], 0, False, False)])
     states, scalars = some(device, 4, 3, 2)[::2], some(device, 1).expand(3)
     assert writer.write(0, (states, scalars)) == -1
     assert blocks[0][0].tolist() == states.tolist()
@@ -179,16 +176,17 @@ def test_a_row_beyond_the_end_and_a_row_of_another_length_are_refused(device):
     assert writer.contents() == before
 
 
-def test_a_row_of_nothing_but_absent_values_is_counted(device):
+def test_a_row_of_nothing_but_absent_values_is_a_row(device):
     writer = Writer(RowWriter, ["vector", "empty"], 3, device)
+    before = writer.contents()
     assert writer.writer.write(0, (None, torch.empty(3, 0, dtype=torch.int64, device=device))) == -1
-    assert writer.counters.tolist() == [count + 1 for count in COUNTED]
+    assert writer.contents() == before
 
 
 def test_rows_follow_one_another_whatever_their_number(device):
     """The number of the row is no constant of the kernel: one compiled for row 0 serves row 1 and row 16."""
     block = torch.zeros(20, 4, device=device)
-    writer = RowWriter([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(block, 0, False, False)])
     for row in (0, 1, 2, 16, 19):
         assert writer.write(row, (torch.full((4,), row + 1.0, device=device),)) == -1
     assert block[:, 0].tolist() == [1.0, 2.0, 3.0, *[0.0] * 13, 17.0, 0.0, 0.0, 20.0]
@@ -198,7 +196,7 @@ def test_rows_of_one_kind_are_launched_in_the_same_way_and_others_in_their_own(d
     """What tells kinds apart: dtypes, strides of the first dimension, and which values there are."""
     vectors, flags = torch.zeros(2, 4, 3, device=device), torch.zeros(2, 4, 1, dtype=torch.uint8, device=device)
     targets = [(vectors, 0, False, True), (flags, 0, True, False)]
-    writer = RowWriter(targets, torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter(targets)
     marks = torch.tensor([1, 0, 0, 1], device=device)
     kinds = (
         (some(device, 4, 3), marks),
@@ -222,7 +220,7 @@ def test_rows_of_one_kind_are_launched_in_the_same_way_and_others_in_their_own(d
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_lazily_negated_values_are_written_as_they_read(lanes, device):
     block = torch.zeros(1, lanes, 1, device=device)
-    writer = RowWriter([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(block, 0, False, False)])
     lazy = torch.complex(some(device, lanes), some(device, lanes)).conj().imag
     assert lazy.is_neg()
     assert writer.write(0, (lazy,)) == -1
@@ -238,7 +236,7 @@ def test_a_misfit_behind_a_value_that_is_copied_first_is_told_too(device):
 
 def test_a_block_whose_memory_was_moved_is_written_where_it_is(device):
     block = torch.zeros(2, 4, device=device)
-    writer = RowWriter([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    writer = RowWriter([(block, 0, False, False)])
     assert writer.write(0, (some(device, 4),)) == -1
     before, other = block[:], torch.zeros(2, 4, device=device)
     block.data = other

@@ -134,18 +134,16 @@ misuse("gather: a list of rows", "Exception", lambda: native.gather((BLOCK,), [0
 # ---------------------------------------------------------------------------------------------------- RowWriter
 
 
-COUNTERS = rows(5, 6)
-OUTPUTS.append(COUNTERS)
 TARGET = (OUT[0], 0, False, False)
 
 
 def write(target: tuple, row: int, value: object) -> None:
-    native.RowWriter([target], COUNTERS).write(row, (value,))
+    native.RowWriter([target]).write(row, (value,))
 
 
 def write_after_a_change_of_size() -> None:
     block = f32(3, 4)
-    writer = native.RowWriter([TARGET, (block, 0, False, False)], COUNTERS)
+    writer = native.RowWriter([TARGET, (block, 0, False, False)])
     block.resize_(2, 4)
     writer.write(0, (f32(4), f32(4)))
 
@@ -167,22 +165,10 @@ for name, (expected, target) in {
     "with a negative lead": ("Exception", (OUT[0], -1, False, False)),
     "of flags in int64": ("ValueError", (rows(1, 2), 0, True, False)),
 }.items():
-    misuse(f"RowWriter: a target {name}", expected, lambda target=target: native.RowWriter([target], COUNTERS))
-misuse("RowWriter: a list of values", "Exception", lambda: native.RowWriter([TARGET], COUNTERS).write(0, [f32(4)]))
-misuse("RowWriter: too few values", "ValueError", lambda: native.RowWriter([TARGET], COUNTERS).write(0, ()))
-for name, counters in {
-    "missing": None,
-    "in a list": [5, 6],
-    "of int32": torch.zeros(2, dtype=torch.int32),
-    "of float64": torch.zeros(2, dtype=torch.float64),
-    "strided": torch.zeros(4, dtype=torch.int64)[::2],
-}.items():
-    misuse(
-        f"RowWriter: counters {name}",
-        "Exception",
-        lambda counters=counters: native.RowWriter([TARGET], counters).write(0, (f32(4),)),
-    )
-misuse("RowWriter: no counters", "TypeError", lambda: native.RowWriter([TARGET]))
+    misuse(f"RowWriter: a target {name}", expected, lambda target=target: native.RowWriter([target]))
+misuse("RowWriter: a list of values", "Exception", lambda: native.RowWriter([TARGET]).write(0, [f32(4)]))
+misuse("RowWriter: too few values", "ValueError", lambda: native.RowWriter([TARGET]).write(0, ()))
+misuse("RowWriter: no targets", "TypeError", lambda: native.RowWriter())
 
 
 # ---------------------------------------------------------------------------------------------------- segments
@@ -346,30 +332,26 @@ def segments_at_the_edge() -> None:
 def writes_at_the_edge() -> None:
     block, values = at_the_edge((3, 5, 7), torch.float32), at_the_edge((5, 7), torch.float32).normal_()
     floats, marks = at_the_edge((4, 5), torch.float32), at_the_edge((5,), torch.bool).fill_(True)
-    counters = at_the_edge((3,), torch.int64).zero_()
-    writer = native.RowWriter([(block, 0, False, False), (floats, 1, True, False)], counters)
+    writer = native.RowWriter([(block, 0, False, False), (floats, 1, True, False)])
     assert writer.write(2, (values, marks)) == -1
     assert torch.equal(block[2], values)
     assert bool((floats[3] == 1).all())
-    assert counters.tolist() == [1, 1, 1]
 
 
 def strided_writes_at_the_edge() -> None:
-    counters = rows(0)
     for dtype in (torch.uint8, torch.float32):
         whole = at_the_edge((2, 5, 7), dtype).copy_(torch.arange(70).view(2, 5, 7))
         for value in (whole[1].t(), whole[1, ::2], whole[1, :, 3:], whole[:, -1], whole[1, -1:].expand(4, 7)):
             block = at_the_edge((2, *value.shape), dtype)
-            assert native.RowWriter([(block, 0, False, False)], counters).write(1, (value,)) == -1
+            assert native.RowWriter([(block, 0, False, False)]).write(1, (value,)) == -1
             assert torch.equal(block[1], value)
 
 
 def large_writes_at_the_edge() -> None:
     """Rows that go past the cache: any length, and so any place of the target in its cache line."""
-    counters = rows(0)
     for size in (131071, 131072, 131073, 131087, 131135, 131136, 140001):
         values, block = at_the_edge((size,), torch.uint8).random_(0, 256), at_the_edge((2, size), torch.uint8)
-        writer = native.RowWriter([(block, 0, False, False)], counters)
+        writer = native.RowWriter([(block, 0, False, False)])
         for row in (0, 1):
             assert writer.write(row, (values,)) == -1
             assert torch.equal(block[row], values)

@@ -27,7 +27,6 @@ FIELDS = {
     "state": ((2, LANES_OF_ROW, 4), torch.float16, 0, False, [(2, LANES_OF_ROW, 4)]),
 }
 FLAG_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64]
-COUNTED = [0, 40, -3]  # what the counters say before the first row
 MISFITS = ["none", "nan", "dtype", "shape", "rank", "strided", "list", "number", "array", "text"]
 
 
@@ -61,7 +60,7 @@ def misfit_value(rng: np.random.Generator, name: str, kind: str):
 
 
 def writers(names: list[str], steps: int, optional: bool):
-    """The native writer and the reference's, each with its own poisoned blocks and counters."""
+    """The native writer and the reference's, each with its own poisoned blocks."""
     pairs = []
     for make in (native("RowWriter"), reference.RowWriter):
         blocks, wholes = [], []
@@ -71,8 +70,7 @@ def writers(names: list[str], steps: int, optional: bool):
             blocks.append(block)
             wholes.append(whole)
         targets = [(block, *FIELDS[name][2:4], optional) for block, name in zip(blocks, names, strict=True)]
-        counters = torch.tensor(COUNTED)
-        pairs.append((make(targets, counters), [*wholes, counters]))
+        pairs.append((make(targets), wholes))
     return pairs
 
 
@@ -97,8 +95,7 @@ def test_row_writer_agrees(seed, names, steps):
         assert mine.write(row, values) == -1
         assert truth.write(row, values) == -1
         assert contents(my_memory) == contents(true_memory)
-        assert my_memory[-1].tolist() == [count + row + 1 for count in COUNTED]
-        for name, value, whole in zip(names, values, my_memory[:-1], strict=True):
+        for name, value, whole in zip(names, values, my_memory, strict=True):
             row_shape, dtype, lead, is_flag, _ = FIELDS[name]
             if value is not None:
                 block = whole[64:-64].view(dtype).view(len(steps) + lead, *row_shape)
@@ -150,53 +147,41 @@ def test_row_writer_needs_one_value_for_each_field(side, count):
     assert contents(memory) == before
 
 
-def test_row_writer_counts_the_rows_that_it_writes_and_no_others():
-    """Between rows that are written: a misfit, a row beyond the end, too few values, a block of another size."""
+def test_row_writer_writes_on_after_what_it_refuses():
+    """Between rows that are written: a misfit, a row beyond the end, too few values."""
     for make in (native("RowWriter"), reference.RowWriter):
-        blocks, counters = [torch.zeros(3, 2), torch.zeros(3, 2)], torch.tensor([7, 0])
-        writer, good = make([(block, 0, False, False) for block in blocks], counters), torch.ones(2)
+        blocks = [torch.zeros(3, 2), torch.zeros(3, 2)]
+        writer, good = make([(block, 0, False, False) for block in blocks]), torch.ones(2)
         assert writer.write(0, (good, good)) == -1
-        assert counters.tolist() == [8, 1]
         for misfit in (good.double(), torch.ones(3), None, [1.0, 2.0]):
             assert writer.write(1, (good, misfit)) == 1
         for row, values, error in [(3, (good, good), IndexError), (1, (good,), ValueError)]:
             with pytest.raises(error):
                 writer.write(row, values)
-        assert counters.tolist() == [8, 1]
+        assert [block.tolist() for block in blocks] == [[[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]] * 2
         assert writer.write(1, (good, good)) == -1
-        assert counters.tolist() == [9, 2]
+        assert [block.tolist() for block in blocks] == [[[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]] * 2
 
 
-def test_row_writer_counts_nothing_where_a_block_has_changed_its_size():
-    block, counters = torch.zeros(3, 2), torch.tensor([7])
-    writer = native("RowWriter")([(block, 0, False, False)], counters)
+def test_row_writer_writes_nothing_where_a_block_has_changed_its_size():
+    block = torch.zeros(3, 2)
+    writer = native("RowWriter")([(block, 0, False, False)])
     block.resize_(2, 2)
     with pytest.raises(ValueError, match="changed its size"):
         writer.write(0, (torch.ones(2),))
-    assert counters.tolist() == [7]
     assert block.tolist() == [[0.0, 0.0]] * 2
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3)], ids=str)
-def test_row_writer_takes_counters_of_any_shape(shape):
-    for make in (native("RowWriter"), reference.RowWriter):
-        counters = torch.zeros(shape, dtype=torch.int64)
-        writer = make([(torch.zeros(2, 2), 0, False, False)], counters)
-        for row in (0, 1):
-            assert writer.write(row, (torch.ones(2),)) == -1
-        assert counters.flatten().tolist() == [2] * counters.numel()
 
 
 def test_row_writer_leaves_other_rows_alone():
     block = torch.full((4, 2), torch.nan)
-    writer = native("RowWriter")([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64))
+    writer = native("RowWriter")([(block, 0, False, False)])
     writer.write(2, (torch.tensor([10.0, 11.0]),))
     assert block[2].tolist() == [10.0, 11.0]
     assert block[[0, 1, 3]].isnan().all()
 
 
 def write_one(block: torch.Tensor, row: int, value: torch.Tensor) -> int:
-    return native("RowWriter")([(block, 0, False, False)], torch.zeros(1, dtype=torch.int64)).write(row, (value,))
+    return native("RowWriter")([(block, 0, False, False)]).write(row, (value,))
 
 
 # ------------------------------------------------------------------------------------------ views of other memory
@@ -280,7 +265,7 @@ def test_row_writer_writes_any_strides(value):
     assert (whole[64 : 64 + block[0].nbytes] == 0xA5).all()
     assert_guards_whole(whole)
     truth = torch.zeros_like(block)
-    assert reference.RowWriter([(truth, 0, False, False)], torch.tensor([0])).write(1, (value.contiguous(),)) == -1
+    assert reference.RowWriter([(truth, 0, False, False)]).write(1, (value.contiguous(),)) == -1
     assert torch.equal(truth[1], block[1])
 
 
@@ -357,15 +342,13 @@ def test_row_writer_writes_large_rows_of_any_dtype_among_others(dtype):
     rng = np.random.default_rng(3)
     big, small = random_tensor(rng, (7, 21001), dtype), random_tensor(rng, (7,), torch.float32)
     blocks = [torch.zeros((2, 7, 21001), dtype=dtype), torch.zeros(2, 7, 1), torch.zeros(3, 7, 21001, dtype=dtype)]
-    counters = torch.zeros(7, dtype=torch.int64)
     leads = (0, 0, 1)
     targets = [(block, lead, False, False) for block, lead in zip(blocks, leads, strict=True)]
-    assert native("RowWriter")(targets, counters).write(1, (big, small, big)) == -1
+    assert native("RowWriter")(targets).write(1, (big, small, big)) == -1
     assert torch.equal(blocks[0][1], big)
     assert blocks[1][1].flatten().tolist() == small.tolist()
     assert torch.equal(blocks[2][2], big)
     assert all(bool((block[:-1] == 0).all()) for block in blocks)
-    assert counters.tolist() == [1] * 7
 
 
 def test_row_writer_writes_large_strided_rows():

@@ -1,4 +1,4 @@
-"""The memory: one block ``[time, lane, ...]`` for each field, and one counter a lane."""
+"""The memory: one block ``[time, lane, ...]`` for each field, and one counter, because all lanes move together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +44,7 @@ class Ring:
         self.columns: list[Column] = []
         self._reserved: list[Field] = []
         self.blocks: dict[str, Tensor] = {}
-        # written[lane] counts every row ever written to the lane and never wraps; on-policy lanes move together.
-        self.written = np.zeros(lanes, dtype=np.int64)
+        self.written = 0  # every row ever written; it never wraps
         self._begin = 0  # the count at which the present rollout began, at row 0
         self._revision = 0  # blocks replaced or written by kernels, which torch's version counters do not tell
         self._writer: Any = None
@@ -55,7 +53,7 @@ class Ring:
     @property
     def size(self) -> int:
         """Rows held in each lane."""
-        return min(self.written.item(0) - self._begin, self.steps)
+        return min(self.written - self._begin, self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +138,7 @@ class Ring:
         Raises:
             InvalidInputError: If a value does not fit its column.
         """
-        row = (self.written.item(0) - self._begin) % self.steps
+        row = (self.written - self._begin) % self.steps
         if self._writer is None:
             self._writer = self._make_writer()
         misfit, fitted = self._writer.write(row, values), -1
@@ -152,6 +150,7 @@ class Ring:
             fitting = column.field.fit(values[misfit], self.lanes, self.device)
             values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
             misfit = self._writer.write(row, values)
+        self.written += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
@@ -162,7 +161,7 @@ class Ring:
 
     def restart(self) -> None:
         """Begin anew at row 0. What is in the blocks stays until it is overwritten."""
-        self._begin = int(self.written[0])
+        self._begin = self.written
 
     def zero(self) -> None:
         """Begin anew, every block zero."""
@@ -172,18 +171,18 @@ class Ring:
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same make."""
-        return {"written": self.written.tolist(), "begin": self._begin}
+        return {"written": [self.written] * self.lanes, "begin": self._begin}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from where another ring was."""
-        self.written[:] = counters["written"]
+        self.written = int(counters["written"][0])
         self._begin = int(counters["begin"])
         self.mark_written()
 
     def first(self, block: str, rows: int) -> Tensor:
         """The first ``rows`` rows of a block."""
         held = self.blocks[block]
-        return held if rows == held.shape[0] else held[:rows]
+        return held if rows == held.size(0) else held[:rows]
 
     def mark_written(self) -> None:
         """Say that a kernel writes into blocks, which torch's version counters do not tell."""
@@ -192,13 +191,13 @@ class Ring:
     def stamp(self) -> tuple[object, ...]:
         """Differs from an earlier stamp if a block was replaced or written since, as far as torch counts that."""
         versions = ((block.data_ptr(), block._version) for block in self.blocks.values())
-        return (self._revision, int(self.written[0]), *versions)
+        return (self._revision, self.written, *versions)
 
     def _make_writer(self) -> Any:
         targets = [
             (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
         ]
-        return kernel("RowWriter", self.device.type)(targets, torch.from_numpy(self.written))
+        return kernel("RowWriter", self.device.type)(targets)
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.

@@ -26,11 +26,11 @@ class RowWriter:
     """Writes one time row into several blocks ``[rows, ...]`` at once, or into none of them.
 
     Each target is ``(block, lead, is_flag, optional)``: a value given for row t goes to ``block[t + lead]``, and None
-    may be given for an optional one. Every counter goes up by one with each row that is written.
+    may be given for an optional one.
     """
 
-    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], counters: Tensor) -> None:
-        self._targets, self._counters = list(targets), counters
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]]) -> None:
+        self._targets = list(targets)
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
@@ -50,7 +50,6 @@ class RowWriter:
             if value is not None:
                 target = block[row + lead]
                 target.copy_((value != 0 if is_flag else value).detach().reshape(target.shape))
-        self._counters += 1
         return -1
 
     @staticmethod

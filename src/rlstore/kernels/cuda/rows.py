@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows_kernels import write_row
 
 _PROGRAM_BYTES, _WARPS = 16 << 10, 8  # what one program copies of a field
-# An array, into which numpy would turn a plain 1 with every row.
-_ONE = np.ones((), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,10 @@ class RowWriter:
     first.
     """
 
-    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], counters: Tensor) -> None:
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]]) -> None:
         self._targets = [
             _Target(block, lead, is_flag, math.prod(block.shape[1:])) for block, lead, is_flag, _ in targets
         ]
-        self._counters = counters.numpy()
         self._device = targets[0][0].device if targets else torch.device("cpu")
         self._checker = RowChecker(targets)
         self._plans: dict[bytes, _Plan] = {}  # by what the checker calls the kind of a row
@@ -74,7 +70,6 @@ class RowWriter:
             plan = self._plans[found] = self._plan(values)
         given = values if plan.places is None else tuple([values[place] for place in plan.places])
         plan.launcher(plan.grid, self._device, given, plan.blocks, row)  # type: ignore[arg-type]
-        self._counters += _ONE
         return -1
 
     def _plan(self, values: tuple[Tensor | None, ...]) -> _Plan:
