@@ -39,7 +39,7 @@ def _single_frames(
         e = c + tl.program_id(1) * TILE + tl.arange(0, TILE)
         fits = (e < SIZE)[None, :]
         if IS_EARLY:
-            value = early
+            value = tl.where(there[:, None], early, tl.zeros_like(early))
         else:
             value = tl.load(source + row[:, None] + e[None, :], mask=(there & (at_end == 0))[:, None] & fits, other=0)
         if HAS_FINALS:
@@ -116,18 +116,16 @@ def gather_rows(
     if DRAWS:
         made = tl.load(generator + 1) + count
         lane, time = uniform_rows(generator, number, ends, words, written, begun, LANES, STEPS, COUNTERS)
-        there = alive & (tl.load(words + TOTAL) > 0)
-        newest = tl.load(written + COUNTERS[0] + lane)
+        known = alive & (tl.load(words + TOTAL) > 0)
     else:
         row = tl.load(rows + number, mask=alive, other=-1)
+        known = row >= 0
         lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
-        newest = tl.load(written + COUNTERS[0] + lane)
-        there = (row >= 0) & (time >= tl.load(begun + COUNTERS[1] + lane)) & (time >= newest - STEPS) & (time < newest)
-    time = tl.where(there, time, 0)
     here = (time % ROWS) * EPISODE_OF[2]
-    slot = tl.load(episode_of + EPISODE_OF[0] + lane * EPISODE_OF[1] + here, mask=there, other=0).to(tl.int64)
+    slot = tl.load(episode_of + EPISODE_OF[0] + lane * EPISODE_OF[1] + here, mask=known, other=0).to(tl.int64)
     # All that depends on the row alone is loaded before the first of it is stored, so that it is waited for once.
-    # After a row comes the next one; where it does not, what stands there is not used.
+    # After a row comes the next one; where it does not, what stands there is not used. Nor is what stands where a row was
+    # that is no longer held: whether it is will be known later.
     early = ()
     for k in tl.static_range(len(PARTS)):
         if EARLY[k]:
@@ -135,11 +133,16 @@ def gather_rows(
             shown = (time + 1) % ROWS if PARTS[k] == NEXT else time % ROWS
             source = OFFSETS[k] + lane * LANE_STRIDES[k] + shown * ROW_STRIDES[k]
             frame = tl.load(sources[k] + source[:, None] + e[None, :],
-                            mask=there[:, None] & (e < SIZES[k])[None, :], other=0)  # fmt: skip
+                            mask=known[:, None] & (e < SIZES[k])[None, :], other=0)  # fmt: skip
             early = early + (frame,)  # noqa: RUF005  (Triton unpacks no tuples)
         else:
             early = early + (number,)  # noqa: RUF005
+    newest = tl.load(written + COUNTERS[0] + lane)
+    there = known & (time >= tl.load(begun + COUNTERS[1] + lane)) & (time >= newest - STEPS) & (time < newest)
+    if DRAWS:
+        move_on(generator + 1, ticket, made)
     if FINISHES:
+        made = tl.load(generator + 1) + count
         weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
         priority = tl.load(unfinished[3])
         new, oldest = new_rows(0, unfinished[4], unfinished[5], LANES, STEPS, COUNTERS[0], SETTLED[0])
@@ -147,6 +150,7 @@ def gather_rows(
     stop = tl.load(episodes + slot * 4 + 1, mask=there, other=0)
     how = tl.load(episodes + slot * 4 + 2, mask=there, other=0)
     padding = tl.load(episodes + slot * 4 + 3, mask=there, other=0)
+    time = tl.where(there, time, 0)
     is_over = (stop >= 0) & (stop <= newest)
     stop = tl.where(is_over, stop, newest)
     taken = tl.minimum(tl.maximum(stop - time, 0), N_STEP)
@@ -184,12 +188,10 @@ def gather_rows(
                 elif PARTS[k] == FIRST:
                     flag = there & (start == time)
                 tl.store(outputs[k] + number, flag.to(tl.uint8), mask=alive)
-    if DRAWS:
-        move_on(generator + 1, ticket, made)
     if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
         if tl.program_id(1) == 0:
             tl.store(unfinished[0] + number, weight, mask=alive)
             settle(new, oldest, unfinished[2], priority, unfinished[4], unfinished[5],
                    LANES, STEPS, COUNTERS[0], SETTLED[0], SETTLED[1])  # fmt: skip
             if tl.program_id(0) == 0:
-                tl.store(generator + 1, tl.load(generator + 1) + count)
+                tl.store(generator + 1, made)

@@ -274,6 +274,7 @@ def update_leaves(
     lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
     newest = tl.load(written + WRITTEN + lane)
     oldest = tl.maximum(tl.load(begun + BEGUN + lane), newest - STEPS)
+    move_on(given, ticket, before + count)
     fits = (row >= 0) & (time >= oldest) & (time < newest)
     leaf = lane * STEPS + time % STEPS
     own = before + number + 1
@@ -289,7 +290,6 @@ def update_leaves(
         found = tl.where(is_open, again, found)
     lost = tl.sum(((number < count) & (fits == 0)).to(tl.int64), 0)
     tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
-    move_on(given, ticket, before + count)
 
 
 @triton.jit

@@ -26,7 +26,10 @@ def write_row(
     program = tl.program_id(0)
     for f in tl.static_range(len(COUNTS)):
         if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
-            begin = (program - FIRSTS[f]).to(tl.int64) * ENTRIES[f]
+            begin = program - FIRSTS[f]
+            if COUNTS[f] >= 2**31:
+                begin = begin.to(tl.int64)
+            begin = begin * ENTRIES[f]
             entry = tl.arange(0, ENTRIES[f])
             inside = entry < COUNTS[f] - begin
             if STRIDES[f] == -1:
