@@ -77,13 +77,13 @@ def uniform_rows(
 
 @triton.jit
 def move_on(counter, ticket, count):
-    """Set the counter to ``count`` once every program has read it and is here.
+    """Set the counter to ``count`` once every program, each of which has read it, is here.
 
-    To be called as soon as the counter is read: who is here waits for the ticket, while other loads are on their way.
+    No program waits for what it wrote to be seen by others: the last one reads nothing of it.
     """
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
-    if tl.atomic_add(ticket, 1, sem="acq_rel") == programs - 1:
+    if tl.atomic_add(ticket, 1, sem="relaxed") == programs - 1:
         tl.store(counter, count)
         tl.store(ticket, 0)
 

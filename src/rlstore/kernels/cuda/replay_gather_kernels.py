@@ -124,8 +124,8 @@ def gather_rows(
     here = (time % ROWS) * EPISODE_OF[2]
     slot = tl.load(episode_of + EPISODE_OF[0] + lane * EPISODE_OF[1] + here, mask=known, other=0).to(tl.int64)
     # All that depends on the row alone is loaded before the first of it is stored, so that it is waited for once.
-    # After a row comes the next one; where it does not, what stands there is not used. Nor is what stands where a row was
-    # that is no longer held: whether it is will be known later.
+    # After a row comes the next one; where it does not, what stands there is not used. Nor is what stands where a row is
+    # not held: whether it is will be known later.
     early = ()
     for k in tl.static_range(len(PARTS)):
         if EARLY[k]:
@@ -139,8 +139,6 @@ def gather_rows(
             early = early + (number,)  # noqa: RUF005
     newest = tl.load(written + COUNTERS[0] + lane)
     there = known & (time >= tl.load(begun + COUNTERS[1] + lane)) & (time >= newest - STEPS) & (time < newest)
-    if DRAWS:
-        move_on(generator + 1, ticket, made)
     if FINISHES:
         made = tl.load(generator + 1) + count
         weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
@@ -188,6 +186,8 @@ def gather_rows(
                 elif PARTS[k] == FIRST:
                     flag = there & (start == time)
                 tl.store(outputs[k] + number, flag.to(tl.uint8), mask=alive)
+    if DRAWS:
+        move_on(generator + 1, ticket, made)
     if FINISHES:  # noqa: SIM102  (this is known when it is compiled, the other not)
         if tl.program_id(1) == 0:
             tl.store(unfinished[0] + number, weight, mask=alive)

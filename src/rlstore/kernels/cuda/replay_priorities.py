@@ -20,7 +20,7 @@ from rlstore.kernels.cuda.replay_ring import EpisodeRing
 
 _MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
 _LEAST_WIDTH = 32
-_DRAWN, _UPDATED, _UPDATE_WARPS = 16, 32, 1  # rows of a program that draws, and of one that updates
+_DRAWN, _DRAW_WARPS, _UPDATED, _UPDATE_WARPS = 32, 8, 32, 1  # rows of a program that draws, and of one that updates
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
@@ -64,7 +64,7 @@ class Priorities:
         self.settled = (ring.lanes, ring.steps, written, lanes, _SETTLED // lanes)
         every = (leaves, ring.lanes, ring.steps, written, self._blocks, supers, width)
         self._sum = Launcher(sum_leaves, (leaves, ring.steps, written, self._blocks, width), min(width // 32, 32))
-        self._draw = Launcher(draw_leaves, (*every, _DRAWN))
+        self._draw = Launcher(draw_leaves, (*every, _DRAWN), _DRAW_WARPS)
         self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
         self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
         self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED), _UPDATE_WARPS)

@@ -274,11 +274,10 @@ def update_leaves(
     lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
     newest = tl.load(written + WRITTEN + lane)
     oldest = tl.maximum(tl.load(begun + BEGUN + lane), newest - STEPS)
-    move_on(given, ticket, before + count)
     fits = (row >= 0) & (time >= oldest) & (time < newest)
     leaf = lane * STEPS + time % STEPS
     own = before + number + 1
-    found = tl.maximum(tl.atomic_max(stamps + leaf, own, mask=fits, sem="acq_rel"), own)
+    found = tl.maximum(tl.atomic_max(stamps + leaf, own, mask=fits, sem="acquire"), own)
     value = _leaf_value(priority, alpha)
     is_open = fits
     while tl.max(is_open.to(tl.int32), 0) > 0:
@@ -290,6 +289,7 @@ def update_leaves(
         found = tl.where(is_open, again, found)
     lost = tl.sum(((number < count) & (fits == 0)).to(tl.int64), 0)
     tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
+    move_on(given, ticket, before + count)
 
 
 @triton.jit
