@@ -10,6 +10,7 @@ from test_replay_draws import PriorityMemory, WindowMemory
 from rlstore.kernels import reference_of
 from rlstore.kernels.cuda import replay_priorities
 from rlstore.kernels.cuda.replay_priorities import Priorities
+from rlstore.kernels.cuda.replay_priorities_kernels import UPDATE
 from rlstore.kernels.cuda.replay_windows import WindowIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
@@ -102,12 +103,38 @@ def test_one_that_comes_later_and_was_there_first_stays(device):
     mine.tree.settle()
     row, other = twins.truth.held()[[3, 8]].tolist()
     leaf, other_leaf = (row % 4 * 5 + row // 4 % 5 for row in (row, other))
-    mine.tree._stamps[leaf] = 3
+    mine.tree.update(torch.tensor([other], device=device), torch.tensor([1.0], device=device), 1.0, None)
+    update = UPDATE.value  # the second: stamps begin there
+    mine.tree._stamps[leaf] = update + 3
     mine.tree.update(
         torch.tensor([row, other], device=device), torch.tensor([5.0, 6.0, 7.0], device=device)[:2], 1.0, None
     )
     assert (float(mine.leaves[leaf]), float(mine.leaves[other_leaf])) == (7.0, 6.0)
-    assert (mine.tree._stamps[leaf], mine.tree._stamps[other_leaf], mine.tree._given) == (3, 2, 2)
+    assert mine.tree._stamps[[leaf, other_leaf]].tolist() == [update + 3, update + 2]
+    assert int(mine.tree._updates) == 2 * update
+
+
+def test_the_programs_of_an_update_count_one_together(device):
+    """However many they are: 3 programs, which share what cannot be shared evenly."""
+    twins = twins_of(16, 8, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 8)
+    rows = twins.truth.held()[:96].to(device)
+    for turn in range(1, 4):
+        mine.tree.update(rows, torch.full((len(rows),), 2.0 * turn, device=device), 1.0, None)
+        assert int(mine.tree._updates) == turn * UPDATE.value
+        leaves = rows % 16 * 8 + rows // 16 % 8
+        assert mine.leaves[leaves].tolist() == [2.0 * turn] * len(rows)
+
+
+def test_an_update_of_too_many_is_refused(device, monkeypatch):
+    monkeypatch.setattr(replay_priorities, "_MOST_UPDATED", 4)
+    twins = twins_of(4, 5, device)
+    mine, _ = both = priorities_of(twins)
+    write(twins, both, 5)
+    rows = twins.truth.held()[:4].to(device)
+    with pytest.raises(ValueError, match="4 priorities at once"):
+        mine.tree.update(rows, torch.ones(4, device=device), 1.0, None)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0, 2.5])

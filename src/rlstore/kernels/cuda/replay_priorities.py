@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
 from rlstore.kernels.cuda.replay_priorities_kernels import (
+    UPDATE,
     draw_leaves,
     finish_draw,
     settle_rows,
@@ -21,6 +22,7 @@ from rlstore.kernels.cuda.replay_ring import EpisodeRing
 _MOST_BLOCKS, _SUPERS = 1024, 32  # sums at the top, and of 32 of them, which are summed where they are needed
 _LEAST_WIDTH = 32
 _DRAWN, _DRAW_WARPS, _UPDATED, _UPDATE_WARPS = 32, 8, 32, 1  # rows of a program that draws, and of one that updates
+_MOST_UPDATED = UPDATE.value  # rows of an update
 _FINISHED = 256  # weights of a program
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
@@ -54,10 +56,9 @@ class Priorities:
             self._first = torch.ones(1, dtype=torch.float32, device=device)
             self._dropped = torch.zeros(1, dtype=torch.int64, device=device)
             self._smallest = torch.zeros(1, dtype=torch.int32, device=device)  # the bits of a float32
-            # The stamp that each leaf was last updated with, the stamps given so far, and who is done with the last.
+            # The stamp that each leaf was last updated with, and the updates so far, in multiples of UPDATE.
             self._stamps = torch.zeros(leaves, dtype=torch.int64, device=device)
-            self._given = torch.zeros(1, dtype=torch.int64, device=device)
-            self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+            self._updates = torch.zeros(1, dtype=torch.int64, device=device)
         self._written, self._begun = (place.memory for place in ring.counter_places[:2])
         written, begun = (place.offset for place in ring.counter_places[:2])
         lanes = min(next_power_of_2(ring.lanes), _SETTLED_LANES)
@@ -143,12 +144,22 @@ class Priorities:
         """
         if rows.numel() != priorities.numel():
             raise ValueError("update: a priority for each row")
+        if rows.numel() >= _MOST_UPDATED:
+            raise ValueError(f"update: {rows.numel()} priorities at once; there is room for fewer than {_MOST_UPDATED}")
         self.settle()
         if windows is not None:
             rows = torch.where(windows.contain(rows), rows, -1)
         count = rows.numel()
-        stamps = (self._stamps, self._given, self._ticket)
-        tensors = (rows, priorities, self._leaves, self._dropped, *stamps, self._written, self._begun)
+        tensors = (
+            rows,
+            priorities,
+            self._leaves,
+            self._dropped,
+            self._stamps,
+            self._updates,
+            self._written,
+            self._begun,
+        )
         self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, as_float(alpha))
         return 0, 0, 0
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlstore.kernels.cuda.replay_draw_kernels import move_on, units
+from rlstore.kernels.cuda.replay_draw_kernels import units
 
 SUPER = tl.constexpr(32)  # blocks that are summed where they are needed
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
@@ -26,6 +26,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _NO_ROW = tl.constexpr(-(2**62))
 _LARGE = tl.constexpr(2.0**24)
 _ROOT_OF_HALF = tl.constexpr(0x3F3504F3)  # the bits of a float32
+UPDATE = tl.constexpr(1 << 26)  # from the stamps of one update to those of the next
 
 
 @triton.jit
@@ -258,7 +259,7 @@ def _valid_rows(rows, priorities, number, count):
 
 @triton.jit(do_not_specialize=["count", "alpha"])
 def update_leaves(
-    rows, priorities, leaves, dropped, stamps, given, ticket, written, begun, count: tl.int64, alpha: tl.float64,
+    rows, priorities, leaves, dropped, stamps, updates, written, begun, count: tl.int64, alpha: tl.float64,
     LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BEGUN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``leaf = priority ** alpha`` of rows that are held; where a row comes twice, the later one counts.
@@ -267,9 +268,12 @@ def update_leaves(
     than those of all entries before it, writes the priority of the largest that it finds there, and looks again: if a
     larger one has come meanwhile it writes that one's. Whoever stamps a row after another has looked for the last time
     also writes after it; so the largest is written last.
+
+    A stamp tells the update, and in that the entry. All programs add to their counter, but only together a whole one: so all
+    read the same, and none waits for another.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    before = tl.load(given)
+    before = tl.load(updates) // UPDATE * UPDATE
     row, priority = _valid_rows(rows, priorities, number, count)
     lane, time = tl.maximum(row, 0) % LANES, tl.maximum(row, 0) // LANES
     newest = tl.load(written + WRITTEN + lane)
@@ -289,7 +293,9 @@ def update_leaves(
         found = tl.where(is_open, again, found)
     lost = tl.sum(((number < count) & (fits == 0)).to(tl.int64), 0)
     tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
-    move_on(given, ticket, before + count)
+    share = UPDATE // tl.num_programs(0)
+    rest = UPDATE - share * tl.num_programs(0)
+    tl.atomic_add(updates, (share + tl.where(tl.program_id(0) == 0, rest, 0)).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
