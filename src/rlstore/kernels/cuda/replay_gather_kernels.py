@@ -124,7 +124,7 @@ def gather_rows(
     here = (time % ROWS) * EPISODE_OF[2]
     slot = tl.load(episode_of + EPISODE_OF[0] + lane * EPISODE_OF[1] + here, mask=known, other=0).to(tl.int64)
     # All that depends on the row alone is loaded before the first of it is stored, so that it is waited for once. What
-    # stands after a row may not be the next one, and the row may not be held: what must not be used is known later.
+    # stands after a row may not be the next one, and the row may not be held: what must not be used is seen later.
     early = ()
     for k in tl.static_range(len(PARTS)):
         if EARLY[k]:

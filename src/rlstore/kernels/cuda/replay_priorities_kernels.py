@@ -269,8 +269,8 @@ def update_leaves(
     larger one has come meanwhile it writes that one's. Whoever stamps a row after another has looked for the last time
     also writes after it; so the largest is written last.
 
-    A stamp tells the update, and in that the entry. All programs add to their counter, but only together a whole one: so all
-    read the same, and none waits for another.
+    A stamp tells the update, and in that the entry. All programs add to the counter of updates, but only all of them
+    together add a whole one: so all read the same, and none waits for another.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     before = tl.load(updates) // UPDATE * UPDATE
