@@ -137,7 +137,9 @@ def gather_rows(
         else:
             early = early + (number,)  # noqa: RUF005
     newest = tl.load(written + COUNTERS[0] + lane)
-    there = known & (time >= tl.load(begun + COUNTERS[1] + lane)) & (time >= newest - STEPS) & (time < newest)
+    there = known
+    if not DRAWS:  # what was drawn is held
+        there = there & (time >= tl.load(begun + COUNTERS[1] + lane)) & (time >= newest - STEPS) & (time < newest)
     if FINISHES:
         made = tl.load(generator + 1) + count
         weight = weigh(number, alive, unfinished[0], unfinished[1], beta)
