@@ -143,6 +143,16 @@ def test_states_of_some_layers_and_expanded_scalars(device):
     assert blocks[1][0].tolist() == [1.0] * 3
 
 
+def test_values_that_lie_far_apart(device):
+    """As a step of [envs, steps, ...] of many bytes: what is between the first value and the last is never touched."""
+    memory = torch.empty(2**31 + 2, dtype=torch.uint8, device=device)
+    far = memory.as_strided((3, 2), (2**30, 1))
+    far.copy_(torch.arange(6, dtype=torch.uint8).view(3, 2))
+    block = torch.zeros(2, 3, 2, dtype=torch.uint8, device=device)
+    assert RowWriter([(block, 0, False, False)]).write(1, (far,)) == -1
+    assert block.tolist() == [[[0, 0]] * 3, [[0, 1], [2, 3], [4, 5]]]
+
+
 MISFITS = {
     "nothing": lambda good: None,
     "dtype": lambda good: good.to(torch.int32 if good.dtype != torch.uint8 else torch.float16),

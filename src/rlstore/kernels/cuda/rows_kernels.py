@@ -27,7 +27,8 @@ def write_row(
     for f in tl.static_range(len(COUNTS)):
         if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
             begin = program - FIRSTS[f]
-            if COUNTS[f] >= 2**31:
+            # Short numbers, unless the value or the memory that it is spread over is too long for them.
+            if (COUNTS[f] >= 2**31) | (COUNTS[f] // WIDTHS[f] * STRIDES[f] >= 2**31):
                 begin = begin.to(tl.int64)
             begin = begin * ENTRIES[f]
             entry = tl.arange(0, ENTRIES[f])
