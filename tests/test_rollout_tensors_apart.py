@@ -100,6 +100,12 @@ def test_every_tensor_of_a_batch_may_ask_for_gradients(batches):
         del batch, leaves, total
 
 
+def test_batches_taken_in_inference_mode_are_ordinary_tensors(batches):
+    with torch.inference_mode():
+        taken = [tensors_of(batch) for batch in batches(rollout())]
+    assert not [name for tensors in taken for name, tensor in tensors.items() if tensor.is_inference()]
+
+
 def test_an_attribute_of_any_one_tensor_is_not_met_again(batches):
     for name in tensors_of(next(iter(batches(rollout())))):
         for batch in batches(rollout()):

@@ -139,6 +139,9 @@ class Arena:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next tensor."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty(shape, dtype, device)
         if dtype not in self._typed:
             self._typed[dtype] = self.piece.view(dtype)
         strides, count = [], 1
