@@ -59,7 +59,8 @@ struct RowField {
       return false;
     }
     const bool type_fits = is_flag ? can_be_flag(tensor->dtype) : tensor->dtype == dtype;
-    return tensor->device.type == device.type && tensor->device.id == device.id && type_fits && same_shape(*tensor);
+    const bool same_device = tensor->device.type == device.type && tensor->device.id == device.id;
+    return same_device && type_fits && same_shape(*tensor) && has_memory(*tensor);
   }
 
  private:

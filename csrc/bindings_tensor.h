@@ -39,6 +39,10 @@ inline bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
+// False for a tensor that has entries and no memory to read them from: one of zeros that were never made, or one that
+// stands for other tensors, as a DTensor does. Torch describes them like any other.
+inline bool has_memory(const DLTensor& tensor) { return tensor.data || element_count(tensor) == 0; }
+
 inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
 // A contiguous CPU tensor, or an exception.

@@ -55,7 +55,8 @@ inline bool read_tensor(PyObject* value, Given* given) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor)) return false;
+  if (tensor.device.type != kCpu || !has_memory(tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
+    return false;
   // A lazily negated tensor looks like any other here; its last stride is 2, also where a single element hides that.
   if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
   given->memory = address(tensor);

@@ -160,6 +160,7 @@ MISFITS = {
     "rank": lambda good: good.unsqueeze(0),
     "list": lambda good: good.tolist(),
     "sparse": lambda good: good.to_sparse(),
+    "no memory": lambda good: torch._efficientzerotensor(good.shape, dtype=good.dtype, device=good.device),
     "elsewhere": lambda good: good.to("cpu" if good.is_cuda else "meta"),
 }
 

@@ -38,6 +38,14 @@ def test_a_lazily_conjugated_value_is_written_as_what_it_is():
     assert ring.blocks["waves"].flatten().tolist() == [1 - 2j] * 6 + [3 - 4j] * 6
 
 
+def test_a_value_without_memory_is_refused():
+    """Zeros that were never made; the tensors of torch.distributed, which stand for others, look the same."""
+    ring = Ring([Column(field("rewards", (2,)), "rewards")], 2, LANES, CPU)
+    with pytest.raises(InvalidInputError, match="no plain memory"):
+        ring.write((torch._efficientzerotensor(LANES, 2),))
+    assert ring.written == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_on_cuda_complex_numbers_are_refused_before_anything_is_allocated(dtype, monkeypatch):
     monkeypatch.setattr(ring_module, "allocate", None)

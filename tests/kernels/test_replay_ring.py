@@ -118,6 +118,13 @@ def test_values_that_are_not_ready_are_told_by_their_place(name, place):
     assert int(twins.native.counters[0].sum()) == 0
 
 
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_values_without_memory_are_not_ready(place):
+    twins = Twins(PLAIN)
+    assert twins.native.ring.write(values_of(PLAIN, place, torch._efficientzerotensor(2, 2))) == place
+    assert int(twins.native.counters[0].sum()) == 0
+
+
 @pytest.mark.parametrize("place", [4, 5, 6, 8])
 @pytest.mark.parametrize(
     "flags",

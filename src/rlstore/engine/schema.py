@@ -73,12 +73,20 @@ class Field:
         )
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    """False for a tensor whose entries cannot be copied from one place; of other devices torch need not tell it."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    return tensor.device.type not in ("cpu", "cuda") or tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def as_tensor(value: Any, name: str) -> Tensor:
     """A plain detached tensor of the value, or an error that names the field."""
     if isinstance(value, Tensor):
-        if value.is_meta or value.layout != torch.strided:
+        if not _has_memory(value):
             raise InvalidInputError(
-                f"{name} is a {value.layout} tensor on {value.device}, which has no plain memory. Nothing was written."
+                f"{name} is a {type(value).__name__} ({value.layout}) on {value.device}, which has no plain memory. "
+                "Nothing was written."
             )
         return value.detach().resolve_conj().resolve_neg()
     if value is None:
