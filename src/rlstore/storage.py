@@ -84,8 +84,10 @@ class Storage(ABC):
         owner = type(self).__name__
         check_positive(owner, size=size)
         self.max_size = int(size)
-        self.device = self._given_device = device
+        self.device = device
         self._torch_device = check_device(owner, device)
+        # What is saved. A bare number, which torch takes too, would not be read back.
+        self._given_device = device if isinstance(device, (str, torch.device)) else self._torch_device
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
         self._outputs = Recycler()

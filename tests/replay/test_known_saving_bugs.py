@@ -126,6 +126,15 @@ def test_a_storage_is_saved_with_the_device_as_it_was_given(tmp_path, monkeypatc
     assert json.loads((tmp_path / "again" / "manifest.json").read_text())["device"] == str(given)
 
 
+def test_a_storage_whose_device_was_given_as_a_number_is_saved_with_its_name(tmp_path, monkeypatch):
+    """As training over several GPUs gives it: the number of the process."""
+    real = storage_module.check_device
+    monkeypatch.setattr(storage_module, "check_device", lambda owner, device: real(owner, "cpu"))
+    make_storage(2, 6, device=0).save(tmp_path / "saved")
+    monkeypatch.undo()
+    assert Storage.load(tmp_path / "saved").device == torch.device("cpu")
+
+
 def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_path):
     space = spaces.Box(0, 255, (16, 16, 3), np.uint8)
     storage = make_storage(1, 500, observation_space=space)
