@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rlstore.engine import memory
 from rlstore.engine.memory import Pieces
@@ -92,6 +93,17 @@ def test_each_tensor_is_one_in_its_own_right_whatever_the_mode(layout, mode):
         tensor.zero_()
         assert tensor._version == before + 1
         assert [other._version for other in (*tensors, *memories) if other is not tensor] == versions
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_a_mode_that_only_pretends_are_not_met_after_it(layout):
+    memory._template.cache_clear()
+    with FakeTensorMode():
+        pretended, _ = make(layout)
+    assert [(type(tensor), tuple(tensor.shape)) for tensor in pretended] == [
+        (FakeTensor, shape) for shape, _ in LAYOUTS[layout]
+    ]
+    assert {type(tensor) for tensor in make(layout)[0]} == {torch.Tensor}
 
 
 def test_what_a_caller_may_do_to_a_tensor():

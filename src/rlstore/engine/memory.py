@@ -227,7 +227,8 @@ def _cut_one_by_one(shapes: list[tuple[int, ...]], piece: Tensor) -> list[Tensor
 
 
 def _cut_at_once(autograd: torch._C.DispatchKeySet, templates: list[Tensor], piece: Tensor) -> list[Tensor]:
-    if torch.compiler.is_compiling():  # which knows nothing of what follows
+    # A compiler knows nothing of what follows, nor does a mode that makes tensors of another kind.
+    if torch.compiler.is_compiling() or type(piece) is not Tensor:
         return _cut_one_by_one([tuple(template.shape) for template in templates], piece)
     # Autograd does not look, and so makes nothing a view of the piece.
     with torch._C._ExcludeDispatchKeyGuard(autograd):
@@ -236,8 +237,9 @@ def _cut_at_once(autograd: torch._C.DispatchKeySet, templates: list[Tensor], pie
 
 @lru_cache(1024)
 def _template(shape: tuple[int, ...]) -> Tensor:
-    """A tensor without memory that tells a shape."""
-    return allocate_empty(shape, torch.float32, torch.device("meta"))
+    """A tensor without memory that tells a shape. It is kept, so it is an ordinary one, whatever the caller's mode."""
+    with torch._C._DisableTorchDispatch():
+        return allocate_empty(shape, torch.float32, torch.device("meta"))
 
 
 def _find_autograd() -> torch._C.DispatchKeySet | None:
@@ -245,11 +247,12 @@ def _find_autograd() -> torch._C.DispatchKeySet | None:
     try:
         names = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
         one, other, views = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
-        piece = allocate_empty((2,), torch.float32, torch.device("cpu"))
-        tensors = _cut_at_once(one | other | views, [_template((1,))] * 2, piece)
+        with torch._C._DisableTorchDispatch():  # tried with ordinary tensors, whatever mode this is imported in
+            piece = allocate_empty((2,), torch.float32, torch.device("cpu"))
+            tensors = _cut_at_once(one | other | views, [_template((1,))] * 2, piece)
+            tensors[0].zero_()
     except (AttributeError, RuntimeError, TypeError):
         return None
-    tensors[0].zero_()
     is_plain = all(tensor._base is None for tensor in tensors) and tensors[1]._version == piece._version == 0
     return one | other | views if is_plain else None
 
