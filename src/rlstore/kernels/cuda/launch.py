@@ -57,6 +57,7 @@ class Launcher:
     def __init__(self, kernel: Any, constants: tuple[Any, ...] = (), num_warps: int = 4) -> None:
         self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
         self._bound: dict[torch.device, _Bound | None] = {}  # None if it cannot be bound
+        self._compiled: list[Any] = []  # what was bound, so that it stays loaded
 
     def __call__(self, grid: tuple[int, int, int], device: torch.device, *arguments: Argument) -> None:
         """Launch on the current stream of ``device``, which all tensors are on.
@@ -84,6 +85,7 @@ class Launcher:
             parts = list(_flat(arguments))
             if _are_aligned(parts):
                 self._bound[device] = _bind(compiled, index, len(parts))
+                self._compiled.append(compiled)
 
 
 def next_power_of_2(number: int) -> int:

@@ -129,7 +129,7 @@ def gather_rows(
     for k in tl.static_range(len(PARTS)):
         if EARLY[k]:
             e = tl.program_id(1) * TILES[k] + tl.arange(0, TILES[k])
-            shown = (time + 1) % ROWS if PARTS[k] == NEXT else time % ROWS
+            shown = (time % ROWS + 1) % ROWS if PARTS[k] == NEXT else time % ROWS
             source = OFFSETS[k] + lane * LANE_STRIDES[k] + shown * ROW_STRIDES[k]
             frame = tl.load(sources[k] + source[:, None] + e[None, :],
                             mask=known[:, None] & (e < SIZES[k])[None, :], other=0)  # fmt: skip

@@ -158,7 +158,7 @@ def settle_rows(
 
 @triton.jit
 def _power(number, exponent):
-    """``number ** exponent`` of a float32 above 0, rounded as one: wrong by two units in the last place at most.
+    """``number ** exponent`` of a float32 above 0, to the last places of one.
 
     Only the whole part of the logarithm is multiplied in float64; of the rest float32 knows enough, in a tenth of the
     time.
