@@ -25,7 +25,7 @@ from common import Result, Run, actors, arguments, make_envs, report
 from dqn import CARTPOLE, QNetwork, act, update
 
 from rlstore import PeerLostError, PrioritizedReplayStorage, RateLimit, StorageClosedError
-from rlstore.replay_writer import ReplayWriter
+from rlstore.replay.writer import ReplayWriter
 
 NUM_ACTORS = 3
 ENVS_PER_ACTOR = 4

@@ -17,7 +17,7 @@ from rlstore import (
     RolloutStorage,
     Storage,
 )
-from rlstore.engine.backing import Backing
+from rlstore.engine.memory.backing import Backing
 
 STEPS, ENVS = 6, 10
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rollout_ids import assert_equal, build, fill, ids_in, ids_of_step, observations_of, snapshot, tensors_of
 
-from rlstore.engine import gather
+from rlstore.engine.batches import gather
 
 ENVS, STEPS = 800, 8
 # A row is 83 bytes: half of the rollout is a little over 256 KiB, a quarter is not.

@@ -5,9 +5,9 @@ import torch
 from rollout_ids import ENVS, STEPS, assert_equal, build, fill, hidden_of, tensors_of
 
 from rlstore import InvalidInputError
-from rlstore.engine import segments
-from rlstore.engine.memory import allocate_empty
-from rlstore.recurrent import _Epoch
+from rlstore.engine.batches import trajectories as segments
+from rlstore.engine.memory.tensors import allocate_empty
+from rlstore.rollout.recurrent import _Epoch
 
 MEMORIES = {
     "none": lambda ids: (None, None),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rollout_ids import ENVS, assert_equal, build, fill, tensors_of
 
-from rlstore.engine import gather
+from rlstore.engine.batches import gather
 
 KINDS = ["small", "large", "reshuffled", "recurrent"]
 

@@ -1,11 +1,11 @@
 """rlstore stores the experience of reinforcement-learning agents and serves it to learners."""
 
-from rlstore.decoupled import DecoupledRolloutStorage
-from rlstore.distributed import DistributedStorage, HandoffReport
-from rlstore.distributed_actor import ActorHandle, Rollout
-from rlstore.distributed_learner import Learner
-from rlstore.engine.limiter import RateLimit
-from rlstore.engine.slots import SlotQueue
+from rlstore.distributed.actor import ActorHandle, Rollout
+from rlstore.distributed.batch import RolloutBatch
+from rlstore.distributed.learner import Learner
+from rlstore.distributed.storage import DistributedStorage, HandoffReport
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.processes.slots import SlotQueue
 from rlstore.errors import (
     DiskFullError,
     DoesNotFitError,
@@ -20,16 +20,16 @@ from rlstore.errors import (
     UnsupportedSpaceError,
     WaitTimeoutError,
 )
-from rlstore.hindsight import HindsightReplayStorage
-from rlstore.nstep import NStepReplayStorage
-from rlstore.prioritized import PrioritizedBatch, PrioritizedReplayStorage
-from rlstore.replay import ReplayStorage
-from rlstore.replay_writer import ReplayWriter
-from rlstore.rollout import RolloutStorage
-from rlstore.rollout_batch import RolloutBatch
-from rlstore.sequence import SequenceBatch, SequenceReplayStorage
+from rlstore.replay.hindsight import HindsightReplayStorage
+from rlstore.replay.nstep import NStepReplayStorage
+from rlstore.replay.prioritized import PrioritizedBatch, PrioritizedReplayStorage
+from rlstore.replay.sequence import SequenceBatch, SequenceReplayStorage
+from rlstore.replay.storage import ReplayStorage
+from rlstore.replay.transitions import ReplayBatch
+from rlstore.replay.writer import ReplayWriter
+from rlstore.rollout.decoupled import DecoupledRolloutStorage
+from rlstore.rollout.storage import RolloutStorage
 from rlstore.storage import Critic, Storage
-from rlstore.transition_batch import ReplayBatch
 
 __version__ = "0.1.0"
 

@@ -39,9 +39,9 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
-from rlstore.engine.memory import Recycler
-from rlstore.engine.ring import Ring
-from rlstore.engine.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.memory.tensors import Recycler
+from rlstore.engine.rows.ring import Ring
 from rlstore.errors import InvalidInputError, SnapshotError
 
 Sample = Mapping[str, Any]

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from replay_play import flat, make, play
 
 from rlstore import ReplayStorage, Storage, kernels
-from rlstore.engine import episode_ring
+from rlstore.engine.rows import episode_ring
 from rlstore.kernels import cuda
 
 # The rest of them are compared on a GPU, in tests/test_cuda.py.

@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 
 from rlstore import DistributedStorage, NStepReplayStorage, ReplayStorage
-from rlstore.engine.staging import Staging
+from rlstore.engine.batches.staging import Staging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

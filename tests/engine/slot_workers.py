@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from rlstore.engine.slots import State
+from rlstore.engine.processes.slots import State
 
 DEADLINE = 60.0
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rlstore.engine.ahead import Ahead
+from rlstore.engine.batches.ahead import Ahead
 
 
 class OwnError(Exception):

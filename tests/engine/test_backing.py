@@ -15,8 +15,9 @@ import torch
 import torch.multiprocessing
 
 from rlstore import DiskFullError, DoesNotFitError, InvalidInputError
-from rlstore.engine import backing, files
-from rlstore.engine.backing import Backing
+from rlstore.engine.disk import files
+from rlstore.engine.memory.backing import Backing
+from rlstore.engine.memory.tensors import backing
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

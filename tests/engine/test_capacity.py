@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlstore.engine.capacity import free_device, free_disk, free_ram
+from rlstore.engine.memory.capacity import free_device, free_disk, free_ram
 
 
 def lay_out(root: Path, files: dict[str, str]) -> dict[str, Path]:

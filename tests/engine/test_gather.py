@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstore.engine import gather
-from rlstore.engine.gather import KeptBatches, gather_batches, gather_rows
+from rlstore.engine.batches import gather
+from rlstore.engine.batches.gather import KeptBatches, gather_batches, gather_rows
 
 STEPS, LANES = 6, 5
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from rlstore.engine import gather, select
-from rlstore.engine.gather import GatheredAhead, KeptBatches
+from rlstore.engine.batches import gather, select
+from rlstore.engine.batches.gather import GatheredAhead, KeptBatches
 
 STEPS, LANES, COUNT, SIZE = 4, 6, 3, 7
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.engine import gather, memory
-from rlstore.engine.gather import KeptBatches
+from rlstore.engine.batches import gather
+from rlstore.engine.batches.gather import KeptBatches
+from rlstore.engine.memory.tensors import tensors as memory
 from rlstore.kernels import _native
 
 

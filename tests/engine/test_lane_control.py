@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from rlstore.engine.lane_control import LaneControl
-from rlstore.engine.limiter import RateLimit
+from rlstore.engine.processes.lanes import LaneControl
+from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

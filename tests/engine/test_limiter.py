@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlstore import RateLimit
-from rlstore.engine.limiter import Limiter
-from rlstore.engine.segment import Segment
+from rlstore.engine.memory.segment import Segment
+from rlstore.engine.processes.limiter import Limiter
 from rlstore.errors import InvalidInputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

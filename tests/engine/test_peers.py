@@ -10,9 +10,9 @@ from itertools import chain
 import pytest
 import torch
 
-from rlstore.engine import peers as peers_module
-from rlstore.engine.peers import Peers
-from rlstore.engine.segment import Segment
+from rlstore.engine.memory.segment import Segment
+from rlstore.engine.processes import peers as peers_module
+from rlstore.engine.processes.peers import Peers
 from rlstore.errors import StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

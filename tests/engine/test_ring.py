@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.engine.ring import Column, Ring
-from rlstore.engine.schema import Field
+from rlstore.engine.rows.ring import Column, Ring
+from rlstore.engine.rows.schema import Field
 
 CPU = torch.device("cpu")
 LANES = 3

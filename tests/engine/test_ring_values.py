@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlstore.engine import ring as ring_module
-from rlstore.engine.ring import Column, Ring
-from rlstore.engine.schema import Field
+from rlstore.engine.rows import ring as ring_module
+from rlstore.engine.rows.ring import Column, Ring
+from rlstore.engine.rows.schema import Field
 from rlstore.errors import InvalidInputError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlstore.engine.schema import Field, Structure, as_tensor, can_hold, dtype_name, walk
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold, dtype_name, walk
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import socket
 import pytest
 import torch
 
-from rlstore.engine.segment import Segment
+from rlstore.engine.memory.segment import Segment
 from rlstore.errors import DoesNotFitError, InvalidInputError, PeerLostError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstore.engine.segments import cut, first_states, pad, split
+from rlstore.engine.batches.trajectories import cut, first_states, pad, split
 
 # Lane 0: steps 0-1, 2-3. Lane 1: one whole. Lane 2: 0, 1, 2-3 (its last flag ends nothing new).
 DONES = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.uint8)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlstore.engine.select import epoch_rows
+from rlstore.engine.batches.select import epoch_rows
 
 
 def seeded(seed: int = 0) -> torch.Generator:

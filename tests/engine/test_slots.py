@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slot_workers import DEADLINE, consume, cycle, echo, hold, produce
 
-from rlstore.engine.segment import Segment
-from rlstore.engine.slots import SlotQueue, Slots, State
+from rlstore.engine.memory.segment import Segment
+from rlstore.engine.processes.slots import SlotQueue, Slots, State
 from rlstore.errors import InvalidInputError, WaitTimeoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

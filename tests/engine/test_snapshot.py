@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
-from rlstore.engine import files, snapshot
-from rlstore.engine.backing import Backing
-from rlstore.engine.folder_lock import FolderLock
-from rlstore.engine.snapshot import SnapshotReader, chunks, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk import files, snapshot
+from rlstore.engine.disk.folder_lock import FolderLock
+from rlstore.engine.disk.snapshot import SnapshotReader, chunks, generator_state, restore_generator, write_snapshot
+from rlstore.engine.memory.backing import Backing
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from rlstore import InvalidInputError
-from rlstore.engine.space_json import from_json, to_json
+from rlstore.engine.disk.space_json import from_json, to_json
 
 
 def there_and_back(value):

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from rlstore import DecoupledRolloutStorage
-from rlstore.engine.spaces import ActionSpec, action_spec, observation_fields
+from rlstore.engine.rows.spaces import ActionSpec, action_spec, observation_fields
 
 
 class ListConfig:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlstore.engine import staging
-from rlstore.engine.ahead import Ahead
-from rlstore.engine.staging import Staged, Staging, at_hand, launched, received
+from rlstore.engine.batches import staging
+from rlstore.engine.batches.ahead import Ahead
+from rlstore.engine.batches.staging import Staged, Staging, at_hand, launched, received
 
 CUDA, GARBAGE = torch.device("cuda", 0), "garbage"
 

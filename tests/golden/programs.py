@@ -90,8 +90,7 @@ def replay_program(storage: Any) -> Iterator[Any]:
     fill(storage, 15, 40)
     for _ in range(3):
         yield storage.sample()
-    for batch in storage.generate_batches(2, 3):
-        yield batch
+    yield from storage.generate_batches(2, 3)
 
 
 def lstm_sequences(device: str) -> Any:
@@ -109,7 +108,7 @@ def lstm_program(storage: Any) -> Iterator[Any]:
         yield storage.sample()
 
 
-GOALS = gym.spaces.Dict({key: BOX for key in ("observation", "achieved_goal", "desired_goal")})
+GOALS = gym.spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), BOX))
 
 
 def goal(step: int) -> dict[str, torch.Tensor]:

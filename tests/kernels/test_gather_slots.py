@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_inputs import DTYPES, assert_guards_whole, covers, guarded, native, random_tensor
 
-from rlstore.engine.gather import gather_slots
+from rlstore.engine.batches.gather import gather_slots
 from rlstore.kernels import reference
 
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from replay_play import STORAGES, flat, make, play
 
 from rlstore import NotReadyError, PrioritizedReplayStorage, SequenceReplayStorage, kernels
-from rlstore.engine import priorities
+from rlstore.engine.batches import priorities
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from rlstore import (
     StorageClosedError,
     WaitTimeoutError,
 )
-from rlstore.engine.lane_control import LaneControl
-from rlstore.replay_base import Drawn
+from rlstore.engine.processes.lanes import LaneControl
+from rlstore.replay.base import Drawn
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
 ACTIONS = gym.spaces.Discrete(5)

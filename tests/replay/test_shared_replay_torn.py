@@ -10,7 +10,7 @@ from shared_kinds import REPLAY, SHARED
 from shared_steps import ACTIONS, DEADLINE, Wide, make_plan, writing
 
 from rlstore import ReplayStorage
-from rlstore.engine import episode_ring
+from rlstore.engine.rows import episode_ring
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),

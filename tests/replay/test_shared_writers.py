@@ -173,7 +173,7 @@ def test_writers_killed_at_any_moment_leave_every_batch_whole():
 
 
 def test_a_death_is_told_by_sample_as_well(monkeypatch):
-    monkeypatch.setattr("rlstore.shared_replay._SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr("rlstore.replay.sharing._SWEEP_SECONDS", 0.0)
     storage = REPLAY.make(lanes=1, memory="shared")
     process, _ = start_and_hold(storage.writer(), REPLAY.plan([0], 9))
     storage.sample()
@@ -185,7 +185,7 @@ def test_a_death_is_told_by_sample_as_well(monkeypatch):
 
 
 def test_a_maker_that_is_gone_is_told_to_the_writers(monkeypatch):
-    monkeypatch.setattr("rlstore.replay_writer._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("rlstore.replay.writer._LOOK_SECONDS", 0.0)
     ours, theirs = FORK.Pipe()
     done, step = FORK.Event(), REPLAY.plan([0], 9)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import allocate_empty
+from rlstore.engine.memory.tensors import allocate_empty
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 

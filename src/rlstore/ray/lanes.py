@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rlstore.off_policy import OffPolicyStorage
 from rlstore.ray.places import Place
-from rlstore.replay_writer import ReplayWriter
+from rlstore.replay.trainer import OffPolicyStorage
+from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import Sample, Storage
 
 

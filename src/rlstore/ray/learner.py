@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_seed
-from rlstore.engine.schema import as_tensor
+from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.ray.calls import Deadline, answer, answers, is_done, program_goes_on
 from rlstore.ray.connection import Connection

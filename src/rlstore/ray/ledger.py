@@ -21,8 +21,8 @@ from typing import Any
 
 import ray
 
-from rlstore.engine.files import write_whole
-from rlstore.engine.limiter import RateLimit
+from rlstore.engine.disk.files import write_whole
+from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
 from rlstore.ray.calls import was_restarted
 from rlstore.ray.places import Place, Places

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory import Recycler, allocate_empty
-from rlstore.engine.staging import Staging, received
+from rlstore.engine.batches.staging import Staging, received
+from rlstore.engine.memory.tensors import Recycler, allocate_empty
 
 # Smaller tensors cost little to make.
 _RECYCLED_BYTES = 1 << 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlstore.engine.limiter import RateLimit
+from rlstore.engine.processes.limiter import RateLimit
 
 
 @dataclass(frozen=True)

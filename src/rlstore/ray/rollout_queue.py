@@ -16,15 +16,15 @@ import ray
 import torch
 from torch import Tensor
 
+from rlstore.distributed.batch import RolloutBatch
 from rlstore.engine.checks import check_device, check_positive
-from rlstore.engine.schema import as_tensor
+from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, PeerLostError, WaitTimeoutError
 from rlstore.ray.calls import Deadline, GoneForGoodError, answer, answers, check_seconds, on_this_node, program_goes_on
 from rlstore.ray.output import Output
 from rlstore.ray.queue_actor import Entry, QueueActor, Told
 from rlstore.ray.reports import QueueReport
 from rlstore.ray.wire import Packed, join, pack, stack
-from rlstore.rollout_batch import RolloutBatch
 
 _OPTIONS: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "max_concurrency": 10_000}
 _PAUSE_SECONDS = 0.2

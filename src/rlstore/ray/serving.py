@@ -13,7 +13,7 @@ import ray
 import torch
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
-from rlstore.engine.limiter import RateLimit
+from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.ray.calls import answer, answers, check_seconds, on_this_node
 from rlstore.ray.connection import Connection

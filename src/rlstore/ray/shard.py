@@ -19,8 +19,6 @@ import ray
 import torch
 
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
-from rlstore.on_policy import OnPolicyStorage
-from rlstore.prioritization import PriorityStorage
 from rlstore.ray.calls import this_node, was_restarted
 from rlstore.ray.lanes import LaneWriter, can_split, count_lanes
 from rlstore.ray.ledger import NAMESPACE, Facts, ledger_name
@@ -28,6 +26,8 @@ from rlstore.ray.places import Place
 from rlstore.ray.shard_folder import ShardFolder
 from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
+from rlstore.replay.prioritization import PriorityStorage
+from rlstore.rollout.core import OnPolicyStorage
 from rlstore.storage import BatchDict, Storage
 
 # How soon after an insert the ledger knows of it: many inserts are told of in one call. If this process is lost in the

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlstore.engine.schema import Field, Structure, as_tensor, can_hold, dtype_name
+from rlstore.engine.rows.finals import fit_final
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold, dtype_name
 from rlstore.errors import InvalidInputError
-from rlstore.final_observations import fit_final
 from rlstore.ray.wire import Array, Packed, own_tensors, pack
 from rlstore.storage import Sample
 

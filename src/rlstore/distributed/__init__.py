@@ -1,0 +1,1 @@
+"""Rollouts that actors in other processes write and learners read."""

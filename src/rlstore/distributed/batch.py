@@ -1,0 +1,60 @@
+"""RolloutBatch: rollouts side by side, as a learner gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.rows.schema import Structure
+
+
+class RolloutBatch(Mapping[str, Tensor]):
+    """``B`` rollouts of ``T`` steps: each key's tensor is ``[T + 1, B, ...]``.
+
+    Attributes:
+        states: The recurrent states with which the rollouts begin, ``[layers, B, hidden]`` each.
+        versions: The version of the policy that each rollout was committed with, int64 ``[B]`` on the CPU.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        states: tuple[Tensor, ...],
+        versions: Tensor,
+        structure: Structure | None = None,
+    ) -> None:
+        self._tensors, self._structure = dict(tensors), structure
+        self.states, self.versions = states, versions
+
+    @property
+    def observations(self) -> Any:
+        """``obs``, or the nest of observations of a Dict or Tuple space, whose leaves have keys of their own."""
+        if self._structure is None or self._structure.is_leaf:
+            return self._tensors["obs"]
+        leaves = [self._tensors[name] for name in self._structure.names]
+        return self._structure.build(leaves, leaves[0].shape[:2])
+
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> RolloutBatch:
+        """The batch on a device; the versions stay on the CPU."""
+        moved = {key: tensor.to(device, non_blocking=non_blocking) for key, tensor in self._tensors.items()}
+        states = tuple(state.to(device, non_blocking=non_blocking) for state in self.states)
+        return RolloutBatch(moved, states, self.versions, self._structure)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in self._tensors.items())
+        return f"RolloutBatch({shapes}; versions {self.versions.tolist()})"

@@ -1,0 +1,166 @@
+"""Priorities by row: a tree of sums, 16 children a node, that draws rows in proportion to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.batches.select import Windows
+from rlstore.engine.memory.tensors import allocate_empty
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.schema import as_tensor
+from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.kernels import kernel
+
+
+class Priorities:
+    """``p_i = priority_i ** alpha`` for every row i, and draws with ``P(i) = p_i / sum(p)``.
+
+    A new row takes the largest p that is held (1 if none is above 0).
+
+    On CUDA, in Triton, nothing here waits for the device but :attr:`total`, :attr:`stale` and what looks at the leaves.
+    So there a draw does not notice that every priority is 0 (the weights are), and an update refuses nothing: what
+    would be refused is dropped and counted as stale.
+
+    Args:
+        ring: The rows.
+        alpha: How much priorities count: 0 not at all, 1 in full.
+        windows: If given, only rows at which one of these windows begins have a priority.
+    """
+
+    def __init__(self, ring: EpisodeRing, alpha: float, windows: Windows | None = None) -> None:
+        self.alpha, self._stale = alpha, 0
+        self._ring, self._windows = ring, windows
+        leaves = -(-ring.steps * ring.lanes // 16) * 16
+        above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))  # type: ignore[attr-defined]
+        make = ring.backing.zeros
+        self._leaves = make("priorities", (leaves,), torch.float32)
+        self._sums = make("priority sums", (above,), torch.float64)
+        self._maxima = make("priority maxima", (above,), torch.float32)
+        if windows is not None:
+            windows.keep_priorities(self._leaves)
+        with torch.inference_mode(False):
+            self._seen = ring.written.clone()
+        self._kernel: Any = None
+        self.kernel.rebuild()
+
+    @property
+    def kernel(self) -> Any:
+        """The tree itself, bound to the ring when it is first needed."""
+        if self._kernel is None:
+            if self._windows is not None:
+                self._seen.copy_(self._ring.written)  # rows have theirs with their windows, and none is new
+            memory = (self._leaves, self._sums, self._maxima, self._seen)
+            self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
+        return self._kernel
+
+    @property
+    def leaves(self) -> Tensor:
+        """Every p, float32, by row: that of ``time`` in ``lane`` is at ``lane * steps + time % steps``."""
+        if hasattr(self.kernel, "settle"):  # it may give new rows theirs later
+            self.kernel.settle()
+        return self._leaves
+
+    @property
+    def stale(self) -> int:
+        """Priorities that came for rows overwritten since, and were dropped."""
+        return self._stale + (self.kernel.dropped() if hasattr(self.kernel, "dropped") else 0)
+
+    @stale.setter
+    def stale(self, count: int) -> None:
+        self._stale += count - self.stale
+
+    @property
+    def total(self) -> float:
+        """The sum of all p."""
+        return float(self.kernel.total())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tree."""
+        return self._leaves.nbytes + self._sums.nbytes + self._maxima.nbytes
+
+    def follow(self) -> None:
+        """Give what was written since its first priority, and drop what was overwritten."""
+        if self._windows is None:
+            self.kernel.follow()
+        else:
+            self.kernel.follow_windows(self._windows.kernel)
+
+    def clear(self) -> None:
+        """No row has a priority any more."""
+        self._leaves.zero_()
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Every sum from the leaves, as they are now."""
+        self._seen.copy_(self._ring.written)
+        self.kernel.rebuild()
+
+    def draw(self, count: int, beta: float, random: Tensor) -> tuple[Tensor, Tensor]:
+        """``count`` rows, one drawn in each of as many equal parts of the total, and their weights.
+
+        Returns:
+            rows int64 ``[count]``, weights float32 ``[count, 1]``: ``(P(i) * size) ** -beta`` over the largest of them.
+        """
+        rows = allocate_empty((count,), torch.int64, self._ring.device)
+        weights = allocate_empty((count, 1), torch.float32, self._ring.device)
+        if not hasattr(self.kernel, "settle") and not self.total > 0:  # one that has it waits for nothing
+            raise NotReadyError("every priority is 0, so no row can be drawn; give some row a priority above 0")
+        self.kernel.draw(random, beta, rows, weights)
+        return rows, weights
+
+    def update(self, rows: Any, priorities: Any) -> None:
+        """Set priorities; all, or if one is refused none. Rows that are overwritten since are dropped and counted.
+
+        Args:
+            rows: Row ids, int64 ``[n]``.
+            priorities: Finite and not negative, ``[n]`` or ``[n, 1]``.
+        """
+        ids = as_tensor(rows, "rows").flatten()
+        if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
+            raise InvalidInputError(f"rows are {ids.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
+        given = as_tensor(priorities, "priorities")
+        if tuple(given.shape) not in ((len(ids),), (len(ids), 1)) or given.dtype.is_complex:
+            raise InvalidInputError(
+                f"priorities are {tuple(given.shape)} {given.dtype} for {len(ids)} rows; give a real number for each. "
+                f"{_UNCHANGED}"
+            )
+        ids = ids.to(self._ring.device, torch.int64).contiguous()
+        given = given.to(self._ring.device)
+        values = given.flatten().to(torch.float32).contiguous()
+        if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
+            values = torch.where(given.flatten() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
+        windows = None if self._windows is None else self._windows.kernel
+        refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
+        if refused:
+            self._refuse(refused, index, ids, given.flatten())
+        self._stale += stale
+
+    def _refuse(self, reason: int, index: int, rows: Tensor, priorities: Tensor) -> None:
+        row, count = int(rows[index]), len(rows)
+        if reason == 1:
+            raise InvalidInputError(
+                f"priority {index} of {count} (row {row}) is {priorities[index].item()}; priorities must be finite "
+                f"(as float32) and >= 0. {_UNCHANGED}"
+            )
+        if reason == 2:
+            raise InvalidInputError(
+                f"row {row} (number {index} of {count}) was never written; give the rows that a batch has. {_UNCHANGED}"
+            )
+        raise InvalidInputError(
+            f"no sequence begins at row {row} (number {index} of {count}); give the rows that a batch has. {_UNCHANGED}"
+        )
+
+    def of(self, rows: Tensor) -> Tensor:
+        """P of rows that are held, float32 ``[n]``."""
+        time, lane = rows // self._ring.lanes, rows % self._ring.lanes
+        return self.leaves[lane * self._ring.steps + time % self._ring.steps]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stale": self.stale, "_leaves": self.leaves, "_kernel": None}
+
+
+_UNCHANGED = "No priority was changed."

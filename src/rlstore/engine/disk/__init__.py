@@ -1,0 +1,1 @@
+"""What lies on disk: snapshots, mapped folders, episodes."""

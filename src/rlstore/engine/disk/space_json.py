@@ -1,0 +1,147 @@
+"""Settings as JSON and back: plain values, dtypes, gymnasium spaces, and mappings as Hydra passes them.
+
+What JSON has no form for is an object with a key that begins with "$": ``{"$dtype": "uint8"}``,
+``{"$tuple": [1, 2]}``, ``{"$float": "inf"}``, ``{"$space": "Discrete", "n": 4, ...}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlstore.engine.rows.schema import dtype_name
+from rlstore.errors import InvalidInputError
+
+
+def to_json(value: Any, name: str = "settings") -> Any:
+    """A value in a form that ``json.dumps`` takes and :func:`from_json` turns back.
+
+    Args:
+        value: None, a bool, a number, a string, a dtype, a space, or a tuple, list or mapping of such.
+        name: What errors call it.
+    """
+    if value is None or isinstance(value, (bool, str, int)):
+        return value
+    if isinstance(value, (np.bool_, np.integer)):
+        return value.item()
+    if isinstance(value, (float, np.floating)):
+        number = float(value)
+        return number if math.isfinite(number) else {"$float": repr(number)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": dtype_name(value)}
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return {"$dtype": np.dtype(value).name}
+    if isinstance(value, spaces.Space):
+        return _space_to_json(value)
+    if isinstance(value, tuple):
+        return {"$tuple": [to_json(part, f"{name}[{index}]") for index, part in enumerate(value)]}
+    if all(hasattr(value, part) for part in ("keys", "items", "get")):
+        bad = [key for key in value.keys() if not isinstance(key, str) or key.startswith("$")]  # noqa: SIM118
+        if bad:
+            raise InvalidInputError(
+                f'{name} has the keys {bad}; what is saved needs strings that do not begin with "$"'
+            )
+        return {key: to_json(part, f"{name}.{key}") for key, part in value.items()}
+    if isinstance(value, Sequence):
+        return [to_json(part, f"{name}[{index}]") for index, part in enumerate(value)]
+    raise InvalidInputError(f"{name} is a {type(value).__name__}, which cannot be saved")
+
+
+def from_json(value: Any) -> Any:
+    """The value that :func:`to_json` was given. A numpy dtype becomes torch's, a mapping a dict."""
+    if isinstance(value, list):
+        return [from_json(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$dtype" in value:
+        return getattr(torch, value["$dtype"])
+    if "$tuple" in value:
+        return tuple(from_json(part) for part in value["$tuple"])
+    if "$space" in value:
+        return _SPACES[value["$space"]](value)
+    return {key: from_json(part) for key, part in value.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- spaces
+
+
+def _space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
+    if isinstance(space, spaces.Box):
+        low, high = _array_to_json(space.low), _array_to_json(space.high)
+        return {"$space": "Box", "shape": list(space.shape), "dtype": space.dtype.name, "low": low, "high": high}
+    if isinstance(space, spaces.Discrete):
+        return {"$space": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": np.dtype(space.dtype).name}
+    if isinstance(space, spaces.MultiDiscrete):
+        form = {"$space": "MultiDiscrete", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
+        return {**form, "nvec": _array_to_json(space.nvec), "start": _array_to_json(space.start)}
+    if isinstance(space, spaces.MultiBinary):
+        return {"$space": "MultiBinary", "n": to_json(space.n)}
+    if isinstance(space, spaces.Dict):
+        return {"$space": "Dict", "spaces": [[key, _space_to_json(part)] for key, part in space.spaces.items()]}
+    if isinstance(space, spaces.Tuple):
+        return {"$space": "Tuple", "spaces": [_space_to_json(part) for part in space.spaces]}
+    raise InvalidInputError(f"a space of type {type(space).__name__} cannot be saved: {space}")
+
+
+def _array_to_json(array: np.ndarray[Any, Any]) -> Any:
+    """One number if all entries are the same, else a flat list."""
+    flat = array.reshape(-1)
+    if flat.size and (flat == flat[0]).all():
+        return to_json(flat[0])
+    return [to_json(entry) for entry in flat]
+
+
+def _array_from_json(form: Any, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    entries = from_json(form)
+    if isinstance(entries, list):
+        return np.array(entries, dtype=dtype).reshape(shape)
+    return np.full(shape, entries, dtype=dtype)
+
+
+def _box(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    shape, dtype = form["shape"], form["dtype"]
+    low, high = (_array_from_json(form[bound], shape, dtype) for bound in ("low", "high"))
+    return spaces.Box(low, high, tuple(shape), np.dtype(dtype).type)
+
+
+def _discrete(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    # Older gymnasiums know no other dtype.
+    other = {} if form["dtype"] == "int64" else {"dtype": np.dtype(form["dtype"]).type}
+    return spaces.Discrete(form["n"], start=form["start"], **other)
+
+
+def _multi_discrete(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    shape, dtype = form["shape"], form["dtype"]
+    nvec, start = (_array_from_json(form[part], shape, dtype) for part in ("nvec", "start"))
+    return spaces.MultiDiscrete(nvec, dtype=np.dtype(dtype).type, start=start)
+
+
+def _multi_binary(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    return spaces.MultiBinary(from_json(form["n"]))
+
+
+def _dict(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    # gymnasium sorts the keys of a plain dict.
+    return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in form["spaces"]))
+
+
+def _tuple(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    return spaces.Tuple([from_json(part) for part in form["spaces"]])
+
+
+_SPACES: dict[str, Callable[[Mapping[str, Any]], spaces.Space[Any]]] = {
+    "Box": _box,
+    "Discrete": _discrete,
+    "MultiDiscrete": _multi_discrete,
+    "MultiBinary": _multi_binary,
+    "Dict": _dict,
+    "Tuple": _tuple,
+}

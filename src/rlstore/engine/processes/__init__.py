@@ -1,0 +1,1 @@
+"""What processes of one machine have in common: peers, slots, lanes, limits."""

@@ -1,0 +1,243 @@
+"""Who writes which lanes of a ring, in this process and in others; a rate limit for all of them; and a pause."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlstore.engine.memory.segment import Segment
+from rlstore.engine.processes.limiter import Limiter
+from rlstore.engine.processes.peers import Peers
+from rlstore.engine.processes.slots import SLICE_SECONDS
+from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
+from rlstore.kernels import await_event, event_count, exchange_word, make_event
+
+_PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
+_BOARD = 8
+_NOBODY = 0
+# The word of a lane: its writer, that this one is giving it back, and that only a copy of it elsewhere may still come.
+_PEER, _FINISHING, _LET_GO = 0xFFFF, 1 << 16, 1 << 17
+
+
+class LaneControl:
+    """A word for each lane with its writer, and one that says that it writes just now; in shared memory if asked.
+
+    A writer sets its busy word, looks whether there is a pause, and writes; whoever pauses sets the pause and waits
+    until no word is busy. Both are exchanges of one word, so one of the two always sees the other.
+
+    Args:
+        lanes: Lanes of the ring.
+        segment: The memory, in a process that is handed the control; None makes it.
+        shared: Whether the memory is one that other processes can have.
+    """
+
+    def __init__(self, lanes: int, segment: Segment | None = None, *, shared: bool = True) -> None:
+        pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
+        self.lanes, self.segment = lanes, segment
+        self.mourned: set[int] = set()  # the dead writers that this process has told of
+        # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
+        self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
+        if shared and segment is None:
+            self.segment = Segment.create(Segment.bytes_of(pieces))
+        carve = self.segment.carve if self.segment is not None else _zeros
+        self.peers, self.limiter = Peers(carve(*pieces[0])), Limiter(carve(*pieces[1]))
+        self._words = carve(*pieces[2])  # the board, writers [lanes], busy [lanes]
+        self._board: Any = self._words[:_BOARD].numpy()
+        self._writers: Any = self._words[_BOARD : _BOARD + lanes].numpy()
+        self._busy: Any = self._words[_BOARD + lanes :].numpy()
+        if segment is None:
+            self._board[_MAKER] = self.peers.join("maker")
+            # Before multiprocessing waits for its children at the end: they would write on and on for nobody.
+            Finalize(self, _close, args=(self._words, self.limiter), exitpriority=15)
+
+    # ---------------------------------------------------------------------------------------------- claims
+
+    def free_lanes(self, wanted: int | range | None) -> range:
+        """The lanes that a new writer is to have: a range, the first free ones of a number, or (None) all.
+
+        Raises:
+            InvalidInputError: If they are not free, with who has them.
+        """
+        if isinstance(wanted, range):
+            if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.lanes:
+                raise InvalidInputError(f"lanes are {wanted}; give a range within 0 to {self.lanes}, in steps of 1")
+            return wanted
+        if wanted is None:
+            return range(self.lanes)
+        is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
+        if not is_whole or not 1 <= wanted <= self.lanes:
+            raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
+        # What was let go of is for whom it was given to, who may not have begun yet, as long as there is anything else.
+        for is_free in (self._writers == _NOBODY, ~self._has_writer()):
+            free = 0
+            for lane in range(self.lanes):
+                free = free + 1 if is_free[lane] else 0
+                if free == wanted:
+                    return range(lane + 1 - wanted, lane + 1)
+        raise InvalidInputError(f"no {wanted} lanes in a row are free: {self._taken(range(self.lanes))}")
+
+    def claim(self, lanes: range, peer: int, recover: Callable[[int], None], given_by: int = _NOBODY) -> None:
+        """Make a peer the writer of some lanes, of all of them or of none.
+
+        Args:
+            lanes: The lanes.
+            peer: Who is to write them.
+            recover: Puts a lane in order whose writer is dead.
+            given_by: A peer that hands them over.
+        """
+        self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
+        for lane in lanes:
+            if not self._claim(lane, peer, given_by):
+                taken = self._taken(lanes, but=peer)
+                for claimed in range(lanes.start, lane):
+                    exchange_word(self._words, _BOARD + claimed, peer, _NOBODY)
+                raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
+
+    def _claim(self, lane: int, peer: int, given_by: int) -> bool:
+        word = int(self._writers[lane])
+        if word not in (_NOBODY, given_by) and not word & _LET_GO:
+            return False
+        if not exchange_word(self._words, _BOARD + lane, word, peer):
+            return False
+        if word & _LET_GO:
+            self.peers.leave(word & _PEER)
+        return True
+
+    def let_go(self, peer: int) -> None:
+        """A handle of this process is gone that was never used; one that it was given to may not have begun yet."""
+        for lane in np.flatnonzero(self._writers == peer).tolist():
+            exchange_word(self._words, _BOARD + lane, peer, peer | _LET_GO)
+
+    def _taken(self, lanes: range, but: int = _NOBODY) -> str:
+        """Who has which of some lanes, in words."""
+        writers = self._writers & _PEER
+        return "; ".join(
+            f"{self.peers.describe(peer)} has {[lane for lane in lanes if writers[lane] == peer]}"
+            for peer in sorted({int(writers[lane]) for lane in lanes} - {_NOBODY, but})
+        )
+
+    def give_back(self, peer: int, recover: Callable[[int], None]) -> None:
+        """Put the lanes of a peer of this process in order, and let go of them."""
+        self.reclaim(peer, recover, peer | _FINISHING)
+
+    def reclaim(self, dead: int, recover: Callable[[int], None], by: int | None = None) -> None:
+        """Put the lanes of a dead peer in order, and let go of them.
+
+        Meanwhile they are those of ``by``, a peer of this process (None: the maker): nobody else puts them in order,
+        and if this process dies too, somebody will.
+        """
+        holder = int(self._board[_MAKER]) if by is None else by
+        for lane in np.flatnonzero(self._writers & _PEER == dead).tolist():
+            word = int(self._writers[lane])  # by now another may have put it in order, and a new writer have it
+            if word & _PEER == dead and exchange_word(self._words, _BOARD + lane, word, holder):
+                recover(lane)
+                self._busy[lane] = 0
+                exchange_word(self._words, _BOARD + lane, holder, _NOBODY)
+
+    @property
+    def has_writers(self) -> bool:
+        """True if any lane has a writer."""
+        return bool(self._has_writer().any())
+
+    def _has_writer(self) -> Any:
+        return (self._writers != _NOBODY) & (self._writers & _LET_GO == 0)
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def enter(self, lane: int, peer: int, seconds: float) -> None:
+        """Begin a peer's write into its lanes, from ``lane`` on; it waits while there is a pause.
+
+        Raises:
+            InvalidInputError: If the lanes were handed to another process.
+            StorageClosedError: If the storage was closed.
+            PeerLostError: If the process that made it died.
+            WaitTimeoutError: If the pause lasted longer than ``seconds``.
+        """
+        place, end = _BOARD + self.lanes + lane, None
+        while True:
+            seen = event_count(self._words, _CHANGED)
+            is_busy = exchange_word(self._words, place, 0, 1)  # else it is another's word, and left alone
+            if is_busy and not self._board[_PAUSED] and not self._board[_CLOSED] and self._writers[lane] == peer:
+                return
+            if is_busy:
+                self.leave(lane)
+            if self._writers[lane] != peer:
+                taken = self._taken(range(lane, lane + 1)) or "its lanes are free again"
+                raise InvalidInputError(f"this writer was given away: {taken}. Nothing was written.")
+            if self._board[_CLOSED]:
+                raise StorageClosedError("the storage was closed; nothing was written")
+            end = time.monotonic() + seconds if end is None else end
+            self.check_maker()
+            if time.monotonic() > end:
+                raise WaitTimeoutError(
+                    f"the storage was paused for {seconds} seconds by its maker; nothing was written"
+                )
+            await_event(self._words, _CHANGED, seen, SLICE_SECONDS)
+
+    def leave(self, lane: int) -> None:
+        """End a write."""
+        exchange_word(self._words, _BOARD + self.lanes + lane, 1, 0)
+        if self._board[_PAUSED]:
+            make_event(self._words, _CHANGED)
+
+    def check_maker(self) -> None:
+        """Raise if the process that made the storage died: nobody will ever read what is written."""
+        if not self.peers.is_here(int(self._board[_MAKER])) and not self._board[_CLOSED]:
+            raise PeerLostError(f"the {self.describe_maker()} of this storage is gone; nothing was written")
+
+    def describe_maker(self) -> str:
+        """The process that made the storage, in words."""
+        return self.peers.describe(int(self._board[_MAKER]))
+
+    # ---------------------------------------------------------------------------------------------- the maker
+
+    @contextmanager
+    def pause(self, seconds: float, sweep: Callable[[], object]) -> Iterator[None]:
+        """Hold all writers back while the block runs; ``sweep`` finds those that died in the middle of a write."""
+        exchange_word(self._words, _PAUSED, 0, 1)
+        make_event(self._words, _CHANGED)
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                seen = event_count(self._words, _CHANGED)
+                if not self._busy.any():
+                    break
+                sweep()
+                if time.monotonic() > end:
+                    raise WaitTimeoutError(f"writers did not pause within {seconds} seconds: {self._taken_busy()}")
+                await_event(self._words, _CHANGED, seen, SLICE_SECONDS)
+            yield
+        finally:
+            self._board[_PAUSED] = 0
+            make_event(self._words, _CHANGED)
+
+    def _taken_busy(self) -> str:
+        lanes = np.flatnonzero(self._busy).tolist()
+        return ", ".join(sorted({self.peers.describe(int(self._writers[lane])) for lane in lanes}))
+
+    def close(self) -> None:
+        """Nobody may write any more; whoever waits is told."""
+        _close(self._words, self.limiter)
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the storage was closed."""
+        return bool(self._board[_CLOSED])
+
+
+def _close(words: torch.Tensor, limiter: Limiter) -> None:
+    exchange_word(words, _CLOSED, 0, 1)
+    make_event(words, _CHANGED)
+    limiter.wake_all()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype)

@@ -1,0 +1,209 @@
+"""How fast data are used: a limit on samples for each insert that holds both sides back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlstore.engine.checks import check_positive
+from rlstore.engine.processes.slots import SLICE_SECONDS
+from rlstore.errors import InvalidInputError
+from rlstore.kernels import Limiter as SharedLimiter
+from rlstore.kernels import add_to_word, await_event, event_count
+
+_ON, _RATIO, _LEAST, _SLACK = range(4)
+_INSERTED = 6  # the word of the event that something was inserted
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """Samples for each insert, and how far either side may get ahead.
+
+    With ``d = inserted * samples_per_insert - sampled``, and ``d0 = min_size * samples_per_insert``:
+
+    - an insert goes ahead while ``d <= d0 + tolerance`` after it, or no more than ``min_size`` are in;
+    - a sample goes ahead while ``d >= d0 - tolerance`` after it, and at least ``min_size`` are in.
+
+    Attributes:
+        samples_per_insert: Entries of batches drawn for each transition that is added, in the long run.
+        min_size: Transitions that must have been added before anything is drawn.
+        tolerance: How far ``d`` may be from ``d0``, in entries of batches. None takes twice what one call can need: the
+            larger of a batch, and of the samples that one step of all environments stands for.
+    """
+
+    samples_per_insert: float
+    min_size: int = 1
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_above_0(self.samples_per_insert):
+            raise InvalidInputError(
+                f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0"
+            )
+        check_positive("RateLimit", min_size=self.min_size)
+        if self.tolerance is not None and not _is_above_0(self.tolerance):
+            raise InvalidInputError(f"tolerance is {self.tolerance!r}; RateLimit needs a number above 0, or None")
+
+    def resolved(self, inserts: int, samples: int) -> RateLimit:
+        """The limit with a tolerance that lets calls of these sizes go ahead.
+
+        Args:
+            inserts: The transitions of the largest insert.
+            samples: The entries of the largest sample.
+
+        Raises:
+            InvalidInputError: If the tolerance is so small that both sides could wait for each other.
+        """
+        need = max(inserts * self.samples_per_insert, float(samples))
+        if self.tolerance is None:
+            return RateLimit(self.samples_per_insert, self.min_size, 2 * need)
+        if self.tolerance < need:
+            raise InvalidInputError(
+                f"tolerance is {self.tolerance:g}; with {inserts} inserts and {samples} samples in one call at "
+                f"{self.samples_per_insert:g} samples an insert it must be at least {need:g}, or both sides could wait "
+                "for each other"
+            )
+        return self
+
+    def allows_insert(self, inserted: int, sampled: int, count: int) -> bool:
+        """Whether ``count`` inserts may go ahead after so many inserts and samples."""
+        if inserted + count <= self.min_size:
+            return True
+        ahead = (inserted + count) * self.samples_per_insert - sampled
+        return ahead <= self.min_size * self.samples_per_insert + self._slack
+
+    def allows_sample(self, inserted: int, sampled: int, count: int) -> bool:
+        """Whether ``count`` samples may go ahead after so many inserts and samples."""
+        ahead = inserted * self.samples_per_insert - sampled - count
+        return inserted >= self.min_size and ahead >= self.min_size * self.samples_per_insert - self._slack
+
+    @property
+    def _slack(self) -> float:
+        if self.tolerance is None:
+            raise InvalidInputError("the tolerance is not known yet; ask resolved()")
+        return self.tolerance
+
+
+def _is_above_0(value: object) -> bool:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return is_number and math.isfinite(float(value)) and float(value) > 0  # type: ignore[arg-type]
+
+
+class Limiter:
+    """A :class:`RateLimit` at work, in memory that several processes may have; zero at first: no limit.
+
+    Args:
+        memory: int64, of the shape :meth:`shape`.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._counts, self._rule = memory[:2].numpy(), memory[2:6].view(torch.float64).numpy()
+        self._shared = SharedLimiter(memory)
+
+    @staticmethod
+    def shape() -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of the memory."""
+        return (8,), torch.int64
+
+    @property
+    def inserted(self) -> int:
+        """Inserts that went ahead."""
+        return int(self._counts[0])
+
+    @property
+    def sampled(self) -> int:
+        """Samples that went ahead."""
+        return int(self._counts[1])
+
+    @property
+    def limit(self) -> RateLimit | None:
+        """The limit that holds now; None for none."""
+        if not self._rule[_ON]:
+            return None
+        return RateLimit(float(self._rule[_RATIO]), int(self._rule[_LEAST]), float(self._rule[_SLACK]))
+
+    def set(self, limit: RateLimit | None) -> None:
+        """Change the limit; whoever waits looks again."""
+        if limit is None:
+            self._rule[_ON] = 0
+        else:
+            self._rule[_RATIO], self._rule[_LEAST], self._rule[_SLACK] = (
+                limit.samples_per_insert,
+                limit.min_size,
+                limit._slack,
+            )
+            self._rule[_ON] = 1
+        self.wake_all()
+
+    def set_counts(self, inserted: int, sampled: int) -> None:
+        """Go on from counts that were saved; only while nobody else counts."""
+        self._counts[:] = inserted, sampled
+        self.wake_all()
+
+    def begin(self, limit: RateLimit) -> None:
+        """Hold what goes ahead from now on to a limit: what went ahead before it was set counts as in balance."""
+        self._rule[_ON] = 0
+        self._counts[1] = max(0, round((self.inserted - limit.min_size) * limit.samples_per_insert))
+        self.set(limit)
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a limit."""
+        return bool(self._rule[_ON])
+
+    def count_inserts(self, count: int) -> None:
+        """So many inserts were made without asking; below 0: inserts that were counted did not happen."""
+        add_to_word(self._memory, 0, count)
+        self.wake_all()
+
+    def take_back_samples(self, count: int) -> None:
+        """Samples that were counted did not happen."""
+        add_to_word(self._memory, 1, -count)
+
+    def await_insert(self, seconds: float) -> None:
+        """Wait until something more is inserted, or for so many seconds."""
+        await_event(self._memory, _INSERTED, event_count(self._memory, _INSERTED), seconds)
+
+    def wake_all(self) -> None:
+        """Let everyone who waits look again."""
+        self._shared.wake_all()
+
+    def insert(self, count: int, seconds: float, look: Callable[[], None] | None = None) -> bool:
+        """Count ``count`` inserts as soon as they may go ahead; False after ``seconds``.
+
+        ``look`` is called now and then while it waits, and may raise.
+        """
+        return self._wait(self._shared.acquire_insert, count, seconds, look)
+
+    def sample(self, count: int, seconds: float, look: Callable[[], None] | None = None) -> bool:
+        """Count ``count`` samples as soon as they may go ahead; False after ``seconds``."""
+        return self._wait(self._shared.acquire_sample, count, seconds, look)
+
+    @staticmethod
+    def _wait(
+        acquire: Callable[[int, float], bool], count: int, seconds: float, look: Callable[[], None] | None
+    ) -> bool:
+        if acquire(count, 0.0):
+            return True
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            if acquire(count, min(max(left, 0.0), SLICE_SECONDS)):
+                return True
+            if look is not None:
+                look()
+            if left <= 0:
+                return False
+
+    def __getstate__(self) -> Tensor:
+        return self._memory
+
+    def __setstate__(self, memory: Tensor) -> None:
+        Limiter.__init__(self, memory)

@@ -1,0 +1,446 @@
+"""The memory of replay: lanes that move alone and wrap, rows that belong to episodes, one copy of each observation.
+
+The observation after a row is that of the row behind it. Where an episode ends it is kept in a table of final
+observations instead, by the episode's slot. A frame stack is kept as single frames; what stood before an episode's
+first frame is told in the table of episodes, or kept in a table of starts where it is neither zeros nor that frame
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.memory.backing import Backing
+from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
+from rlstore.engine.rows.schema import Field
+from rlstore.engine.rows.step_fields import StepFields
+from rlstore.kernels import kernel
+
+_FIRST_SLOTS = 16  # episodes a lane that there is room for at first
+_FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
+# What the kernel's write returns, besides the index of a value that does not fit.
+_DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
+_RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
+# Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
+_LEAST_GUARD, _MOST_GUARD = 64, 4096
+
+
+class EpisodeRing:
+    """Rows of ``lanes`` lanes, the newest ``steps`` of each.
+
+    In shared memory other processes may write, each into lanes of its own (:meth:`part`). The ring then counts for
+    itself which rows it has taken notice of: :meth:`catch_up` takes in what they wrote.
+
+    On a device the counters and all tables are there too. To look at them is to wait for the device, and neither
+    writing nor drawing does.
+
+    Args:
+        leaves: The leaves of the observations.
+        columns: The other fields of a row; one is called "rewards".
+        steps: Transitions held by each lane.
+        lanes: Environments side by side.
+        backing: Where the memory comes from.
+        autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
+            "Disabled" (a step like any other), or None: a reset step if it looks like one.
+        beside: What else is kept with the rows, as JSON: a mapped folder is taken up only if it was the same.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        columns: Sequence[Field],
+        steps: int,
+        lanes: int,
+        backing: Backing,
+        autoreset: str | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.leaves, self.columns = tuple(leaves), tuple(columns)
+        self.steps, self.lanes, self.backing, self.autoreset = steps, lanes, backing, autoreset
+        self.device = backing.device
+        shared = backing.kind == "shared"
+        self.kept = steps + (min(max(steps // 16, _LEAST_GUARD), _MOST_GUARD) if shared else 0)
+        # One more for what follows the newest row, and the older frames of the oldest row's stack.
+        self.rows = self.kept + max(leaf.stack for leaf in leaves)
+        self.first = 0  # the first of these lanes among all
+        self._whole: EpisodeRing | None = None  # what this is a part of
+        self._layout = Layout(self.leaves, self.columns)
+        if not backing.is_attached:
+            backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
+        if shared:
+            backing.reserve(self._layout.nbytes(lanes, self.rows, (self.kept + 1) * lanes))
+        self.reopened = backing.open({**self._schema(), **(beside or {})})
+        self._allocate()
+
+    def _expected_bytes(self) -> int:
+        apart = sum(bytes_of(shape, dtype) for _, shape, dtype in self._layout.apart)
+        return self.rows * self.lanes * (self._layout.record_bytes + apart)
+
+    def _schema(self) -> dict[str, Any]:
+        fields = [*((leaf.field, leaf.stack, leaf.axis) for leaf in self.leaves), *((c, 1, 0) for c in self.columns)]
+        described = {f.name: [list(f.shape), str(f.dtype), stack, axis] for f, stack, axis in fields}
+        return {"steps": self.steps, "lanes": self.lanes, "fields": described}
+
+    def _allocate(self) -> None:
+        make = self.backing.zeros
+        records = make("records", (self.lanes, self.rows, self._layout.record_bytes), torch.uint8)
+        self.blocks = self._layout.views(records)
+        for name, shape, dtype in self._layout.apart:
+            self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
+        self._records = records
+        self.counters = make("counters", (5, self.lanes), torch.int64)
+        shared = self.backing.kind == "shared"
+        first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
+        slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
+        self.episodes = make("episodes", (slots, 4), torch.int64)
+        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32)
+        self.finals = [make(*table) for table in self._layout.tables(slots)[: len(self.leaves)]]
+        self.starts: list[Tensor | None] = [None for _ in self.leaves]
+        if shared:
+            self._make_starts()
+        self._kernel: Any = None
+        self._known = 0  # rows of a device that are known to be held
+        self._view_counters()
+        if self.reopened:
+            self._take_up()
+        elif not self.backing.is_attached:
+            self.clear()
+
+    def _take_up(self) -> None:
+        """Go on with the blocks of an earlier run, which may have stopped in the middle of anything."""
+        deep = min(len(self.episodes) // self.lanes, len(self.free_slots), *(len(f) // self.lanes for f in self.finals))
+        slots = deep * self.lanes
+        self.episodes, self.free_slots = self.episodes[:slots], self.free_slots[:deep]
+        self.finals = [table[:slots] for table in self.finals]
+        if all(self.backing.holds(f"start {leaf.field.name}") for leaf in self.leaves if leaf.stack > 1):
+            self._make_starts()
+            self.starts = [None if table is None else table[:slots] for table in self.starts]
+        self.after_end.fill_(-1)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Derive the episodes that go on and the free slots from the rows that are there."""
+        for lane in range(self.lanes):
+            newest = self._rebuild(lane)
+            if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it goes on
+                self.episodes[newest, 1], self.episodes[newest, 2] = -1, 0
+                self.current[lane] = newest
+
+    def _rebuild(self, lane: int) -> int | None:
+        """The free slots of a lane and no episode that goes on; the slot of its newest row."""
+        written, begun = int(self.counters[0, lane]), int(self.begun[lane])
+        places = torch.arange(max(begun, written - self.kept), written) % self.rows
+        used = self.blocks["episode"][lane].cpu()[places].long()
+        deep, all_lanes = self.free_slots.shape
+        taken = torch.zeros(deep, dtype=torch.bool)
+        taken[used // all_lanes] = True
+        free = (~taken).nonzero().flatten().flip(0) * all_lanes + self.first + lane
+        self.free_slots[: len(free), self.first + lane] = free.int().to(self.device)
+        self.free_count[lane], self.current[lane], self.after_end[lane] = len(free), -1, -1
+        return int(used[-1]) if len(used) else None
+
+    def recover(self, lane: int) -> None:
+        """Put a lane in order whose writer died, perhaps in the middle of a write: what it had finished stays.
+
+        The episode that went on is broken off: its last row keeps what followed it.
+        """
+        newest, written = self._rebuild(lane), int(self.counters[0, lane])
+        if newest is None or 0 <= self.episodes[newest, 1] <= written:
+            return
+        for leaf, table in zip(self.leaves, self.finals, strict=True):
+            table[newest] = self.blocks[leaf.field.name][lane, written % self.rows]
+        self.episodes[newest, 2] = 0
+        self.episodes[newest, 1] = written
+
+    def _view_counters(self) -> None:
+        self.written, self.begun, self.current, self.after_end, self.free_count = self.counters
+        self._inner: EpisodeRing | None = None
+        if self.backing.kind == "shared" and self._whole is None:
+            self._inner = self.part(range(self.lanes))  # what this process writes with
+            with torch.inference_mode(False):
+                self.written = self.written.clone()
+        if self.device.type == "cpu":
+            # The same memory, which Python reads faster through numpy.
+            self._written, self._begun = self.written.numpy(), self.begun.numpy()
+
+    # ---------------------------------------------------------------------------------------------- many writers
+
+    def part(self, lanes: range) -> EpisodeRing:
+        """Some lanes alone, on the same memory, for one who writes them."""
+        part = object.__new__(EpisodeRing)
+        part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
+        part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
+        part.counters = self.counters[:, lanes.start : lanes.stop]
+        part._view_counters()
+        return part
+
+    @property
+    def whole(self) -> EpisodeRing:
+        """What this is a part of, or itself."""
+        return self if self._whole is None else self._whole
+
+    @property
+    def is_shared(self) -> bool:
+        """True if others may write: what they wrote is seen after :meth:`catch_up`."""
+        return self._inner is not None
+
+    def catch_up(self) -> None:
+        """Take notice of all rows that others have written by now."""
+        if self.is_shared or hasattr(self.kernel, "refresh"):  # one that counts what all lanes hold, when it writes
+            self.kernel.catch_up()
+
+    def overrun(self) -> Tensor | None:
+        """The lanes, int64, in which rows that are taken to be held may be overwritten since; None if in none."""
+        flags = torch.zeros(self.lanes, dtype=torch.uint8)
+        return flags.nonzero().flatten() if self.kernel.overrun(flags) else None
+
+    def _follow_whole(self, whole: EpisodeRing) -> None:
+        """Take the tables of the whole, which may have grown for another part."""
+        self.episodes, self.free_slots = whole.episodes, whole.free_slots
+        self.finals, self.starts = whole.finals, whole.starts
+        self._bind_tables()
+
+    # ---------------------------------------------------------------------------------------------- counting
+
+    @property
+    def slots(self) -> int:
+        """Episodes that there is room for."""
+        return len(self.episodes)
+
+    def held(self) -> Tensor:
+        """The rows held by each lane, int64 ``[lanes]``."""
+        held: Tensor = (self.written - self.begun).clamp(max=self.steps)
+        return held
+
+    @property
+    def has_rows(self) -> bool:
+        """True if any row is held. Once it is known a device is not asked again."""
+        return self._known > 0 or self.size > 0
+
+    @property
+    def size(self) -> int:
+        """The rows held by all lanes. Once it is known that they are full a device is not asked again."""
+        if self.device.type != "cpu":
+            if self._known < self.steps * self.lanes:
+                self._known = int(self.held().sum())
+            return self._known
+        if self.lanes == 1:
+            return min(int(self._written.item()) - int(self._begun.item()), self.steps)
+        return int((self._written - self._begun).clip(max=self.steps).sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks and tables."""
+        apart = [self.blocks[name] for name, _, _ in self._layout.apart]
+        starts = [start for start in self.starts if start is not None]
+        tensors = [self._records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def clear(self) -> None:
+        """Hold nothing. The counters go on, so that a row from before can be told."""
+        self.written.copy_(self.counters[0])  # in shared memory it is not the same
+        self.begun.copy_(self.written)
+        self.current.fill_(-1)
+        self.after_end.fill_(-1)
+        self.free_count.fill_(self.slots // self.lanes)
+        # The slot on top of the stack is the first to be taken: the lowest.
+        order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
+        self.free_slots.copy_(order.flip(0))
+        self._known = 0
+        self._bind_tables()
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    @property
+    def kernel(self) -> Any:
+        """What writes into these blocks, bound to them when it is first needed."""
+        if self._kernel is None:
+            names = [column.name for column in self.columns]
+            counters = (self.written, self.begun, self.current, self.after_end, self.free_count)
+            leaves = tuple(
+                (self.blocks[leaf.field.name], leaf.field.shape, leaf.stack, leaf.outer) for leaf in self.leaves
+            )
+            columns = tuple((self.blocks[column.name], column.shape) for column in self.columns)
+            self._kernel = kernel("EpisodeRing", self.device.type)(
+                self.steps,
+                counters,
+                self.blocks["episode"],
+                leaves,
+                columns,
+                names.index("rewards"),
+                _RESETS[self.autoreset],
+                self.first,
+            )
+            if self._inner is not None:
+                self._kernel.watch(self.counters[0])
+            self._bind_tables()
+        return self._kernel
+
+    def _bind_tables(self) -> None:
+        # In the kernel that there is, because windows and priorities hold it too.
+        if self._kernel is not None:
+            self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
+
+    def write(self, values: tuple[Any, ...]) -> bool:
+        """Write one step of all lanes; every value fits, or nothing is written.
+
+        Args:
+            values: The observation leaves, those of the next observations, the columns; whether the episode terminated
+                and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
+                observations, each None if there are none, and which lanes have one (None: all that end).
+
+        Returns:
+            True if an episode was broken off: its observations did not go on, and no end was flagged.
+
+        Raises:
+            InvalidInputError: If a value does not fit.
+        """
+        if self._inner is not None:
+            broken = self._inner.write(values)
+            self.catch_up()
+            return broken
+        whole = self._whole
+        if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
+            self._follow_whole(whole)
+        outcome = (self._kernel or self.kernel).write(values)
+        if outcome == _DONE:
+            return False
+        fitted, fields = -1, StepFields(self.leaves, self.columns, self.lanes)
+        while outcome not in (_DONE, _DONE_WITH_BREAK):
+            if outcome >= 0:
+                # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+                if outcome == fitted:
+                    raise RuntimeError(f"{fields.field(outcome).name} was checked and still does not fit its block")
+                fitting = fields.fit(outcome, values, self.device)
+                values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
+            else:
+                self._extend(outcome == _NEED_SLOTS)
+            outcome = self.kernel.write(values)
+        return bool(outcome == _DONE_WITH_BREAK)
+
+    def _extend(self, slots: bool) -> None:
+        """Make room for more episodes, or the tables of starts."""
+        if self._whole is not None:
+            self._whole._extend(slots)
+            self._follow_whole(self._whole)
+        elif slots:
+            self._grow()
+        else:
+            self._make_starts()
+            self._bind_tables()
+
+    def _grow(self) -> None:
+        """Make room for half as many episodes again, and at most for as many as there are rows."""
+        deep = self.slots // self.lanes
+        deeper = min(deep + max(deep // 2, 1), self.kept + 1)
+        if deeper == deep:
+            raise RuntimeError("every slot is taken, which cannot be: each holds a row")
+        self._extend_tables(deeper * self.lanes)
+        self._free_from(deep)
+        self._bind_tables()
+
+    def fix_tables(self) -> None:
+        """Make room for an episode for each row, and all tables: from now on none of them moves."""
+        deep = self.slots // self.lanes
+        if deep <= self.kept:
+            self._extend_tables((self.kept + 1) * self.lanes)
+            self._free_from(deep)
+        if any(leaf.stack > 1 and start is None for leaf, start in zip(self.leaves, self.starts, strict=True)):
+            self._make_starts()
+        self._bind_tables()
+
+    def _free_from(self, deep: int) -> None:
+        """Put the slots from ``deep`` a lane on on top of each stack, the lowest uppermost: they are free."""
+        more = self.slots // self.lanes - deep
+        lane, up = torch.arange(self.lanes, device=self.device), torch.arange(more, device=self.device).unsqueeze(1)
+        new = (deep + more - 1 - up) * self.lanes + lane
+        self.free_slots[self.free_count + up, lane] = new.int()
+        self.free_count += more
+
+    def _extend_tables(self, slots: int) -> None:
+        """Make room for ``slots`` episodes, which are not yet free."""
+        longer: dict[tuple[str, int], Tensor] = {}
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
+                if table is not None:
+                    longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
+        self.episodes = self.backing.extend("episodes", self.episodes, slots)
+        self.free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
+        self.finals = [longer["final", k] for k in range(len(self.leaves))]
+        self.starts = [longer.get(("start", k)) for k in range(len(self.leaves))]
+
+    def _make_starts(self) -> None:
+        """Make the tables of starts, which only unusual frame stacks need."""
+        made = iter([self.backing.zeros(*table) for table in self._layout.tables(self.slots)[len(self.leaves) :]])
+        self.starts = [next(made)[: self.slots] if leaf.stack > 1 else None for leaf in self.leaves]
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
+        extent = min(int(self.written.max()) + 1, self.rows)
+        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
+        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
+        for leaf, table in zip(self.leaves, self.starts, strict=True):
+            if table is not None:
+                tables[f"start {leaf.field.name}"] = table
+        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        return {**blocks, **tables, **own}
+
+    def set_state(
+        self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
+    ) -> None:
+        """Hold what :meth:`state` gave, told by its names, shapes and a function that fills a tensor."""
+        slots = shape("episodes")[0]
+        if slots > self.slots:
+            self._extend_tables(slots)
+        if any(name.startswith("start ") for name in names):
+            self._make_starts()
+        read_into("counters", self.counters)
+        moved = [self._read_block(name, block, shape(name)[1], read_into) for name, block in self.blocks.items()]
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                if table is not None and f"{kind} {leaf.field.name}" in names:
+                    read_into(f"{kind} {leaf.field.name}", table[:slots])
+        read_into("episodes", self.episodes[:slots])
+        read_into("free_slots", self.free_slots[: slots // self.lanes])
+        self._free_from(slots // self.lanes)  # a folder that was taken up, or shared memory, may have more
+        if any(moved):
+            after_end = self.after_end.clone()
+            self.rebuild()
+            self.after_end.copy_(after_end)
+        self._known = 0
+        self._bind_tables()
+        if self._inner is not None:
+            self.catch_up()
+
+    def _read_block(self, name: str, block: Tensor, extent: int, read_into: Callable[[str, Tensor], None]) -> bool:
+        """Fill a block; True if its rows lay elsewhere, in a ring of ``extent`` rows, as in another kind of memory."""
+        if extent == min(int(self.counters[0].max()) + 1, self.rows):
+            read_into(name, block[:, :extent])
+            return False
+        there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
+        read_into(name, there)
+        for lane, written in enumerate(self.counters[0].tolist()):
+            times = torch.arange(max(0, written + 1 - min(extent, self.rows)), written + 1)
+            block[lane, times % self.rows] = there[lane, times % extent].to(block.device)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
+        # apart.
+        counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole")
+        apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
+        return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        apart = state.pop("apart")
+        self.__dict__.update(state)
+        self.blocks = {**self._layout.views(self._records), **apart}
+        self._kernel, self._whole = None, None
+        self._view_counters()

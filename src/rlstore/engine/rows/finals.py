@@ -1,0 +1,103 @@
+"""The observations in which episodes ended, as vector environments report them among their infos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold
+from rlstore.errors import InvalidInputError
+
+KEYS = ("final_obs", "final_observation")
+
+
+def find_final(infos: Any) -> tuple[str, Any] | None:
+    """The final observations among the infos of a step, and the key they stand under."""
+    if not isinstance(infos, Mapping):
+        if infos is None:
+            return None
+        raise InvalidInputError(
+            f"infos is a {type(infos).__name__}; give the dict that the environment gave, or {{}}. Nothing was written."
+        )
+    for key in KEYS:
+        if infos.get(key) is not None:
+            return key, infos[key]
+    return None
+
+
+def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Field], lanes: int) -> tuple[Any, ...]:
+    """Final observations as the leaves that a ring takes, ``[lanes, ...]`` each, and a flag for each lane that has one.
+
+    Args:
+        name: What they are called in errors.
+        value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for
+            those that go on, or a nest of these in the observations' structure, or a list of such nests.
+        structure: The structure of the observations.
+        fields: The field of each leaf.
+        lanes: The number of lanes.
+    """
+    structure = Structure(structure.paths, name)  # as errors call it
+    given = torch.zeros(lanes, dtype=torch.bool)
+    leaves = [torch.zeros(lanes, *field.shape, dtype=field.dtype) for field in fields]
+    if _is_listed(value) and not (structure.paths[0] and isinstance(value, tuple)):
+        entries = _entries(name, value, lanes)
+        for lane, entry in enumerate(entries):
+            if entry is None:
+                continue
+            given[lane] = True
+            for leaf, field, part in zip(leaves, fields, structure.leaves(entry), strict=True):
+                leaf[lane] = _fit_entry(name, field, part)
+        return (*leaves, given)
+    if lanes == 1 and structure.is_leaf and tuple(np.shape(value)) == fields[0].shape:
+        value = [value]
+    for leaf, field, part in zip(leaves, fields, structure.leaves(_without_masks(value, structure)), strict=True):
+        if lanes == 1 and not _is_listed(part) and tuple(np.shape(part)) == field.shape:
+            part = [part]  # noqa: PLW2901 - the axis of a single environment may be left out
+        for lane, entry in enumerate(_entries(name, part, lanes)):
+            if entry is not None:
+                given[lane] = True
+                leaf[lane] = _fit_entry(name, field, entry)
+    return (*leaves, given)
+
+
+def _is_listed(value: Any) -> bool:
+    """True for one entry a lane, each of them an observation or None."""
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object)
+
+
+def _entries(name: str, value: Any, lanes: int) -> Sequence[Any]:
+    if not _is_listed(value):
+        value = as_tensor(value, name)
+    if value.ndim == 0 if isinstance(value, Tensor) else False:
+        raise InvalidInputError(f"{name} is a single number; give one entry for each environment. Nothing was written.")
+    if len(value) != lanes:
+        raise InvalidInputError(
+            f"{name} has {len(value)} entries; give one for each of {lanes} environments, None for those that go on. "
+            "Nothing was written."
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _without_masks(value: Any, structure: Structure) -> Any:
+    """Gymnasium puts a mask ``_key`` beside each ``key`` of a dict of infos."""
+    if not isinstance(value, Mapping):
+        return value
+    known = {path[0] for path in structure.paths if path}
+    return {key: part for key, part in value.items() if key in known or not str(key).startswith("_")}
+
+
+def _fit_entry(name: str, field: Field, entry: Any) -> Tensor:
+    held = as_tensor(entry, name)
+    if {tuple(held.shape), field.shape} == {(), (1,)}:
+        held = held.reshape(field.shape)
+    if tuple(held.shape) != field.shape or not can_hold(held, field.dtype):
+        raise InvalidInputError(
+            f"{name} has an entry of {tuple(held.shape)} {held.dtype} for {field.name}; this storage holds "
+            f"{field.shape} "
+            f"{field.dtype}, fixed by {field.origin}. Nothing was written."
+        )
+    return held.to("cpu", field.dtype)

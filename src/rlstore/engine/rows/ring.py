@@ -1,0 +1,204 @@
+"""The memory: one block ``[time, lane, ...]`` for each field, and one counter, because all lanes move together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.memory.tensors import allocate
+from rlstore.engine.rows.schema import Field, check_real
+from rlstore.errors import InvalidInputError
+from rlstore.kernels import kernel
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where a value of a row goes: row t of the value is row ``t + lead`` of the block.
+
+    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it. None may stand
+    for an optional value, and leaves the row of its block as it was.
+    """
+
+    field: Field
+    block: str
+    lead: int = 0
+    optional: bool = False
+
+
+class Ring:
+    """Blocks of ``steps`` rows for ``lanes`` lanes, written row by row.
+
+    Args:
+        columns: What a row consists of, in the order in which :meth:`write` takes the values.
+        steps: Rows before the oldest is overwritten.
+        lanes: Environments, or slots, side by side.
+        device: Where the blocks lie.
+    """
+
+    def __init__(self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device) -> None:
+        self.steps, self.lanes, self.device = steps, lanes, device
+        self.columns: list[Column] = []
+        self._reserved: list[Field] = []
+        self.blocks: dict[str, Tensor] = {}
+        self.written = 0  # every row ever written; it never wraps
+        self._begin = 0  # the count at which the present rollout began, at row 0
+        self._revision = 0  # blocks replaced or written by kernels, which torch's version counters do not tell
+        self._writer: Any = None
+        self.extend(columns)
+
+    @property
+    def size(self) -> int:
+        """Rows held in each lane."""
+        return min(self.written - self._begin, self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks.values())
+
+    def extend(self, columns: Sequence[Column], fills: Mapping[str, float] | None = None) -> None:
+        """Add columns, with new blocks for those that name one not there yet."""
+        if self.device.type == "cuda":
+            check_real((column.field for column in columns), "a rollout on CUDA")
+        extra = max((column.lead for column in [*self.columns, *columns]), default=0)
+        for column in columns:
+            if column.block not in self.blocks:
+                # A block that is written ahead has a row more, for what follows the last step.
+                rows = self.steps + (extra if any(c.lead for c in columns if c.block == column.block) else 0)
+                shape = (rows, *column.field.row_shape(self.lanes))
+                fill = (fills or {}).get(column.block, 0.0)
+                self.blocks[column.block] = allocate(shape, column.field.dtype, self.device, fill)
+        self.columns.extend(columns)
+        self._writer = None
+
+    def reserve(self, fields: Sequence[Field]) -> None:
+        """Add blocks that are no part of a row: what is computed later."""
+        self._reserved.extend(fields)
+        for field in fields:
+            self.blocks[field.name] = allocate((self.steps, *field.row_shape(self.lanes)), field.dtype, self.device)
+
+    def resized(self, steps: int) -> Ring:
+        """An empty ring of the same make with another number of rows."""
+        ring = Ring(self.columns, steps, self.lanes, self.device)
+        ring.reserve(self._reserved)
+        return ring
+
+    def drop(self, blocks: Sequence[str]) -> None:
+        """Forget blocks and the columns that fill them."""
+        self.columns = [column for column in self.columns if column.block not in blocks]
+        for block in blocks:
+            self.blocks.pop(block, None)
+        self._writer = None
+
+    def bind(self, block: str, tensor: Tensor) -> None:
+        """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
+        self.bind_all([block], [tensor])
+
+    def bind_all(self, blocks: Sequence[str], tensors: Sequence[Tensor]) -> bool:
+        """:meth:`bind` for several blocks: all of them, or none. True if any is another tensor than before."""
+        if all(tensor is self.blocks[block] for block, tensor in zip(blocks, tensors, strict=True)):
+            return False
+        for block, tensor in zip(blocks, tensors, strict=True):
+            shape = tuple(self.blocks[block].shape)
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+                given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise InvalidInputError(f"{block} cannot become {given}; it is a tensor {shape}. It was not changed.")
+        for block, tensor in zip(blocks, tensors, strict=True):
+            held = self.blocks[block]
+            if tensor is not held:
+                self.blocks[block] = self._adopt(block, tensor, held)
+                self._writer = None
+        self._revision += 1
+        return True
+
+    def _adopt(self, block: str, tensor: Tensor, held: Tensor) -> Tensor:
+        """The tensor as a block: of the same dtype and device, contiguous, in memory that no other block has."""
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if held.dtype == torch.uint8 and any(c.block == block and c.field.is_flag for c in self.columns):
+            plain = plain if plain.dtype == torch.uint8 else plain != 0
+        plain = plain.to(held.device, held.dtype).contiguous()
+        others = (other for name, other in self.blocks.items() if name != block)
+        shared = any(plain.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in others)
+        if shared or plain.is_inference():
+            # An inference tensor could not be written into later, and two blocks in one memory would mix.
+            with torch.inference_mode(False):
+                return plain.clone()
+        return plain
+
+    def write(self, values: tuple[Any, ...]) -> None:
+        """Write one row for all lanes at the cursor; every value fits, or nothing is written.
+
+        Args:
+            values: One for each column, in order; None only for optional ones.
+
+        Raises:
+            InvalidInputError: If a value does not fit its column.
+        """
+        row = (self.written - self._begin) % self.steps
+        if self._writer is None:
+            self._writer = self._make_writer()
+        misfit, fitted = self._writer.write(row, values), -1
+        while misfit >= 0:
+            # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+            column = self.columns[misfit]
+            if misfit == fitted:
+                raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
+            fitting = column.field.fit(values[misfit], self.lanes, self.device)
+            values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
+            misfit = self._writer.write(row, values)
+        self.written += 1
+
+    def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
+        return tuple(
+            None if value is None and column.optional else column.field.fit(value, self.lanes, self.device)
+            for column, value in zip(self.columns, values, strict=True)
+        )
+
+    def restart(self) -> None:
+        """Begin anew at row 0. What is in the blocks stays until it is overwritten."""
+        self._begin = self.written
+
+    def zero(self) -> None:
+        """Begin anew, every block zero."""
+        self.restart()
+        for block in self.blocks.values():
+            block.zero_()
+
+    def counters(self) -> dict[str, Any]:
+        """How much was written, for :meth:`set_counters` of a ring of the same make."""
+        return {"written": [self.written] * self.lanes, "begin": self._begin}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from where another ring was."""
+        self.written = int(counters["written"][0])
+        self._begin = int(counters["begin"])
+        self.mark_written()
+
+    def first(self, block: str, rows: int) -> Tensor:
+        """The first ``rows`` rows of a block."""
+        held = self.blocks[block]
+        return held if rows == held.size(0) else held[:rows]
+
+    def mark_written(self) -> None:
+        """Say that a kernel writes into blocks, which torch's version counters do not tell."""
+        self._revision += 1
+
+    def stamp(self) -> tuple[object, ...]:
+        """Differs from an earlier stamp if a block was replaced or written since, as far as torch counts that."""
+        versions = ((block.data_ptr(), block._version) for block in self.blocks.values())
+        return (self._revision, self.written, *versions)
+
+    def _make_writer(self) -> Any:
+        targets = [
+            (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
+        ]
+        return kernel("RowWriter", self.device.type)(targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The writer holds raw pointers into this object's own blocks.
+        return {**self.__dict__, "_writer": None}
