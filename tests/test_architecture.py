@@ -31,7 +31,8 @@ def imported_by(name: str) -> frozenset[str]:
             found.update(_known(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(name, node)
-            # `from package import module` imports the module, `from module import name` the module that has it.
+            # `from package import module` imports both, `from module import name` the module that has it.
+            found.add(_known(base))
             found.update(_known(f"{base}.{alias.name}") for alias in node.names)
     return frozenset(found - {"", name})
 

@@ -10,7 +10,7 @@ import torch
 
 from rlstore.engine.batches import gather
 from rlstore.engine.batches.gather import KeptBatches
-from rlstore.engine.memory.tensors import tensors as memory
+from rlstore.engine.memory import tensors as memory
 from rlstore.kernels import _native
 
 

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
+from rlstore.engine.memory import tensors as memory
 from rlstore.engine.memory.tensors import Arena, Recycler, allocate, allocate_empty
-from rlstore.engine.memory.tensors import tensors as memory
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rlstore.engine.memory import tensors as memory
 from rlstore.engine.memory.tensors import Pieces
-from rlstore.engine.memory.tensors import tensors as memory
 
 CPU = torch.device("cpu")
 FLOAT, BYTE, WIDE = torch.float32, torch.uint8, torch.float64

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.batches.ahead import Ahead
-from rlstore.engine.batches.gather import Part, Request, TransitionGather
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.batches.staging import Staging, at_hand, launched, received
+from rlstore.engine.batches.transitions import Part, Request, TransitionGather
 from rlstore.engine.checks import check_count, check_positive, check_seconds, check_seed
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.processes.lanes import LaneControl

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from rlstore.engine.batches.gather import Part, Request
 from rlstore.engine.batches.select import random_units, uniform_rows
 from rlstore.engine.batches.staging import moved
+from rlstore.engine.batches.transitions import Part, Request
 from rlstore.engine.checks import check_fraction
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor

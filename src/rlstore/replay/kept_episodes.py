@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.gather import Part, Request, TransitionGather
+from rlstore.engine.batches.transitions import Part, Request, TransitionGather
 from rlstore.engine.disk.episode_files import EpisodeFiles
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.replay.fields import ReplayFields

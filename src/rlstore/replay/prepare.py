@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rlstore.engine.batches.gather import TransitionGather
 from rlstore.engine.batches.staging import Casts, Staged
+from rlstore.engine.batches.transitions import TransitionGather
 
 
 class Drawn(NamedTuple):

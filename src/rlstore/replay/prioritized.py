@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from rlstore.engine.batches.gather import TransitionGather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.staging import moved
+from rlstore.engine.batches.transitions import TransitionGather
 from rlstore.engine.checks import check_positive
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.spaces import SpaceLike

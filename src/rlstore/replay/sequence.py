@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from rlstore.engine.batches.gather import Part, Request
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.batches.staging import moved
+from rlstore.engine.batches.transitions import Part, Request
 from rlstore.engine.checks import check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.episode_ring import EpisodeRing

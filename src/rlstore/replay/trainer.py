@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.gather import Part, Request, TransitionGather
 from rlstore.engine.batches.staging import moved
+from rlstore.engine.batches.transitions import Part, Request, TransitionGather
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.rows.finals import fit_final
 from rlstore.engine.rows.schema import Field, as_tensor

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.gather import Part, Request, TransitionGather
 from rlstore.engine.batches.select import uniform_rows
+from rlstore.engine.batches.transitions import Part, Request, TransitionGather
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.rows.spaces import SpaceLike
 from rlstore.replay.options import ReplayOptions

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.memory.tensors import (
     CAN_KEEP,
     KEEP_BYTES,
@@ -20,12 +15,10 @@ from rlstore.engine.memory.tensors import (
     KeptBatch,
     Made,
     Pieces,
-    Recycler,
     ahead_bytes,
     allocate_empty,
     keep_bytes_on_cuda,
 )
-from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel
 
 # Small mini-batches are gathered together and then parted: one call instead of hundreds.
@@ -218,145 +211,3 @@ class KeptBatches:
     def _most(self) -> int:
         on_cuda = self._device is not None and self._device.type == "cuda"
         return keep_bytes_on_cuda(self._device) if on_cuda else KEEP_BYTES
-
-
-class Part(IntEnum):
-    """What one tensor of a batch of transitions holds."""
-
-    OBSERVATION = 0
-    NEXT_OBSERVATION = 1  # what followed the n-step window
-    COLUMN = 2
-    REWARDS = 3  # sum of gamma^i r_i over the window
-    DISCOUNTS = 4  # gamma^k after a window of k steps; 0 after a termination
-    TERMINATED = 5  # the window ends with a termination
-    TRUNCATED = 6
-    IS_FIRST = 7  # the row is the first of its episode
-    IS_HELD = 8  # there is a row
-
-
-@dataclass(frozen=True)
-class Request:
-    """One tensor of a batch.
-
-    Attributes:
-        part: What it holds.
-        index: Which leaf of the observations, or which column.
-        shape: The shape of one row of it.
-        dtype: Its dtype; another float32 than stored is converted.
-    """
-
-    part: Part
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class TransitionGather:
-    """Gathers transitions from a ring of episodes, the n-step fold included, in one call.
-
-    Args:
-        ring: Where from.
-        requests: The tensors of a batch.
-        n_step: Steps of a window, at most.
-        gamma: The discount factor.
-        pin_memory: Whether the results lie in page-locked memory.
-    """
-
-    def __init__(
-        self, ring: EpisodeRing, requests: Sequence[Request], n_step: int, gamma: float, *, pin_memory: bool = False
-    ) -> None:
-        self._ring, self._requests, self._fold = ring, tuple(requests), (n_step, gamma)
-        self._pin_memory = pin_memory
-        self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
-        self._outputs, self._served = Recycler(), 0
-        self._kernel: Any = None
-        self._bound_to: Any = None
-
-    def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...] | None:
-        """The tensors of ``count`` rows in one call, drawn as ``select.uniform_rows`` draws them."""
-        self._bind()
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._kernel.sample(random, count)  # type: ignore[no-any-return]
-        return self._kernel.sample(random, count)  # type: ignore[no-any-return]
-
-    def sample_by_priority(
-        self, priorities: Priorities, count: int, beta: float, random: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
-        """The tensors, weights and rows of ``count`` rows drawn as :meth:`Priorities.draw` draws them.
-
-        None where there is no shorter way than to draw and then to gather.
-        """
-        self._bind()
-        if not hasattr(self._kernel, "sample_by_priority"):
-            return None
-        with torch.inference_mode(False):
-            return self._kernel.sample_by_priority(priorities.kernel, random, beta, count)  # type: ignore[no-any-return]
-
-    def is_small(self, count: int) -> bool:
-        """True if the memory of the results of ``count`` rows need not serve again: on a device, or if it is small."""
-        if self._ring.device.type != "cpu":
-            return True
-        return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
-
-    def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """:meth:`attempt`, where nobody else writes."""
-        tensors = self.attempt(rows)
-        if tensors is None:
-            raise RuntimeError("rows were overwritten while they were read")
-        return tensors
-
-    def attempt(self, rows: Tensor) -> tuple[Tensor, ...] | None:
-        """One tensor ``[*rows.shape, ...]`` for each request; None if another process overwrote rows meanwhile.
-
-        Args:
-            rows: Row ids ``time * lanes + lane`` of rows that are held, int64 where the ring is; -1 gives zeros.
-        """
-        self._bind()
-        if self._ring.device.type != "cpu":
-            return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
-        outs: tuple[Tensor | None, ...] | None = None
-        count = rows.numel()
-        if self._pin_memory:
-            outs = tuple(torch.empty((*rows.shape, *r.shape), dtype=r.dtype, pin_memory=True) for r in self._requests)
-        elif self._row_bytes * count >= LARGE_BYTES:
-            self._served += 1
-            if self._served % 256 == 0:
-                self._outputs.begin()  # what has not served for so long is let go
-            outs = tuple(self._large_output(request, rows.shape, count) for request in self._requests)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
-        return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
-
-    def _large_output(self, request: Request, lead: torch.Size, count: int) -> Tensor | None:
-        """Memory that may have served before, for a large output; None lets the kernel make a small one."""
-        if math.prod(request.shape) * request.dtype.itemsize * count < LARGE_BYTES:
-            return None
-        return self._outputs.empty((*lead, *request.shape), request.dtype, self._ring.device)
-
-    def _bind(self) -> None:
-        """Make the kernel, or make it anew for a ring that was copied."""
-        ring = self._ring
-        if self._bound_to is not None and self._bound_to is ring._kernel:
-            return
-        stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
-        self._kernel = kernel("ReplayGather", ring.device.type)(
-            ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
-        )
-        self._bound_to = ring.kernel
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None, "_bound_to": None}
-
-
-def _native_request(
-    request: Request, leaf_dtypes: Sequence[torch.dtype], column_dtypes: Sequence[torch.dtype]
-) -> tuple[int, int, bool, tuple[int, ...]]:
-    stored = {
-        Part.OBSERVATION: leaf_dtypes,
-        Part.NEXT_OBSERVATION: leaf_dtypes,
-        Part.COLUMN: column_dtypes,
-    }.get(request.part)
-    as_float = stored is not None and request.dtype != stored[request.index]
-    return int(request.part), request.index, as_float, request.shape

@@ -224,6 +224,43 @@ class Structure:
         return _assemble(nest, torch.Size(batch_size))
 
 
+def fields_of_example(example: Any, name: str, lead: int, origin: str) -> tuple[Structure, list[Field]]:
+    """The structure of observations and one field for each leaf, as an example of them tells.
+
+    Args:
+        example: Observations ``[*lead, ...]``.
+        name: What the storage calls them.
+        lead: The number of axes before a field's own.
+        origin: What errors say that the fields came from.
+    """
+    structure = Structure.of(example, name)
+    if not structure.paths:
+        raise InvalidInputError(f"the observations {example} have no part that could be held")
+    fields = []
+    for leaf_name, leaf in zip(structure.names, structure.leaves(example), strict=True):
+        given = as_tensor(leaf, leaf_name)
+        if given.dim() < lead:
+            raise InvalidInputError(f"{leaf_name} is {tuple(given.shape)}; it has to be [environments, ...]")
+        fields.append(Field(leaf_name, tuple(given.shape[lead:]), given.dtype, origin))
+    return structure, fields
+
+
+def describe_fields(structure: Structure, fields: Sequence[Field]) -> dict[str, Any]:
+    """The fields of observations as settings of a snapshot, for :func:`described_fields`."""
+    return {
+        "paths": [list(path) for path in structure.paths],
+        "shapes": [list(field.shape) for field in fields],
+        "dtypes": [field.dtype for field in fields],
+    }
+
+
+def described_fields(settings: Mapping[str, Any], name: str) -> tuple[Structure, list[Field]]:
+    """The structure and the fields that :func:`describe_fields` described."""
+    structure = Structure([tuple(path) for path in settings["paths"]], name)
+    parts = zip(structure.names, settings["shapes"], settings["dtypes"], strict=True)
+    return structure, [Field(leaf, tuple(shape), dtype, "the snapshot") for leaf, shape, dtype in parts]
+
+
 # For parts that are known to have the batch size: the public constructor checks each again, which costs several times
 # as much as the rest of a small batch.
 _new_tensordict = getattr(TensorDict, "_new_unsafe", TensorDict)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import keyword
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlstore.engine.rows.schema import Field, Structure, walk
 from rlstore.errors import InvalidInputError, UnsupportedSpaceError
 
 SpaceLike = spaces.Space[Any] | Mapping[str, Any]
+# By name a space, or a shape and a dtype.
+ExtraFields = Mapping[str, SpaceLike | tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,54 @@ def action_spec(space: SpaceLike) -> ActionSpec:
     if _looks_like_mapping(space):
         return _mapped_action_spec(space)
     raise _unsupported(space)
+
+
+def extra_fields(given: ExtraFields | None, owner: str, taken: Collection[str]) -> tuple[Field, ...]:
+    """The fields of a user's own, by name, in the order given.
+
+    Args:
+        given: By name a Box, Discrete, MultiDiscrete or MultiBinary space, a pair of a shape and a dtype, or a mapping
+            with ``shape`` and ``dtype``.
+        owner: The storage's class name, for errors.
+        taken: Names that the storage itself uses.
+    """
+    if given is None:
+        return ()
+    if not _looks_like_mapping(given):
+        raise InvalidInputError(
+            f"extra_fields is a {type(given).__name__}; {owner} needs a dict of name: space, or name: (shape, dtype)"
+        )
+    fields = []
+    for name, form in given.items():
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
+            raise InvalidInputError(f"extra_fields has {name!r}; a field's name has to be one that Python takes")
+        if name in taken:
+            raise InvalidInputError(f"extra_fields has {name!r}, which {owner} uses itself; give it another name")
+        shape, dtype = _extra_form(name, form)
+        if dtype.is_complex:
+            raise InvalidInputError(f"extra_fields[{name!r}] is {dtype}; {owner} holds real numbers only")
+        fields.append(Field(name, shape, dtype, f"the extra_fields given to {owner}()"))
+    return tuple(fields)
+
+
+def describe_extra_fields(fields: Sequence[Field]) -> dict[str, Any]:
+    """The fields as :func:`extra_fields` takes them, in a form that can be saved."""
+    return {field.name: {"shape": list(field.shape), "dtype": field.dtype} for field in fields}
+
+
+def _extra_form(name: str, form: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    if _is_space(form):
+        return _space_shape(form), _torch_dtype(form.dtype, form)
+    if _looks_like_mapping(form):
+        mapped = _MappedSpace.of(form)
+        return mapped.shape, mapped.dtype or torch.float32
+    if isinstance(form, (tuple, list)) and len(form) == 2:
+        shape = check_shape("extra_fields", name, (form[0],) if isinstance(form[0], int) else form[0])
+        return shape, _torch_dtype(form[1], form)
+    raise InvalidInputError(
+        f"extra_fields[{name!r}] is {form!r}; give a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a "
+        "shape and a dtype"
+    )
 
 
 def _mapped_action_spec(space: Any) -> ActionSpec:

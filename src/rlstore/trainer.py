@@ -1,0 +1,140 @@
+"""What the ten methods of every family of storages share: names in a sample, leading axes, parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from rlstore.engine.checks import check_fraction, check_positive, check_seconds
+from rlstore.engine.rows.schema import Field, as_tensor
+from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
+
+# ---------------------------------------------------------------------------------------------------- samples
+
+
+def check_names(given: object, what: str, owner: str, known: Sequence[str], needed: Sequence[str] = ()) -> None:
+    """Refuse a mapping that lacks something or holds what a storage does not know.
+
+    Args:
+        given: The mapping.
+        what: What errors call it: "a sample", "new_data".
+        owner: The storage's class name.
+        known: The names that it may hold.
+        needed: Those that it must hold, and not as None.
+    """
+    if not isinstance(given, (Mapping, TensorDictBase)):
+        raise InvalidInputError(f"{what} is a {type(given).__name__}; give a dict. Nothing was written.")
+    unknown = [name for name in given.keys() if name not in known]  # noqa: SIM118 - a TensorDict iterates over rows
+    missing = [name for name in needed if given.get(name) is None]
+    if unknown or missing:
+        problem = f"cannot hold {unknown}" if unknown else f"needs {missing}"
+        raise InvalidInputError(f"{what} for {owner} {problem}; it takes {list(known)}. Nothing was written.")
+
+
+def fit(field: Field, value: Any, lead: Sequence[int], device: torch.device) -> Tensor:
+    """A value ``[*lead, ...]`` as the field holds it, contiguous on ``device``; its last leading axis is the lanes.
+
+    Scalars may have an axis of 1 behind the leading ones.
+
+    Raises:
+        InvalidInputError: If the value does not begin with ``lead``, or cannot be held.
+    """
+    given, lead = as_tensor(value, field.name), tuple(lead)
+    if tuple(given.shape[: len(lead)]) != lead:
+        raise InvalidInputError(
+            f"{field.name} is {tuple(given.shape)}; it has to begin with {lead}, as rewards do. Nothing was written."
+        )
+    flat = given.reshape(math.prod(lead), *given.shape[len(lead) :])
+    fitted: Tensor = field.fit(flat, math.prod(lead), device).unflatten(0, lead)
+    return fitted
+
+
+def at_step(value: Any, step: int, steps: int, name: str) -> Any:
+    """Entry ``step`` of a tensor ``[steps, ...]``, or of each tensor in a nest of dicts and tuples."""
+    if value is None:
+        return None
+    is_list_of_tensors = isinstance(value, list) and all(part is None or isinstance(part, Tensor) for part in value)
+    if isinstance(value, tuple) or is_list_of_tensors:
+        return tuple(at_step(part, step, steps, name) for part in value)
+    if isinstance(value, dict):
+        return {key: at_step(part, step, steps, name) for key, part in value.items()}
+    if len(value) != steps:
+        raise InvalidInputError(f"{name} has {len(value)} steps and observations {steps}. Nothing was changed.")
+    return value[step] if isinstance(value, (Tensor, TensorDictBase)) else as_tensor(value, name)[step]
+
+
+def copied(nest: Any, device: str | torch.device) -> Any:
+    """A copy of a nest of tensors, on a device."""
+    if nest is None:
+        return None
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(copied(part, device) for part in nest)
+    return nest.clone().to(device)
+
+
+def learning_info(actor: Any, algo: Any, info: dict[str, Any] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The batch and the info of ``after_gradients(actor, algo, info)`` or ``after_gradients(batch, info)``.
+
+    Returns:
+        The batch, empty if none was given, and the info, which the storage adds to.
+    """
+    if info is None:
+        info = algo if isinstance(algo, dict) else {}
+    return actor if isinstance(actor, Mapping) else {}, info
+
+
+# ---------------------------------------------------------------------------------------------------- parameters
+
+Check = Callable[[str, str, Any], Any]
+
+
+def whole_number(owner: str, name: str, value: Any) -> int:
+    """A whole number above 0."""
+    check_positive(owner, **{name: value})
+    return int(value)
+
+
+def fraction(owner: str, name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    check_fraction(owner, **{name: value})
+    return float(value)
+
+
+def seconds(owner: str, name: str, value: Any) -> float:
+    """A time to wait."""
+    check_seconds(owner, **{name: value})
+    return float(value)
+
+
+def checked_parameter(owner: str, parameters: Mapping[str, Check], name: str, value: Any) -> Any:
+    """The new value of a parameter of a storage, checked.
+
+    Args:
+        owner: The storage's class name.
+        parameters: The parameters that ``update_storage_parameter`` may change, and the check of each.
+        name: Which is to change.
+        value: To what.
+
+    Raises:
+        UnknownParameterError: (an AttributeError and a ValueError) if there is no such one.
+        InvalidInputError: (a ValueError) if the value is none for it.
+    """
+    if name not in parameters:
+        raise UnknownParameterError(
+            f"{owner} has no parameter {name!r}; it has {list(parameters)}. Nothing was changed."
+        )
+    return parameters[name](owner, name, value)
+
+
+def require_empty(held: int, name: str) -> None:
+    """Refuse to change a parameter that needs new memory while ``held`` transitions are stored."""
+    if held:
+        raise NotReadyError(
+            f"{name} can change only while the storage is empty; it holds {held} transitions. Call reset() first. "
+            "Nothing was changed."
+        )
