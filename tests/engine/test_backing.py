@@ -16,8 +16,8 @@ import torch.multiprocessing
 
 from rlstore import DiskFullError, DoesNotFitError, InvalidInputError
 from rlstore.engine.disk import files
+from rlstore.engine.memory import backing
 from rlstore.engine.memory.backing import Backing
-from rlstore.engine.memory.tensors import backing
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
