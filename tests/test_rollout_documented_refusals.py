@@ -170,12 +170,11 @@ def states_of(ids):
 def assert_refused(storage, *lists):
     """Each is refused with its field's name, nothing changes, and the next good transition is taken."""
     before, step = snapshot(storage), storage.step
-    for why, change, field in chain(*lists):
+    for _, change, field in chain(*lists):
         transition = transition_of(ids_of_step(step, 50), hidden_states=(None, None))
         change(transition)
         with pytest.raises(ValueError, match=field):
             storage.add_transition(transition)
-            pytest.fail(f"{why}: was not refused")
         assert_equal(snapshot(storage), before)
     good = transition_of(ids_of_step(step, 50))
     storage.add_transition(good)
