@@ -13,7 +13,7 @@ from torch import Tensor
 from rlstore.distributed.fields import RolloutFields
 from rlstore.engine.batches.gather import LARGE_BYTES, gather_slots
 from rlstore.engine.memory.capacity import free_ram
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import Recycler, allocate_empty, allocate_huge
 from rlstore.engine.processes.handoff import Handoff, Member
 from rlstore.errors import DoesNotFitError
@@ -35,7 +35,7 @@ class RolloutMemory:
         segment: The memory, if it is there already.
     """
 
-    def __init__(self, fields: RolloutFields, steps: int, count: int, segment: Segment | None = None) -> None:
+    def __init__(self, fields: RolloutFields, steps: int, count: int, segment: SharedMemory | None = None) -> None:
         self.fields, self.steps, self.count = fields, steps, count
         # A state is held without its axis of 1, so that states of several slots can be joined there.
         forms = [(f.name, (steps + 1, *f.shape), f.dtype) for f in fields.fields]
@@ -44,9 +44,9 @@ class RolloutMemory:
         nbytes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in forms]
         lines = [max(-(-size // _LINE), 1) * _LINE for size in nbytes]
         if segment is None:
-            needed = Segment.bytes_of([*Handoff.pieces(count), *(((count, line), torch.uint8) for line in lines)])
+            needed = SharedMemory.bytes_of([*Handoff.pieces(count), *(((count, line), torch.uint8) for line in lines)])
             _check_room(needed, steps, count)
-            segment = Segment.create(needed)
+            segment = SharedMemory.create(needed)
         self.segment = segment
         self.handoff = Handoff(segment, count)
         self.maker: Member | None = None  # in the process that made it

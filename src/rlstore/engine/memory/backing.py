@@ -18,7 +18,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import reserve, sync_folder, telling_full_disk, write_whole
 from rlstore.engine.disk.folder_lock import LOCK_NAME, FolderLock
 from rlstore.engine.memory.capacity import free_device, free_disk, free_ram
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.errors import DoesNotFitError, InvalidInputError
 
@@ -60,11 +60,11 @@ class Backing:
         self.path = None if path is None else Path(path).absolute()
         self._lock: FolderLock | None = None
         self._attached: set[str] = set()  # the files that zeros() has given out
-        self.segment: Segment | None = None  # of "shared", where the blocks lie one after another
+        self.segment: SharedMemory | None = None  # of "shared", where the blocks lie one after another
         self.is_attached = False  # to the blocks of another process
 
     @classmethod
-    def attach(cls, owner: str, segment: Segment) -> Backing:
+    def attach(cls, owner: str, segment: SharedMemory) -> Backing:
         """A backing whose blocks are those that another process has made, asked for in the same order."""
         backing = cls(owner, "shared", torch.device("cpu"))
         backing.segment, backing.is_attached = segment, True
@@ -73,7 +73,7 @@ class Backing:
     def reserve(self, nbytes: int) -> None:
         """Have the next blocks of "shared", ``nbytes`` together, lie in one segment; nothing is taken for it yet."""
         if not self.is_attached:
-            self.segment = Segment.create(nbytes)
+            self.segment = SharedMemory.create(nbytes)
 
     # ---------------------------------------------------------------------------------------------- is there room?
 
@@ -136,9 +136,9 @@ class Backing:
             ) from error
 
     def _carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        segment, nbytes = self.segment, Segment.bytes_of([(shape, dtype)])
+        segment, nbytes = self.segment, SharedMemory.bytes_of([(shape, dtype)])
         if segment is None or segment.left < nbytes:
-            segment = Segment.create(nbytes)
+            segment = SharedMemory.create(nbytes)
         return segment.carve(shape, dtype)
 
     def extend(self, name: str, tensor: Tensor, rows: int) -> Tensor:
