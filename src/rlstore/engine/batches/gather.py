@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Pieces, ahead_bytes, allocate_empty
+from rlstore.engine.memory.tensors import (
+    Allocator,
+    GroupAllocator,
+    Pieces,
+    ahead_bytes,
+    allocate_empty,
+    allocate_group,
+)
 from rlstore.kernels import kernel
+from rlstore.kernels.protocol import Gather
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -20,7 +28,7 @@ MOST_AHEAD = 32
 
 
 def gather_rows(
-    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: Allocator = allocate_empty
+    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: GroupAllocator = allocate_group
 ) -> tuple[Tensor, ...]:
     """Row ``i`` of each result is row ``rows[i]`` of ``source.flatten(0, 1)``.
 
@@ -28,17 +36,20 @@ def gather_rows(
         sources: Blocks ``[steps, lanes, *shape]``, contiguous, on one device.
         rows: Row ids ``time * lanes + lane``, int64 ``[n]``.
         dtypes: The dtype of each result.
-        empty: What makes the results.
+        empty: Allocates the results.
 
     Returns:
         New tensors ``[n, *shape]``.
     """
-    device = rows.device
-    outs = tuple(
-        empty((rows.shape[0], *source.shape[2:]), dtype, device) for source, dtype in zip(sources, dtypes, strict=True)
-    )
-    kernel("gather", device.type)(sources, rows, outs)
+    count = rows.shape[0]
+    outs = empty([(count, *source.shape[2:]) for source in sources], dtypes, rows.device)
+    _gather_kernel(rows.device.type)(sources, rows, outs)
     return outs
+
+
+@cache
+def _gather_kernel(device_type: str) -> Gather:
+    return kernel("gather", device_type)
 
 
 def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
@@ -63,7 +74,7 @@ def gather_batches(
     rows: Tensor,
     count: int,
     dtypes: Sequence[torch.dtype],
-    empty: Allocator = allocate_empty,
+    empty: GroupAllocator = allocate_group,
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of an epoch ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered when needed.
 

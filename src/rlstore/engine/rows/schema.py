@@ -172,6 +172,7 @@ class Structure:
         # Most observations are one level of names: a short way for them, on every add and every batch.
         flat = all(len(path) == 1 and isinstance(path[0], str) for path in self.paths)
         self._flat_keys = tuple(path[0] for path in self.paths) if flat else ()
+        self._is_tuple = bool(self.paths) and self.paths == tuple((index,) for index in range(len(self.paths)))
 
     @classmethod
     def of(cls, example: Any, name: str) -> Structure:
@@ -215,6 +216,8 @@ class Structure:
             return _new_tensordict(dict(zip(self._flat_keys, leaves, strict=True)), batch_size=size)
         if self.is_leaf:
             return next(iter(leaves))
+        if self._is_tuple:
+            return tuple(leaves)
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest
