@@ -5,8 +5,7 @@ listed it has the same signature and agrees with the reference (``tests/kernels`
 for CUDA do not look at values: see docs/cuda.md. All of them write into tensors that the caller gives.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone, and is tested against models of what it means. So does
-:func:`unheld_state`, which asks who holds tensors and does not look into them.
+operation on tensors: it exists in C++ alone, and is tested against models of what it means.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from rlstore.kernels._native import (
     exchange_word,
     make_event,
     process_start,
-    unheld_state,
 )
 
 __all__ = [
@@ -41,7 +39,6 @@ __all__ = [
     "make_event",
     "process_start",
     "reference_of",
-    "unheld_state",
 ]
 
 _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
