@@ -13,7 +13,6 @@
 #include "bindings_checker.h"
 #include "bindings_draws.h"
 #include "bindings_gather.h"
-#include "bindings_held.h"
 #include "bindings_launch.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
@@ -331,7 +330,6 @@ NB_MODULE(_native, m) {
   m.def("event_count", &event_count);
   m.def("await_event", &await_event);
   m.def("make_event", &make_event);
-  m.def("unheld_state", &unheld_state);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gather_slots", &gather_slots_binding);

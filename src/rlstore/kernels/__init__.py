@@ -23,7 +23,6 @@ from rlstore.kernels._native import (
     exchange_word,
     make_event,
     process_start,
-    unheld_state,
 )
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "kernel",
     "make_event",
     "process_start",
-    "unheld_state",
 ]
 
 # What a device has besides the portable version; that for CUDA is imported when it is first asked for.
