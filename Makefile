@@ -3,13 +3,16 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+# The names of all modules. An editable install of scikit-build-core only knows the modules that existed when it was made, so a
+# new or moved module needs a new install. This file is rewritten only if a name has changed: an edit does not reinstall.
+MODULES := build/modules
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo test torture bench lint learn clean
+.PHONY: demo quick test torture bench lint learn clean always
 
-# The environment is made on first use and again when the build inputs change. rsl_rl and rllte, which the tests train with,
-# ask for ONNX, TensorBoard's server, old versions of matplotlib and more, none of which they need here: they come without
-# dependencies, and [dev] has those they import. MinAtar's games need numpy alone.
+# The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
+# with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
+# installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
@@ -17,8 +20,16 @@ $(VENV)/ready: $(SOURCES)
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar
 	touch $@
 
+$(MODULES): always
+	@mkdir -p $(@D)
+	@find src -name '*.py' | sort > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
 demo: $(VENV)/ready
 	$(PY) examples/ppo.py --out out
+
+quick: $(VENV)/ready
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow"
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup
@@ -26,7 +37,7 @@ test: $(VENV)/ready
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture
 
-# The peers live in an environment of their own, so that they cannot change the versions that the tests use.
+# The libraries that we compare with have a separate environment, so that they cannot change the versions that the tests use.
 $(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0

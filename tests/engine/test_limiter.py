@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlstore import RateLimit
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.limiter import Limiter
 from rlstore.errors import InvalidInputError
 
@@ -22,7 +22,7 @@ DEADLINE = 60.0
 
 def make_limiter(limit=None, *, shared=False):
     shape = Limiter.shape()
-    segment = Segment.create(Segment.bytes_of([shape])) if shared else None
+    segment = SharedMemory.create(SharedMemory.bytes_of([shape])) if shared else None
     limiter = Limiter(torch.zeros(shape[0], dtype=shape[1]) if segment is None else segment.carve(*shape))
     if limit is not None:
         limiter.set(limit)

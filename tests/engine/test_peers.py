@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 import torch
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes import peers as peers_module
 from rlstore.engine.processes.peers import Peers
 from rlstore.errors import StorageError
@@ -22,7 +22,7 @@ DEADLINE = 60.0
 
 def make_peers():
     shape = Peers.shape()
-    return Peers(Segment.create(Segment.bytes_of([shape])).carve(*shape))
+    return Peers(SharedMemory.create(SharedMemory.bytes_of([shape])).carve(*shape))
 
 
 def join_and_die(peers, role, name=None):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slot_workers import DEADLINE, consume, cycle, echo, hold, produce
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.slots import SlotQueue, Slots, State
 from rlstore.errors import InvalidInputError, WaitTimeoutError
 
@@ -27,7 +27,9 @@ FREE, WRITING, FULL, READING = State
 def make_slots(count, *, shared=False):
     shape = Slots.shape(count)
     memory = (
-        Segment.create(Segment.bytes_of([shape])).carve(*shape) if shared else torch.zeros(*shape[:1], dtype=shape[1])
+        SharedMemory.create(SharedMemory.bytes_of([shape])).carve(*shape)
+        if shared
+        else torch.zeros(*shape[:1], dtype=shape[1])
     )
     return Slots(memory)
 
@@ -166,7 +168,7 @@ def test_what_a_killed_process_held_comes_back_at_its_old_place(origin, after):
 def test_processes_killed_at_any_moment_leave_every_slot_in_a_state_and_none_to_two():
     """Each writes its own number into what it holds, and fails if somebody else does meanwhile."""
     slots = make_slots(4, shared=True)
-    marks, random_ = Segment.create(64).carve((4,), torch.int64), random.Random(0)
+    marks, random_ = SharedMemory.create(64).carve((4,), torch.int64), random.Random(0)
     handed_on = FORK.Semaphore(0)
     workers = {}
     for number in range(1, 13):

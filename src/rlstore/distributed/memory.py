@@ -13,7 +13,7 @@ from torch import Tensor
 from rlstore.distributed.fields import RolloutFields
 from rlstore.engine.batches.gather import gather_slots
 from rlstore.engine.memory.capacity import free_ram
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import Recycler, allocate_huge
 from rlstore.engine.processes.handoff import Handoff, Member
 from rlstore.errors import DoesNotFitError
@@ -42,7 +42,7 @@ class RolloutMemory:
         segment: The memory, if it exists already.
     """
 
-    def __init__(self, fields: RolloutFields, steps: int, count: int, segment: Segment | None = None) -> None:
+    def __init__(self, fields: RolloutFields, steps: int, count: int, segment: SharedMemory | None = None) -> None:
         self.fields, self.steps, self.count = fields, steps, count
         forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             key: ((steps + 1, *field.shape), field.dtype) for key, field in fields.columns.items()
@@ -54,9 +54,9 @@ class RolloutMemory:
         lines = {name: max(-(-size // _LINE), 1) * _LINE for name, size in nbytes.items()}
         if segment is None:
             pieces = [((count, line), torch.uint8) for line in lines.values()]
-            needed = Segment.bytes_of([*Handoff.pieces(count), *pieces])
+            needed = SharedMemory.bytes_of([*Handoff.pieces(count), *pieces])
             _check_room(needed, steps, count)
-            segment = Segment.create(needed)
+            segment = SharedMemory.create(needed)
         self.segment = segment
         self.handoff = Handoff(segment, count)
         self.maker: Member | None = None  # in the process that created it

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rlstore.engine.memory.backing import Backing
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
@@ -154,7 +154,7 @@ class ReplayWriter:
             )
         recipe = (ring.leaves, ring.columns, ring.steps, ring.whole.lanes, ring.autoreset)
         given = (self.lanes, self.name, self._timeout, self._given_by, self._closed)
-        segments: tuple[Segment, Segment] = (ring.backing.segment, self._control.segment)
+        segments: tuple[SharedMemory, SharedMemory] = (ring.backing.segment, self._control.segment)
         return {"kind": self._kind, "fields": self._part._fields, "ring": recipe, "given": given, "segments": segments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

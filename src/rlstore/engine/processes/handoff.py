@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import Slots, State
 from rlstore.errors import PeerLostError, StorageClosedError, StorageError, WaitTimeoutError
@@ -42,7 +42,7 @@ class Handoff:
         count: The slots.
     """
 
-    def __init__(self, segment: Segment, count: int) -> None:
+    def __init__(self, segment: SharedMemory, count: int) -> None:
         peers, slots, turn, words = (segment.carve(*piece) for piece in self.pieces(count))
         self.peers, self.slots, self.count = Peers(peers), Slots(slots), count
         self.turn = Slots(turn)  # one slot: the right to collect

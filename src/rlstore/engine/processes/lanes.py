@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.limiter import Limiter
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import SLICE_SECONDS
@@ -38,14 +38,14 @@ class LaneControl:
         shared: Whether the memory is one that other processes can have.
     """
 
-    def __init__(self, lanes: int, segment: Segment | None = None, *, shared: bool = True) -> None:
+    def __init__(self, lanes: int, segment: SharedMemory | None = None, *, shared: bool = True) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
         self.mourned: set[int] = set()  # the dead writers that this process has told of
         # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
         self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
         if shared and segment is None:
-            self.segment = Segment.create(Segment.bytes_of(pieces))
+            self.segment = SharedMemory.create(SharedMemory.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
         self.peers, self.limiter = Peers(carve(*pieces[0])), Limiter(carve(*pieces[1]))
         self._words = carve(*pieces[2])  # the board, writers [lanes], busy [lanes]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_positive
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.errors import InvalidInputError, WaitTimeoutError
 from rlstore.kernels import SlotTable
 
@@ -134,9 +134,9 @@ class SlotQueue:
     def __init__(self, num_slots: int) -> None:
         check_positive("SlotQueue()", num_slots=num_slots)
         shape = Slots.shape(2 * num_slots + 64)
-        self._open(num_slots, Segment.create(Segment.bytes_of([shape])))
+        self._open(num_slots, SharedMemory.create(SharedMemory.bytes_of([shape])))
 
-    def _open(self, num_slots: int, segment: Segment) -> None:
+    def _open(self, num_slots: int, segment: SharedMemory) -> None:
         self._count, self._segment = num_slots, segment
         self._slots = Slots(segment.carve(*Slots.shape(2 * num_slots + 64)))
 
@@ -187,8 +187,8 @@ class SlotQueue:
         """True if the queue is empty."""
         return self.qsize() == 0
 
-    def __getstate__(self) -> tuple[int, Segment]:
+    def __getstate__(self) -> tuple[int, SharedMemory]:
         return self._count, self._segment
 
-    def __setstate__(self, state: tuple[int, Segment]) -> None:
+    def __setstate__(self, state: tuple[int, SharedMemory]) -> None:
         self._open(*state)

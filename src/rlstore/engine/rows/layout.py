@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.rows.schema import Field
 
 # Fields of up to this many bytes lie together in one record: a row of them costs one cache miss instead of several.
@@ -89,7 +89,7 @@ class Layout:
         fields = [((self.record_bytes,), torch.uint8), *((shape, dtype) for _, shape, dtype in self.apart)]
         own = [((5, lanes), torch.int64), ((slots, 4), torch.int64), ((slots,), torch.int32)]
         tables = [(shape, dtype) for _, shape, dtype in self.tables(slots)]
-        return Segment.bytes_of([*(((lanes, rows, *shape), dtype) for shape, dtype in fields), *own, *tables])
+        return SharedMemory.bytes_of([*(((lanes, rows, *shape), dtype) for shape, dtype in fields), *own, *tables])
 
 
 def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:

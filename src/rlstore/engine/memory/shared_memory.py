@@ -2,7 +2,7 @@
 
 It is a file in memory that only its descriptors lead to: the kernel takes it back when the last process that has it
 ends, in whatever way. Nothing lies in ``/dev/shm``. Another process of the same user opens it through
-``/proc/<pid>/fd``, so a :class:`Segment` can be pickled in any way and sent along any road on one machine.
+``/proc/<pid>/fd``, so a :class:`SharedMemory` can be pickled in any way and sent along any road on one machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlstore.kernels import process_start
 _ALIGNED = 64  # a cache line: two pieces never share one
 
 
-class Segment:
+class SharedMemory:
     """Zeros, whose pages are taken when they are touched; see :meth:`create`."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -37,7 +37,7 @@ class Segment:
             self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
+    def create(cls, nbytes: int) -> SharedMemory:
         """A new segment of ``nbytes`` bytes."""
         if not hasattr(os, "memfd_create"):
             raise InvalidInputError(f"memory shared between processes needs Linux; this is {sys.platform}")
@@ -74,7 +74,7 @@ class Segment:
         pid, descriptor = os.getpid(), self._descriptor
         return _attach, (pid, process_start(pid), descriptor, os.fstat(descriptor).st_ino, self.nbytes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemory:
         raise TypeError("a segment is shared, and cannot be copied")
 
     def __del__(self) -> None:
@@ -83,7 +83,7 @@ class Segment:
             os.close(descriptor)
 
 
-def _attach(pid: int, started: int, descriptor: int, inode: int, nbytes: int) -> Segment:
+def _attach(pid: int, started: int, descriptor: int, inode: int, nbytes: int) -> SharedMemory:
     """The segment that a process has under a descriptor, carved from the beginning."""
     gone = f"process {pid}, which shared this memory, is gone; whoever uses it must begin before that process ends"
     if process_start(pid) != started:
@@ -97,7 +97,7 @@ def _attach(pid: int, started: int, descriptor: int, inode: int, nbytes: int) ->
     if os.fstat(own).st_ino != inode:
         os.close(own)
         raise PeerLostError(f"process {pid} has let go of the memory that it shared")
-    return Segment(own, nbytes)
+    return SharedMemory(own, nbytes)
 
 
 def _aligned(nbytes: int) -> int:

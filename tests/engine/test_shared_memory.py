@@ -12,7 +12,7 @@ import socket
 import pytest
 import torch
 
-from rlstore.engine.memory.segment import Segment
+from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.errors import DoesNotFitError, InvalidInputError, PeerLostError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -40,7 +40,7 @@ def in_child(target, *args):
 
 
 def test_pieces_are_zeros_of_their_own_in_lines_of_the_cache():
-    segment = Segment.create(Segment.bytes_of(PIECES))
+    segment = SharedMemory.create(SharedMemory.bytes_of(PIECES))
     pieces = [segment.carve(*piece) for piece in PIECES]
     for number, (piece, (shape, dtype)) in enumerate(zip(pieces, PIECES, strict=True), start=1):
         assert (tuple(piece.shape), piece.dtype, piece.is_shared()) == (shape, dtype, True)
@@ -53,7 +53,7 @@ def test_pieces_are_zeros_of_their_own_in_lines_of_the_cache():
 
 
 def test_more_than_there_is_cannot_be_carved():
-    segment = Segment.create(128)
+    segment = SharedMemory.create(128)
     segment.carve((64,), torch.uint8)
     with pytest.raises(InvalidInputError, match="65 bytes more than the 128"):
         segment.carve((65,), torch.uint8)
@@ -63,13 +63,13 @@ def test_more_than_there_is_cannot_be_carved():
 
 def test_memory_that_no_machine_has_is_refused():
     with pytest.raises(DoesNotFitError, match="cannot be had") as refused:
-        Segment.create(1 << 62)
+        SharedMemory.create(1 << 62)
     assert isinstance(refused.value, MemoryError)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickled_segment_is_the_same_memory_carved_in_the_same_order(protocol):
-    segment = Segment.create(Segment.bytes_of(PIECES))
+    segment = SharedMemory.create(SharedMemory.bytes_of(PIECES))
     pieces = [segment.carve(*piece) for piece in PIECES]
     other = pickle.loads(pickle.dumps(segment, protocol))
     for piece, again in zip(pieces, [other.carve(*piece) for piece in PIECES], strict=True):
@@ -78,7 +78,7 @@ def test_a_pickled_segment_is_the_same_memory_carved_in_the_same_order(protocol)
 
 
 def test_a_forked_process_writes_what_this_one_reads_and_its_end_changes_nothing():
-    segment = Segment.create(800)
+    segment = SharedMemory.create(800)
     numbers = segment.carve((100,), torch.int64)
     in_child(numbers.copy_, torch.arange(100))
     assert torch.equal(numbers, torch.arange(100))
@@ -86,7 +86,7 @@ def test_a_forked_process_writes_what_this_one_reads_and_its_end_changes_nothing
 
 def test_a_segment_can_be_sent_by_another_than_its_maker():
     """A process that was forked has the memory too, and says so in its own name."""
-    segment = Segment.create(64)
+    segment = SharedMemory.create(64)
     numbers = segment.carve((8,), torch.int64)
     ours, theirs = FORK.Pipe()
     done = FORK.Event()
@@ -110,7 +110,7 @@ def test_memory_stays_as_long_as_anybody_has_it_and_not_longer():
     done = FORK.Event()
 
     def make():
-        segment = Segment.create(64)
+        segment = SharedMemory.create(64)
         segment.carve((8,), torch.int64).fill_(5)
         theirs.send_bytes(pickle.dumps(segment))
         done.wait(DEADLINE)
@@ -131,14 +131,14 @@ def test_memory_stays_as_long_as_anybody_has_it_and_not_longer():
 @pytest.mark.parametrize("instead", ["nothing", "another segment", "a socket", "a folder"])
 def test_what_was_let_go_is_not_taken_for_something_else(instead, tmp_path):
     """Whatever has the descriptor's number by now."""
-    segment = Segment.create(64)
+    segment = SharedMemory.create(64)
     sent, number = pickle.dumps(segment), segment._descriptor
     segment._descriptor = None
     if instead == "nothing":
         os.close(number)
     else:
         kept = {
-            "another segment": lambda: Segment.create(64),
+            "another segment": lambda: SharedMemory.create(64),
             "a socket": socket.socket,
             "a folder": lambda: os.open(tmp_path, os.O_RDONLY),
         }[instead]()
@@ -156,12 +156,12 @@ def test_what_was_let_go_is_not_taken_for_something_else(instead, tmp_path):
 
 def test_a_segment_cannot_be_copied():
     with pytest.raises(TypeError, match="shared, and cannot be copied"):
-        copy.deepcopy(Segment.create(64))
+        copy.deepcopy(SharedMemory.create(64))
 
 
 def test_nothing_lies_in_dev_shm_and_descriptors_are_given_back():
     held = descriptors()
-    segments = [Segment.create(1 << 20) for _ in range(20)]
+    segments = [SharedMemory.create(1 << 20) for _ in range(20)]
     pieces = [segment.carve((1 << 20,), torch.uint8) for segment in segments]
     copies = [pickle.loads(pickle.dumps(segment)) for segment in segments]
     assert left_behind() == []
@@ -175,7 +175,7 @@ def test_a_killed_process_leaves_nothing_behind():
     ready = FORK.Event()
 
     def make():
-        kept = Segment.create(1 << 20).carve((1 << 20,), torch.uint8).fill_(1)
+        kept = SharedMemory.create(1 << 20).carve((1 << 20,), torch.uint8).fill_(1)
         ready.set()
         FORK.Event().wait(DEADLINE)
         del kept
