@@ -69,7 +69,7 @@ def test_a_lost_node_takes_what_was_stored_since_the_snapshot_and_nothing_else(c
 
 
 def known_to_ledger(served, shard):
-    return ray.get(served._connection.ledger.report.remote())["shards"][shard].facts.inserted
+    return ray.get(served._connection.ledger.report.remote())["shards"][shard].state.inserted
 
 
 def serve_with_one_shard_on(node, folder):

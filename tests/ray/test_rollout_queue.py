@@ -147,7 +147,7 @@ def test_stale_rollouts_are_dropped_wherever_they_are(cluster):
     with queue.learner(2, prefetch=1) as learner:
         check(next(learner), [1, 3])
         queue.put(rollout(5), version=3, states=states(5))
-        learner._ahead[0].result(timeout=60)  # the learner has fetched 4 and 5 ahead
+        learner._in_flight[0].result(timeout=60)  # the learner has fetched 4 and 5 ahead
         queue.publish(4)  # 4 is stale now, in the batch that is ready
         queue.put(rollout(6), version=4, states=states(6))
         batch = next(learner)

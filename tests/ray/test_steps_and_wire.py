@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlstore import InvalidInputError
-from rlstore.ray.steps import StepBuffer, each_step
 from rlstore.ray.wire import join, own_tensors, pack
+from rlstore.ray.writer import StepBuffer, each_step
 
 
 def plain(shape, dtype):
