@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -15,21 +14,8 @@ from rlstore.engine.batches.gather import LARGE_BYTES
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.kernels import kernel
-
-
-class Part(IntEnum):
-    """What one tensor of a batch of transitions holds."""
-
-    OBSERVATION = 0
-    NEXT_OBSERVATION = 1  # what followed the n-step window
-    COLUMN = 2
-    REWARDS = 3  # sum of gamma^i r_i over the window
-    DISCOUNTS = 4  # gamma^k after a window of k steps; 0 after a termination
-    TERMINATED = 5  # the window ends with a termination
-    TRUNCATED = 6
-    IS_FIRST = 7  # the row is the first of its episode
-    IS_HELD = 8  # there is a row
+from rlstore.kernels import kernel, protocol
+from rlstore.kernels.protocol import Part as Part  # exported: requests are made of it
 
 
 @dataclass(frozen=True)
@@ -67,16 +53,16 @@ class TransitionGather:
         self._pin_memory = pin_memory
         self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
         self._outputs, self._served = Recycler(), 0
-        self._kernel: Any = None
-        self._bound_to: Any = None
+        self._kernel: protocol.ReplayGather | None = None
+        self._bound_to: protocol.EpisodeRing | None = None
 
     def sample(self, count: int, random: Tensor) -> tuple[Tensor, ...] | None:
         """The tensors of ``count`` rows in one call, drawn as ``select.uniform_rows`` draws them."""
-        self._bind()
+        bound = self._bind()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._kernel.sample(random, count)  # type: ignore[no-any-return]
-        return self._kernel.sample(random, count)  # type: ignore[no-any-return]
+                return bound.sample(random, count)
+        return bound.sample(random, count)
 
     def sample_by_priority(
         self, priorities: Priorities, count: int, beta: float, random: Tensor
@@ -85,11 +71,11 @@ class TransitionGather:
 
         None where there is no shorter way than to draw and then to gather.
         """
-        self._bind()
-        if not hasattr(self._kernel, "sample_by_priority"):
-            return None
-        with torch.inference_mode(False):
-            return self._kernel.sample_by_priority(priorities.kernel, random, beta, count)  # type: ignore[no-any-return]
+        bound = self._bind()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return bound.sample_by_priority(priorities.kernel, random, beta, count)
+        return bound.sample_by_priority(priorities.kernel, random, beta, count)
 
     def is_small(self, count: int) -> bool:
         """True if the memory of the results of ``count`` rows need not serve again: on a device, or if it is small."""
@@ -110,9 +96,9 @@ class TransitionGather:
         Args:
             rows: Row ids ``time * lanes + lane`` of rows that are held, int64 where the ring is; -1 gives zeros.
         """
-        self._bind()
+        bound = self._bind()
         if self._ring.device.type != "cpu":
-            return self._kernel.gather(rows, None)  # type: ignore[no-any-return]
+            return bound.gather(rows, None)
         outs: tuple[Tensor | None, ...] | None = None
         count = rows.numel()
         if self._pin_memory:
@@ -124,8 +110,8 @@ class TransitionGather:
             outs = tuple(self._large_output(request, rows.shape, count) for request in self._requests)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
-        return self._kernel.gather(rows, outs)  # type: ignore[no-any-return]
+                return bound.gather(rows, outs)
+        return bound.gather(rows, outs)
 
     def _large_output(self, request: Request, lead: torch.Size, count: int) -> Tensor | None:
         """Memory that may have served before, for a large output; None lets the kernel make a small one."""
@@ -133,16 +119,16 @@ class TransitionGather:
             return None
         return self._outputs.empty((*lead, *request.shape), request.dtype, self._ring.device)
 
-    def _bind(self) -> None:
-        """Make the kernel, or make it anew for a ring that was copied."""
+    def _bind(self) -> protocol.ReplayGather:
+        """The kernel, made when it is first needed, and again for a ring that was copied."""
         ring = self._ring
-        if self._bound_to is not None and self._bound_to is ring._kernel:
-            return
-        stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
-        self._kernel = kernel("ReplayGather", ring.device.type)(
-            ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
-        )
-        self._bound_to = ring.kernel
+        if self._kernel is None or self._bound_to is not ring._kernel:
+            stored = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
+            self._kernel = kernel("ReplayGather", ring.device.type)(
+                ring.kernel, tuple(_native_request(request, *stored) for request in self._requests), *self._fold
+            )
+            self._bound_to = ring.kernel
+        return self._kernel
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernel": None, "_bound_to": None}

@@ -18,12 +18,12 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.step_fields import StepFields
-from rlstore.kernels import kernel
+from rlstore.kernels import kernel, protocol
+from rlstore.kernels.protocol import NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
 # What the kernel's write returns, besides the index of a value that does not fit.
-_DONE, _NEED_SLOTS, _DONE_WITH_BREAK = -1, -2, -4
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
@@ -102,7 +102,7 @@ class EpisodeRing:
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
         if shared:
             self._make_starts()
-        self._kernel: Any = None
+        self._kernel: protocol.EpisodeRing | None = None
         self._known = 0  # rows of a device that are known to be held
         self._view_counters()
         if self.reopened:
@@ -190,8 +190,7 @@ class EpisodeRing:
 
     def catch_up(self) -> None:
         """Take notice of all rows that others have written by now."""
-        if self.is_shared or hasattr(self.kernel, "refresh"):  # one that counts what all lanes hold, when it writes
-            self.kernel.catch_up()
+        self.kernel.catch_up()
 
     def overrun(self) -> Tensor | None:
         """The lanes, int64, in which rows that are taken to be held may be overwritten since; None if in none."""
@@ -256,7 +255,7 @@ class EpisodeRing:
     # ---------------------------------------------------------------------------------------------- writing
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> protocol.EpisodeRing:
         """What writes into these blocks, bound to them when it is first needed."""
         if self._kernel is None:
             names = [column.name for column in self.columns]
@@ -307,10 +306,10 @@ class EpisodeRing:
         if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
             self._follow_whole(whole)
         outcome = (self._kernel or self.kernel).write(values)
-        if outcome == _DONE:
+        if outcome == WRITTEN:
             return False
         fitted, fields = -1, StepFields(self.leaves, self.columns, self.lanes)
-        while outcome not in (_DONE, _DONE_WITH_BREAK):
+        while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
                 if outcome == fitted:
@@ -318,9 +317,9 @@ class EpisodeRing:
                 fitting = fields.fit(outcome, values, self.device)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             else:
-                self._extend(outcome == _NEED_SLOTS)
+                self._extend(outcome == NEEDS_EPISODES)
             outcome = self.kernel.write(values)
-        return bool(outcome == _DONE_WITH_BREAK)
+        return outcome == WRITTEN_WITH_BREAK
 
     def _extend(self, slots: bool) -> None:
         """Make room for more episodes, or the tables of starts."""
