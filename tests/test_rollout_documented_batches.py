@@ -7,6 +7,7 @@ from itertools import chain, product
 import numpy as np
 import pytest
 import torch
+from combinations import each
 from rollout_ids import (
     ACTIONS,
     ENVS,
@@ -78,11 +79,25 @@ def test_reshuffle_asks_for_a_new_permutation_every_epoch():
         assert len(set(epoch)) == 28
 
 
+def narrow(steps, seed):
+    """One environment and one number for each field, so that many draws take little time; values are row + 0.5."""
+    example = TensorDict({"policy": torch.zeros(1, 1)}, batch_size=[1])
+    storage = RolloutStorage("rl", 1, steps, example, [ACTIONS], "cpu", seed=seed)
+    for step in range(steps):
+        transition = transition_of(ids_of_step(step, envs=1))
+        transition.observations = example
+        storage.add_transition(transition)
+    return storage
+
+
+def rows_of(batch):
+    return (batch.values.flatten() - 0.5).long().tolist()
+
+
 def test_rows_that_do_not_fill_a_mini_batch_are_chosen_at_random():
-    storage = fill(build(envs=1, steps=7, seed=0))
-    left_out = Counter()
+    storage, left_out = narrow(7, seed=0), Counter()
     for _ in range(140):
-        drawn = chain(*(ids_in(batch) for batch in storage.mini_batch_generator(2, 1)))
+        drawn = chain(*(rows_of(batch) for batch in storage.mini_batch_generator(2, 1)))
         left_out.update(set(range(7)) - set(drawn))
     # 20 expected for each row; 5 deviations of a binomial are 21.
     assert set(left_out) == set(range(7))
@@ -90,13 +105,11 @@ def test_rows_that_do_not_fill_a_mini_batch_are_chosen_at_random():
 
 
 def test_every_row_is_as_likely_as_any_other_at_every_place():
-    storage = fill(build(envs=1, steps=5, seed=1))
-    places = Counter()
+    storage, places = narrow(5, seed=1), Counter()
     for _ in range(500):
-        drawn = ids_in(next(storage.mini_batch_generator(1, 1)))
-        places.update(enumerate(drawn))
-    assert len(places) == 25
-    assert 55 < min(places.values()) <= max(places.values()) < 145
+        places.update(enumerate(rows_of(next(storage.mini_batch_generator(1, 1)))))
+    # 100 expected for each of 25 pairs. Anderson's statistic has 16 degrees of freedom: above 58 once in 10**6 seeds.
+    assert 4 / 5 * sum((places[pair] - 100) ** 2 / 100 for pair in product(range(5), range(5))) < 58
 
 
 @pytest.mark.parametrize("written", [1, 2, 5])
@@ -111,7 +124,7 @@ def test_only_rows_written_since_clear_are_served(written):
     assert set(drawn[0] + drawn[1]) <= set(range(700, 700 + written * ENVS))
 
 
-@pytest.mark.parametrize("width", [0, 1, 2, 3, 5, 7, 8, 9, 15, 17, 31, 33, 63, 64, 65, 100, 511, 512, 513, 700])
+@pytest.mark.parametrize("width", [0, 1, 3, 7, 8, 9, 17, 31, 64, 65, 511, 513])
 def test_rows_of_any_number_of_bytes_are_served_whole(width):
     envs, steps = 3, 4
     rows = (torch.arange(envs * steps * width) * 37 % 251).to(torch.uint8).view(steps, envs, width)
@@ -165,8 +178,17 @@ def served(storage):
     }
 
 
-@pytest.mark.parametrize("name", ["actions", "values", "returns", "advantages", "actions_log_prob"])
-@pytest.mark.parametrize("how", ["rebound", "in place", "strided", "expanded", "rebound in inference mode"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *each(
+            ["actions", "values", "returns", "advantages", "actions_log_prob"],
+            ["rebound", "in place", "strided", "expanded", "rebound in inference mode"],
+        ),
+        ("advantages", "rebound"),
+        ("returns", "in place"),
+    ],
+)
 def test_what_an_attribute_holds_when_the_generator_runs_is_served(name, how):
     storage = filled()
     list(storage.mini_batch_generator(2, 2))
@@ -281,8 +303,7 @@ def test_a_batch_changed_in_place_is_not_seen_again(kind, how):
     assert_equal(list(generators(storage)[kind]()), list(generators(untouched)[kind]()))
 
 
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize(("kind", "how"), each(["feed-forward", "reshuffled", "recurrent"], CHANGES))
 def test_batches_kept_until_the_end_do_not_share_memory(kind, how):
     storage = fill(build(seed=3), hidden=state_of)
     before = snapshot(storage)
@@ -299,8 +320,10 @@ def test_batches_kept_until_the_end_do_not_share_memory(kind, how):
     assert_equal(snapshot(storage), before)
 
 
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.flatten, torch.Tensor.numpy])
+@pytest.mark.parametrize(
+    ("kind", "view"),
+    each(["feed-forward", "reshuffled", "recurrent"], [torch.Tensor.detach, torch.Tensor.flatten, torch.Tensor.numpy]),
+)
 def test_views_kept_until_the_end_do_not_share_memory(kind, view):
     storage = fill(build(seed=3), hidden=state_of)
     kept = [view(batch.advantages) for batch in generators(storage)[kind]()]
