@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -41,21 +42,37 @@ def gather_rows(
     return outs
 
 
-def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
+# Slots are in shared memory, and so on the CPU.
+_gather_slots = kernel("gather_slots", "cpu")
+# Outputs of this size and more come from the allocator that the caller gives.
+_LARGE_OUTPUT_BYTES = 256 << 10
+
+
+def gather_slots(
+    sources: tuple[Tensor, ...], slots: Sequence[int], empty: Allocator = allocate_empty, pin_memory: bool = False
+) -> tuple[Tensor, ...]:
     """The rollouts of some slots side by side: ``result[t, i] = source[slots[i], t]``.
 
     Args:
         sources: Blocks ``[slots, rows, *shape]`` on the CPU, each slot contiguous.
-        slots: Slot numbers, int64 ``[n]``.
-        empty: What makes the results.
+        slots: Slot numbers.
+        empty: What allocates large results.
+        pin_memory: Whether the results are page-locked; ``empty`` is not used then.
 
     Returns:
-        New tensors ``[rows, n, *shape]``.
+        New tensors ``[rows, len(slots), *shape]``.
     """
-    count = len(slots)
-    outs = tuple(empty((source.shape[1], count, *source.shape[2:]), source.dtype, slots.device) for source in sources)
-    kernel("gather_slots", slots.device.type)(sources, slots, outs)
-    return outs
+    count, outs = len(slots), []
+    with torch.inference_mode(False):
+        for source in sources:
+            shape = (source.shape[1], count, *source.shape[2:])
+            if pin_memory or math.prod(shape) * source.itemsize < _LARGE_OUTPUT_BYTES:
+                outs.append(torch.empty(shape, dtype=source.dtype, device="cpu", pin_memory=pin_memory))
+            else:
+                outs.append(empty(shape, source.dtype, source.device))
+        results = tuple(outs)
+        _gather_slots(sources, torch.tensor(slots, dtype=torch.int64, device="cpu"), results)
+    return results
 
 
 def gather_batches(
