@@ -1,4 +1,4 @@
-"""gather_slots: the rollouts of some slots side by side, the native version against the reference."""
+"""gather_slots: the rollouts of some slots side by side, the native version against the portable version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kernel_inputs import DTYPES, assert_guards_whole, covers, guarded, native, random_tensor
 
 from rlstore.engine.batches.gather import gather_slots
-from rlstore.kernels import reference
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 def with_gap(block: torch.Tensor, gap: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_gather_slots_agrees(dtype, width):
         )
         native("gather_slots")((source, other), numbers, (out, second))
         expected, expected_second = torch.empty_like(out), torch.empty_like(second)
-        reference.gather_slots((source, other), numbers, (expected, expected_second))
+        PORTABLE["gather_slots"]((source, other), numbers, (expected, expected_second))
         assert out.tolist() == expected.tolist()
         assert out.tolist() == [[source[slot, t].tolist() for slot in chosen] for t in range(rows)]
         assert torch.equal(second, expected_second)

@@ -1,4 +1,4 @@
-"""Every operation of the table but the writer of rows, the native version against the reference, on random inputs.
+"""Every operation of the table but the writer of rows, native against portable, on random inputs.
 
 Where an operation is simple enough to say in a few lines of Python, both are held against those lines too.
 """
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_inputs import DTYPES, LANES, WIDTHS, assert_guards_whole, covers, guarded, native, random_tensor
 
-from rlstore.kernels import reference
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 FLAG_PATTERNS = ["none", "all", "some", "many"]
 
@@ -53,13 +53,13 @@ class Rollout:
         return self.terminated, self.truncated, self.final_values
 
     def assert_agree(self, operation: str, arguments: tuple, outputs: int) -> None:
-        """The native results are those of the reference, and every entry was written."""
+        """The native results are those of the portable version, and every entry was written."""
         mine = [guarded((self.steps, self.lanes), self.dtype) for _ in range(outputs)]
         truth = [torch.full((self.steps, self.lanes), torch.nan, dtype=self.dtype) for _ in range(outputs)]
         for out, _ in mine:
             out.fill_(torch.nan)
         native(operation)(*arguments, *(out for out, _ in mine))
-        getattr(reference, operation)(*arguments, *truth)
+        PORTABLE[operation](*arguments, *truth)
         tolerance = 1e-12 if self.dtype == torch.float64 else 16 * torch.finfo(torch.float32).eps
         scale = max(1.0, *(float(expected.abs().max()) for expected in truth))
         for (out, whole), expected in zip(mine, truth, strict=True):
@@ -141,7 +141,7 @@ def test_normalize_agrees(seed, count, dtype, epsilon):
     plain = x.tolist()
     by_hand = [(value - statistics.fmean(plain)) / (statistics.stdev(plain) + epsilon) for value in plain]
     expected = x.clone()
-    reference.normalize(expected, epsilon)
+    PORTABLE["normalize"](expected, epsilon)
     out, whole = guarded((count,), dtype)
     out.copy_(x)
     native("normalize")(out, epsilon)
@@ -172,7 +172,7 @@ def test_gather_agrees(dtype, width):
         out, whole = guarded((count, width), dtype)
         native("gather")((source,), rows, (out,))
         expected = torch.empty((count, width), dtype=dtype)
-        reference.gather((source,), rows, (expected,))
+        PORTABLE["gather"]((source,), rows, (expected,))
         assert out.tolist() == expected.tolist()
         assert out.tolist() == [source[row // lanes, row % lanes].tolist() for row in rows.tolist()]
         assert_guards_whole(whole)
@@ -188,7 +188,7 @@ def test_gather_converts_every_dtype_to_float32(dtype):
         native("gather")((source,), rows, (out,))
         expected = torch.stack([source[row // 9, row % 9].float() for row in rows.tolist()])
         assert torch.equal(out, expected)
-        reference.gather((source,), rows, (out.zero_(),))
+        PORTABLE["gather"]((source,), rows, (out.zero_(),))
         assert torch.equal(out, expected)
         assert_guards_whole(whole)
 
@@ -217,7 +217,7 @@ def test_gather_of_several_fields_agrees(seed, steps, lanes, count, data):
     outs = [guarded((count, width), dtype) for (_, width, _), dtype in zip(fields, dtypes, strict=True)]
     native("gather")(sources, rows, tuple(out for out, _ in outs))
     expected = tuple(torch.empty_like(out) for out, _ in outs)
-    reference.gather(sources, rows, expected)
+    PORTABLE["gather"](sources, rows, expected)
     for (out, whole), truth in zip(outs, expected, strict=True):
         assert out.tolist() == truth.tolist()
         assert_guards_whole(whole)
@@ -260,7 +260,7 @@ def test_count_and_split_agree(flags):
     dones, first, last, _ = flags
     expected = naive_segments(dones, first, last)
     for dims in (dones, dones.unsqueeze(-1)):
-        for implementation in (native, lambda operation: getattr(reference, operation)):
+        for implementation in (native, lambda operation: PORTABLE[operation]):
             lanes, starts, lengths = split_with(implementation, dims, first, last)
             assert list(zip(lanes.tolist(), starts.tolist(), lengths.tolist(), strict=True)) == expected
 
@@ -275,7 +275,7 @@ def test_pad_agrees(flags, dtype, shape, shorter):
     steps = max(longest, dones.shape[0] - shorter)
     sources = (random_tensor(rng, (*dones.shape, *shape), dtype), random_tensor(rng, (*dones.shape, 2), torch.float32))
     results = []
-    for implementation in (native("pad_segments"), reference.pad_segments):
+    for implementation in (native("pad_segments"), PORTABLE["pad_segments"]):
         outs = [guarded((steps, len(lanes), *source.shape[2:]), source.dtype) for source in sources]
         mask, mask_memory = guarded((steps, len(lanes)), torch.bool)
         implementation(sources, lanes, starts, lengths, tuple(out for out, _ in outs), mask)
@@ -309,7 +309,7 @@ def test_first_states_agree(flags, dtype, layers, hidden):
         [states[start, layer, lane].tolist() for lane, start, _ in naive_segments(dones, first, last)]
         for layer in range(layers)
     ]
-    for implementation in (native("first_states"), reference.first_states):
+    for implementation in (native("first_states"), PORTABLE["first_states"]):
         out, whole = guarded((layers, len(lanes), hidden), dtype)
         implementation(states, lanes, starts, out)
         assert out.tolist() == expected
@@ -331,7 +331,7 @@ def test_copy_lanes_agrees(seed, steps, lanes, fields, data):
     sources = tuple(random_tensor(rng, (steps, lanes, *shape), dtype) for dtype, shape in fields)
     before = copy.deepcopy(sources)
     expected = [[step[first:last] for step in source.tolist()] for source in sources]
-    for implementation in (native("copy_lanes"), reference.copy_lanes):
+    for implementation in (native("copy_lanes"), PORTABLE["copy_lanes"]):
         outs = [guarded((steps, last - first, *source.shape[2:]), source.dtype) for source in sources]
         implementation(sources, first, last, tuple(out for out, _ in outs))
         for (out, whole), truth, source in zip(outs, expected, sources, strict=True):

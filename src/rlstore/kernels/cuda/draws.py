@@ -1,14 +1,18 @@
-"""Which rows, on the device: random numbers as a function of a seed and a counter, and the rows that they fall on."""
+"""Random numbers as a function of a seed and a counter, and the rows that they fall on: kernels that others call."""
 
-# mypy: ignore-errors
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from rlstore.kernels.cuda.replay_ring_kernels import ALIKE, OLDEST, TOTAL
-
+# Words that describe the ring as a whole, int64.
+TOTAL = tl.constexpr(0)  # rows held
+ALIKE = tl.constexpr(1)  # 1 if all lanes hold the same times
+OLDEST = tl.constexpr(2)  # the oldest of them, if so
+LEAST_FREE = tl.constexpr(3)  # free episode indices of the lane that has the fewest
+BREAKS = tl.constexpr(4)  # episodes that were broken off
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _STEP = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)

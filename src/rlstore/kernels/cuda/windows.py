@@ -1,19 +1,25 @@
-"""Windows of a ring on the device: each lane's queue of where they begin follows what is written.
+"""Windows of a ring in Triton: each lane's queue of where they begin follows what is written in one launch.
 
-See ``kernels/draws_reference.py`` for what windows there are. A program takes in the rows of a block of lanes, one row
-of each after another. Where windows have priorities, the leaf of a window that is dropped becomes 0, and that of a new
-one the largest there was before.
+A program follows a block of lanes, one row of each after another. Where windows have priorities, the leaf of a window
+that is dropped becomes 0, and that of a new one the largest there was before.
 """
 
-# mypy: ignore-errors
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from rlstore.kernels.cuda.replay_draw_kernels import below, lane_of, move_on
+from rlstore.kernels.cuda.draws import below, lane_of, move_on
+from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
+from rlstore.kernels.cuda.memory import place_of
+from rlstore.kernels.cuda.ring import EpisodeRing
+from rlstore.kernels.ring_memory import WindowQueues
 
+_LANES, _SUMMARY, _DRAWN = 64, 1024, 128  # lanes that a program follows, lanes counted at once, windows drawn
 _FAR = tl.constexpr(2**62)
 
 
@@ -40,7 +46,7 @@ def follow_rows(
     ACROSS: tl.constexpr, HAS_LEAVES: tl.constexpr, PLACES: tl.constexpr, EPISODE_OF: tl.constexpr,
     COUNTERS: tl.constexpr, BLOCK: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
-    """Take in what was written since; and by the last program, how many windows there are up to each lane.
+    """Follow what was written since; and by the last program, how many windows there are up to each lane.
 
     ``PLACES`` says where heads, tails, rows seen and open episodes begin in their memory.
     """
@@ -55,10 +61,10 @@ def follow_rows(
     first = tl.load(largest).to(tl.float32)
     first = tl.where(first > 0.0, first, 1.0)
     oldest = tl.maximum(begin, count - STEPS)
-    # Where more was written than is held, none of what was known is there any more.
-    anew = there & (saw < oldest)
-    limit = tl.where(anew, _FAR, oldest)
-    follows = there & (anew | (saw < count))
+    # Where more was written than is held, all that was known is dropped.
+    restarts = there & (saw < oldest)
+    limit = tl.where(restarts, _FAR, oldest)
+    follows = there & (restarts | (saw < count))
     more = tl.max(follows.to(tl.int32), 0)
     while more > 0:
         known = follows & (head < tail)
@@ -69,8 +75,8 @@ def follow_rows(
         head += gone.to(tl.int64)
         more = tl.max(gone.to(tl.int32), 0)
     tl.debug_barrier()
-    open_since = tl.where(anew, 0, open_since)
-    saw = tl.where(anew, oldest, saw)
+    open_since = tl.where(restarts, 0, open_since)
+    saw = tl.where(restarts, oldest, saw)
     while tl.max(count - saw, 0) > 0:
         new = there & (saw < count)
         stop = saw + 1
@@ -79,9 +85,9 @@ def follow_rows(
                          new & _completes(stop - begin, LENGTH, STRIDE), oldest, STEPS, HAS_LEAVES)  # fmt: skip
         else:
             row = EPISODE_OF[0] + lane * EPISODE_OF[1] + (saw % ROWS) * EPISODE_OF[2]
-            slot = tl.load(episode_of + row, mask=new, other=0).to(tl.int64)
-            start = tl.load(episodes + slot * 4, mask=new, other=0)
-            end = tl.load(episodes + slot * 4 + 1, mask=new, other=-1)
+            episode = tl.load(episode_of + row, mask=new, other=0).to(tl.int64)
+            start = tl.load(episodes + episode * 4, mask=new, other=0)
+            end = tl.load(episodes + episode * 4 + 1, mask=new, other=-1)
             # The episode that was open may have been broken off before this row.
             before = open_since - 1
             broken = new & (before >= 0) & (before != start) & (_completes(saw - before, LENGTH, STRIDE) == 0)
@@ -138,3 +144,82 @@ def draw_windows(
     row = tl.load(queue + lane * STEPS + place % STEPS) * LANES + lane
     tl.store(rows + number, tl.where(windows > 0, row, -1), mask=number < count)
     move_on(generator + 1, ticket, made)
+
+
+class WindowIndex(WindowQueues):
+    """Windows of a ring, followed and drawn from without waiting for the device."""
+
+    def __init__(self, ring: EpisodeRing, length: int, stride: int, across: bool, memory: tuple[Tensor, ...]) -> None:
+        super().__init__(ring, length, stride, across, memory)
+        self._device_ring, device = ring, ring.device
+        self._queue = memory[0]
+        places = [place_of(counter) for counter in memory[1:]]
+        self._counters = tuple(place.memory for place in places)
+        with torch.inference_mode(False):
+            self._ends = torch.zeros(ring.lanes, dtype=torch.int64, device=device)
+            self._total = torch.zeros(1, dtype=torch.int64, device=device)
+            self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+            self._largest = torch.zeros(1, dtype=torch.float32, device=device)
+        self._leaves: Tensor | None = None
+        self._places = tuple(place.offset for place in places)
+        self._block, self._summary = (
+            min(next_power_of_2(ring.lanes), _LANES),
+            min(next_power_of_2(ring.lanes), _SUMMARY),
+        )
+        self._draw = Launcher(draw_windows, (self._places, ring.lanes, ring.steps, _DRAWN))
+        self._recount = Launcher(count_windows, (self._places, ring.lanes, self._summary))
+        self._follow = self._follower()
+        self._count_lanes()  # a copy of an index has some from the beginning
+
+    def _follower(self) -> Launcher:
+        ring = self._device_ring
+        constants = (
+            *(ring.lanes, ring.steps, ring.rows, self._length, self._stride, self._across, self._leaves is not None),
+            self._places,
+            (ring.episode_place.offset, *ring.episode_place.strides),
+            tuple(place.offset for place in ring.counter_places),
+            *(self._block, self._summary),
+        )
+        return Launcher(follow_rows, constants)
+
+    def keep_priorities(self, leaves: Tensor) -> None:
+        """Windows have priorities, which :meth:`follow` sets."""
+        self._leaves = leaves
+        self._follow = self._follower()
+
+    def follow(self) -> None:
+        """Add and drop windows for what was written since."""
+        ring = self._device_ring
+        if self._leaves is not None:
+            torch.amax(self._leaves, 0, keepdim=True, out=self._largest)
+        self._follow(
+            (-(-ring.lanes // self._block), 1, 1),
+            ring.device,
+            self._queue,
+            *self._counters,
+            ring.counter_places[0].memory,
+            ring.counter_places[1].memory,
+            ring.episode_place.memory,
+            ring.episodes,
+            self._largest if self._leaves is None else self._leaves,
+            self._largest,
+            self._ends,
+            self._total,
+            self._ticket,
+        )
+
+    def rebuild(self) -> None:
+        """Index all rows that are held, all at once."""
+        super().rebuild()
+        self._count_lanes()
+
+    def _count_lanes(self) -> None:
+        self._recount((1, 1, 1), self._device_ring.device, *self._counters[:2], self._ends, self._total)
+
+    def draw(self, generator: Tensor, rows: Tensor) -> None:
+        """Fill ``rows`` with the first rows of windows, each as likely as any other."""
+        ring, count = self._device_ring, rows.numel()
+        ring.check_generator(generator)
+        grid = (-(-count // _DRAWN), 1, 1)
+        index = (self._queue, self._counters[0], self._ends, self._total, self._ticket)
+        self._draw(grid, ring.device, rows, generator, *index, count)

@@ -1,39 +1,48 @@
-"""The ring of episodes on the device: one step of all lanes in one launch.
+"""The ring of episodes in Triton: everything is on the device, and a write is one launch that nobody waits for.
 
 A program writes a block of lanes, so nothing that belongs to one lane is touched by two programs. Frames are compared
-and copied as raw whole numbers, in tiles ``[lanes, elements]``. The barriers part reading from writing, because two
+and copied as raw whole numbers, in tiles ``[lanes, elements]``. The barriers separate reading from writing, because two
 accesses to the same tile may be spread over the threads in different ways.
 
 Of a leaf or a column ``f``, ``SIZES[f]`` are the elements of a frame, ``STACKS[f]`` the frames of a stack,
-``INNERS[f]`` the elements of a frame that lie together in a stack, ``LANE_STRIDES``, ``ROW_STRIDES`` and ``OFFSETS``
-say where its rows lie, and ``TILES[f]`` how many elements a tile has.
+``INNERS[f]`` the elements of a frame that are contiguous in a stack; ``LANE_STRIDES``, ``ROW_STRIDES`` and ``OFFSETS``
+say where its rows are, and ``TILES[f]`` how many elements a tile has.
 """
 
-# mypy: ignore-errors
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-# How an episode ended, as bits; and what stood before its first frame.
+from rlstore.kernels.cuda.draws import ALIKE, BREAKS, LEAST_FREE, OLDEST, TOTAL, draw_rows
+from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
+from rlstore.kernels.cuda.memory import layout_of, place_of, plain
+from rlstore.kernels.cuda.watch import Watch
+from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
+from rlstore.kernels.ring_memory import RingMemory
+
+_WORDS = 8
+_TILE_ELEMENTS = 1024  # of a program that writes
+_SUMMARY = 1024  # lanes that the summary takes at once
+_DRAWN = 128  # rows that a program draws
+# As in ring_memory: how an episode ended, and what was before its first frame.
 TERMINATED = tl.constexpr(1)
 TRUNCATED = tl.constexpr(2)
 KEPT = tl.constexpr(0)
 REPEATED = tl.constexpr(-1)
 ZEROS = tl.constexpr(-2)
 # What the step after an end is: a reset step if it looks like one, always, never.
-TELL = tl.constexpr(0)
+DETECT = tl.constexpr(0)
 ALWAYS = tl.constexpr(1)
 NEVER = tl.constexpr(2)
-# Words that tell of the ring as a whole.
-TOTAL = tl.constexpr(0)  # rows held
-ALIKE = tl.constexpr(1)  # 1 if all lanes hold the same times
-OLDEST = tl.constexpr(2)  # the oldest of them, if so
-LEAST_FREE = tl.constexpr(3)  # free slots of the lane that has the fewest
-BREAKS = tl.constexpr(4)  # episodes that were broken off
 # Marks that the programs of a write leave for the last of them: least and most rows written, least and most oldest
-# rows, least free slots; far off before any.
+# rows, least free episode indices; far off before any.
 _FAR = tl.constexpr(2**62)
 
 
@@ -45,17 +54,17 @@ def _whole_row(equal, inside):
 
 @triton.jit
 def _older_frame(
-    block, starts, at, e, inside, slot, start, padding, time, kept,
+    block, starts, at, e, inside, episode, start, padding, time, kept,
     SIZE: tl.constexpr, STACK: tl.constexpr, ROW_STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The frame of ``time`` in the episode of ``slot``, which may be one that stood before its first."""
-    known = inside & (slot >= 0)[:, None]
+    """The frame of ``time`` in an episode, which may be one that was before its first."""
+    known = inside & (episode >= 0)[:, None]
     before = (time < start)[:, None]
     held = tl.load(block + (at + (tl.maximum(time, 0) % ROWS) * ROW_STRIDE)[:, None] + e[None, :],
                    mask=known & (before == 0), other=0)  # fmt: skip
     first = tl.load(block + (at + (start % ROWS) * ROW_STRIDE)[:, None] + e[None, :],
                     mask=known & before & (padding == REPEATED)[:, None], other=0)  # fmt: skip
-    table = (tl.maximum(slot, 0) * (STACK - 1) + kept) * SIZE
+    table = (tl.maximum(episode, 0) * (STACK - 1) + kept) * SIZE
     other = tl.load(starts + table[:, None] + e[None, :], mask=known & before & (padding == KEPT)[:, None], other=0)
     return held | first | other  # two of them are zeros
 
@@ -107,21 +116,21 @@ def _compare_leaf(
 
 @triton.jit
 def _break_leaf(
-    block, finals, lane, breaks, place, slot,
+    block, finals, lane, breaks, place, episode,
     SIZE: tl.constexpr, LANE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, OFFSET: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What was to follow stands where the new observation goes: it becomes the final observation."""
+    """The observation that was to follow is where the new one goes: it becomes the final observation."""
     for c in range(0, SIZE, TILE):
         e = c + tl.arange(0, TILE)
         inside = breaks[:, None] & (e < SIZE)[None, :]
         row = OFFSET + lane * LANE_STRIDE + place * ROW_STRIDE
         frame = tl.load(block + row[:, None] + e[None, :], mask=inside, other=0)
-        tl.store(finals + (slot * SIZE)[:, None] + e[None, :], frame, mask=inside)
+        tl.store(finals + (episode * SIZE)[:, None] + e[None, :], frame, mask=inside)
 
 
 @triton.jit
 def _put_leaf(
-    block, starts, finals, given, following, final_given, lane, acts, ends, has_final, keeps, place, after, slot,
+    block, starts, finals, given, following, final_given, lane, acts, ends, has_final, keeps, place, after, episode,
     SIZE: tl.constexpr, STACK: tl.constexpr, INNER: tl.constexpr, LANE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     OFFSET: tl.constexpr, TILE: tl.constexpr, HAS_FINALS: tl.constexpr,
 ):  # fmt: skip
@@ -142,11 +151,11 @@ def _put_leaf(
             apart = inside & has_final[:, None]
             final = tl.load(final_given + newest, mask=apart, other=0).to(block.dtype.element_ty, bitcast=True)
             shown = tl.where(apart, final, shown)
-        tl.store(finals + (slot * SIZE)[:, None] + e[None, :], shown, mask=inside & ends[:, None])
+        tl.store(finals + (episode * SIZE)[:, None] + e[None, :], shown, mask=inside & ends[:, None])
         for j in tl.static_range(STACK - 1):
             older = tl.load(given + taken + j * INNER, mask=keeps[:, None] & fits, other=0)
             older = older.to(block.dtype.element_ty, bitcast=True)
-            table = (slot * (STACK - 1) + j) * SIZE
+            table = (episode * (STACK - 1) + j) * SIZE
             tl.store(starts + table[:, None] + e[None, :], older, mask=keeps[:, None] & fits)
 
 
@@ -184,7 +193,7 @@ def _summarise(
     written, begun, ends, words, marks,
     LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What draws and slots need of all lanes, by one program, from the marks of all: the words.
+    """What draws and writes need of all lanes, by one program, from the marks of all: the words.
 
     Where lanes do not hold the same times, the cumulative rows ``ends[lanes]`` too.
     """
@@ -215,7 +224,7 @@ def summarise(
     written, begun, free_count, ends, words, marks,
     LANES: tl.constexpr, STEPS: tl.constexpr, COUNTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tell of all lanes anew, by one program."""
+    """The words of all lanes, by one program."""
     _reset_marks(marks)
     tl.debug_barrier()
     for c in range(0, LANES, BLOCK):
@@ -231,7 +240,7 @@ def summarise(
 
 @triton.jit
 def _look(
-    observations, rewards, blocks, starts, finals, episodes, lane, there, count, slot, ended, is_over,
+    observations, rewards, blocks, starts, finals, episodes, lane, there, count, episode, ended, is_over,
     SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     REWARD_SIZE: tl.constexpr,
@@ -246,7 +255,7 @@ def _look(
     first_stack = (lane >= 0).to(tl.int32)
     for f in tl.static_range(len(SIZES)):
         same, final, zeros, equal = _compare_leaf(
-            blocks[f], starts[f], finals[f], observations[f], lane, there, count, slot, ended,
+            blocks[f], starts[f], finals[f], observations[f], lane, there, count, episode, ended,
             SIZES[f], STACKS[f], INNERS[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f], ROWS, episodes,
         )  # fmt: skip
         goes_on = goes_on & same
@@ -260,21 +269,21 @@ def _look(
 
 
 @triton.jit
-def _find_slots(
-    episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, slot, free,
+def _find_episodes(
+    episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, episode, free,
     EPISODE_OF: tl.constexpr, ALL_LANES: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
     KEPT_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The slot of the row that is overwritten now, whether it becomes free with it, and the slot of the new row."""
+    """The episode of the row that is overwritten now, whether it becomes free, and the episode of the new row."""
     gone = count - KEPT_ROWS
     leaves = acts & (gone >= oldest)
     row = EPISODE_OF[0] + lane * EPISODE_OF[1] + (tl.maximum(gone, 0) % ROWS) * EPISODE_OF[2]
     old = tl.load(episode_of + row, mask=leaves, other=0)
     stop = tl.load(episodes + old.to(tl.int64) * 4 + 1, mask=leaves, other=-1)
-    stop = tl.where(breaks & (old.to(tl.int64) == slot), count, stop)
+    stop = tl.where(breaks & (old.to(tl.int64) == episode), count, stop)
     frees = leaves & (stop == gone + 1)
     top = tl.load(free_slots + (tl.maximum(free, 1) - 1) * ALL_LANES + FIRST + lane, mask=begins, other=0)
-    return old, frees, tl.where(begins, tl.where(frees, old, top).to(tl.int64), slot)
+    return old, frees, tl.where(begins, tl.where(frees, old, top).to(tl.int64), episode)
 
 
 @triton.jit
@@ -291,12 +300,12 @@ def write_step(
     HAS_MASK: tl.constexpr, HAS_FINALS: tl.constexpr, HAS_GIVEN: tl.constexpr,
     BLOCK: tl.constexpr, SUMMARY: tl.constexpr,
 ):  # fmt: skip
-    """Write one step of ``BLOCK`` lanes; see ``kernels/replay_reference.py``, whose every byte this gives."""
+    """Write one step of ``BLOCK`` lanes: byte for byte what ``portable/episodes.py`` writes."""
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = lane < LANES
     count = tl.load(written + COUNTERS[0] + lane, mask=there, other=0)
     oldest = tl.load(begun + COUNTERS[1] + lane, mask=there, other=0)
-    slot = tl.load(current + COUNTERS[2] + lane, mask=there, other=-1)
+    episode = tl.load(current + COUNTERS[2] + lane, mask=there, other=-1)
     ended = tl.load(after_end + COUNTERS[3] + lane, mask=there, other=-1)
     free = tl.load(free_count + COUNTERS[4] + lane, mask=there, other=0)
     is_terminated = tl.load(terminated + lane, mask=there, other=0) != 0
@@ -311,30 +320,30 @@ def write_step(
         has_final = there & (tl.load(given + lane, mask=there, other=0) != 0)
     is_over = is_terminated | is_truncated
     goes_on, repeats, padding = _look(
-        observations, values[REWARD], blocks, starts, finals, episodes, lane, there, count, slot, ended, is_over,
+        observations, values[REWARD], blocks, starts, finals, episodes, lane, there, count, episode, ended, is_over,
         SIZES, STACKS, INNERS, LANE_STRIDES, ROW_STRIDES, OFFSETS, TILES, ROWS, REWARD_SIZE,
     )  # fmt: skip
-    going = slot >= 0
+    going = episode >= 0
     is_reset = takes_part & (going == 0) & (ended >= 0)
     if RESETS != ALWAYS:
         is_reset = is_reset & repeats
     acts = takes_part & (is_reset == 0)
     breaks = acts & going & (goes_on == 0)
     begins = breaks | (acts & (going == 0))
-    # The host has seen to it that there are slots; without one nothing is written.
+    # The host has made sure that there are free episode indices; without one nothing is written.
     acts = acts & ((begins == 0) | (free > 0))
     breaks, begins = breaks & acts, begins & acts
     ends_now = acts & is_over
     place, after = count % ROWS, (count + 1) % ROWS
-    old, frees, new = _find_slots(
-        episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, slot, free,
+    old, frees, new = _find_episodes(
+        episode_of, episodes, free_slots, lane, acts, breaks, begins, count, oldest, episode, free,
         EPISODE_OF, ALL_LANES, FIRST, ROWS, KEPT_ROWS,
     )  # fmt: skip
     tl.debug_barrier()
     for f in tl.static_range(len(SIZES)):
-        _break_leaf(blocks[f], finals[f], lane, breaks, place, slot,
+        _break_leaf(blocks[f], finals[f], lane, breaks, place, episode,
                     SIZES[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f])  # fmt: skip
-    tl.store(episodes + slot * 4 + 1, count, mask=breaks)
+    tl.store(episodes + episode * 4 + 1, count, mask=breaks)
     tl.store(free_slots + free * ALL_LANES + FIRST + lane, old, mask=frees)
     tl.debug_barrier()
     tl.store(episodes + new * 4, count, mask=begins)
@@ -354,9 +363,9 @@ def write_step(
     tl.store(episode_of + row, new.to(tl.int32), mask=acts)
     tl.store(written + COUNTERS[0] + lane, count + 1, mask=acts)
     tl.store(current + COUNTERS[2] + lane, tl.where(ends_now, -1, new), mask=acts)
-    # Where a final observation came apart, the new episode has begun, unless it is known that it has not.
+    # With a final observation of its own, the new episode has begun, unless resets are known to take a step.
     may_reset = ends_now
-    if RESETS == TELL:
+    if RESETS == DETECT:
         may_reset = ends_now & (has_final == 0)
     elif RESETS == NEVER:
         may_reset = lane < 0
@@ -367,8 +376,204 @@ def write_step(
     broken = tl.sum(breaks.to(tl.int64), 0)
     tl.atomic_add(words + BREAKS, broken, mask=broken > 0, sem="relaxed")
     _leave_marks(marks, there, count, tl.maximum(oldest, count - STEPS), free)
-    # The last program to get here tells of all lanes.
+    # The last program to get here sums up all lanes.
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
         _summarise(written, begun, ends, words, marks, LANES, STEPS, COUNTERS, SUMMARY)
         tl.store(ticket, 0)
+
+
+class EpisodeRing(RingMemory):
+    """The ring of episodes, with counters and tables on the device too.
+
+    Nothing waits for the device: that an episode was broken off is returned by a later write, episode indices are asked
+    for before they are needed, tables of starts from the beginning.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        counters: tuple[Tensor, ...],
+        episode_of: Tensor,
+        leaves: tuple[Leaf, ...],
+        columns: tuple[Column, ...],
+        reward: int,
+        resets: int,
+        first: int,
+    ) -> None:
+        super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first)
+        self.leaf_memory, self.leaf_layout = layout_of(self.leaves)
+        self.column_memory, self.column_layout = layout_of(self.columns)
+        self.episode_place = place_of(episode_of)
+        self.counter_places = [place_of(counter) for counter in counters]
+        with torch.inference_mode(False):
+            self.ends = torch.zeros(self.lanes, dtype=torch.int64, device=self.device)
+            self.words = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
+            self._marks = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
+            self._ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._watch, self._asked = Watch(self.words), False
+        self._deep = 0
+        self._launchers: dict[tuple[Any, ...], tuple[Launcher, tuple[int, int, int]]] = {}
+        # The values of a step, before its flags; and whether some of them are flags of one byte.
+        blocks = [*self.leaves, *self.leaves, *self.columns]
+        self._fields = [(block.dtype, torch.Size((self.lanes, *block.shape))) for block in blocks]
+        self._has_bools = any(block.dtype == torch.bool for block in blocks)
+        widest = max(*self.leaf_layout.tiles, *self.column_layout.tiles)
+        self._block = min(max(_TILE_ELEMENTS // widest, 1), 32, next_power_of_2(self.lanes))  # lanes of a program
+        offsets = tuple(place.offset for place in self.counter_places)
+        self._summary = (self.lanes, steps, offsets, min(next_power_of_2(self.lanes), _SUMMARY))
+        self._summarise = Launcher(summarise, self._summary)
+        self._draw = Launcher(draw_rows, (*self._summary[:3], _DRAWN))
+
+    def set_tables(
+        self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
+    ) -> None:
+        """Use these tables from now on; counters may have been changed from outside."""
+        super().set_tables(episodes, free_slots, finals, starts)
+        deep, self._all_lanes = free_slots.shape
+        if self._asked:
+            self._watch.grow(deep - self._deep)
+        else:
+            self._watch.forget()
+        self._deep, self._asked = deep, False
+        self.is_fixed = deep > self.kept  # an episode index for each row: no table has to grow
+        self._lacks_starts = any(leaf.stack > 1 and leaf.starts is None for leaf in self.leaves)
+        # Where frames are not stacked nothing is read of the starts.
+        self.tables = (
+            tuple(leaf.finals for leaf in self.leaves),
+            tuple(self.words if leaf.starts is None else leaf.starts for leaf in self.leaves),
+        )
+        self._own: tuple[Argument, ...] = (
+            *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
+            *(place.memory for place in self.counter_places),
+            *(self.ends, self.words, self._marks, self._ticket),
+        )
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Sum up what all lanes hold."""
+        counters = [place.memory for place in self.counter_places]
+        self._summarise(
+            (1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words, self._marks
+        )
+
+    def watch(self, written: Tensor) -> None:
+        """Not here: other processes write to memory of the CPU alone."""
+        raise NotImplementedError("rings on a device have no writers in other processes")
+
+    def catch_up(self) -> None:
+        """See what was written through other rings on the same memory."""
+        self._watch.forget()
+        self._refresh()
+
+    def check_capture(self) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured while the tables may still be replaced."""
+        if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
+
+    def overrun(self, flags: Tensor) -> bool:
+        """False: nothing else writes here."""
+        flags.zero_()
+        return False
+
+    # ---------------------------------------------------------------------------------------------- drawing
+
+    def draw(self, generator: Tensor, rows: Tensor) -> None:
+        """Fill ``rows`` with rows drawn uniformly from all that are held; there has to be one."""
+        self.check_generator(generator)
+        counters = [place.memory for place in self.counter_places]
+        grid, count = (-(-rows.numel() // _DRAWN), 1, 1), rows.numel()
+        self._draw(grid, self.device, rows, generator, self.ends, self.words, *counters[:2], self._ticket, count)
+
+    def check_generator(self, generator: Tensor) -> None:
+        """Raise ValueError for what is no generator on this device."""
+        if generator.dtype != torch.int64 or generator.numel() != 2 or generator.device != self.device:
+            raise ValueError("a generator is int64 [seed, draws made], where the ring is")
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def write(self, values: tuple[Any, ...]) -> int:
+        """Write one step of all lanes, in one launch: see the protocol for what it takes and returns."""
+        misfit = None if self._is_usual(values) else self.misfit(values)
+        if misfit is not None:
+            return misfit
+        if self._lacks_starts:
+            return NEEDS_STARTS
+        # With an episode index for each row there always is one.
+        if not self.is_fixed and self._watch.is_short(self._deep):
+            self._asked = True
+            return NEEDS_EPISODES
+        self._launch(values)
+        self._watch.count_write()
+        return WRITTEN_WITH_BREAK if self._watch.has_broken() else WRITTEN
+
+    def _is_usual(self, values: tuple[Any, ...]) -> bool:
+        """True if the values are as they most often are, without final observations; a short look at each."""
+        device, flags, lanes = self.device, len(self._fields), (self.lanes,)
+        if len(values) != flags + len(self.leaves) + 4:
+            return False
+        for value, (dtype, shape) in zip(values, self._fields, strict=False):
+            if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value.device != device:
+                return False
+            if not value.is_contiguous() or value.is_neg() or value.numel() == 1:
+                return False
+        for value in values[flags : flags + 2]:
+            if type(value) is not Tensor or value.dtype is not torch.bool or value.shape != lanes:
+                return False
+            if value.device != device or not value.is_contiguous() or value.numel() == 1:
+                return False
+        return all(value is None for value in values[flags + 2 :])
+
+    def _launch(self, values: tuple[Any, ...]) -> None:
+        if self._has_bools:
+            values = tuple(None if value is None else plain(value) for value in values)
+        leaves, flags = len(self.leaves), len(self._fields)
+        terminated, truncated, mask = values[flags : flags + 3]
+        finals, given = values[flags + 3 : -1], values[-1]
+        has_finals = finals[0] is not None
+        mask_dtype = None if mask is None else mask.dtype
+        given_dtype = None if given is None or not has_finals else given.dtype
+        key = (terminated.dtype, truncated.dtype, mask_dtype, given_dtype, has_finals)
+        arguments: tuple[Argument, ...] = (
+            values[:leaves],
+            values[leaves : 2 * leaves],
+            values[2 * leaves : flags],
+            terminated,
+            truncated,
+            self.words if mask is None else mask,
+            finals if has_finals else values[:leaves],
+            self.words if given_dtype is None else given,
+            *self._own,
+        )
+        known = self._launchers.get(key)
+        if known is None:
+            self._launch_first(key, arguments)
+        else:
+            known[0](known[1], self.device, *arguments)
+
+    def _launch_first(self, key: tuple[Any, ...], arguments: tuple[Argument, ...]) -> None:
+        """The launch that compiles. In tiles of some shapes the compiler fails, and not in the next larger ones."""
+        for block in (self._block, 2 * self._block, 4 * self._block):
+            launcher, grid = self._launcher(key, block), (-(-self.lanes // block), 1, 1)
+            try:
+                launcher(grid, self.device, *arguments)
+            except RuntimeError as error:
+                if "PassManager" not in str(error) or block == 4 * self._block:
+                    raise
+            else:
+                self._launchers[key] = launcher, grid
+                return
+
+    def _launcher(self, key: tuple[Any, ...], block: int) -> Launcher:
+        columns = self.column_layout
+        constants = (
+            *self.leaf_layout,
+            *(columns.sizes, columns.lane_strides, columns.row_strides, columns.offsets, columns.tiles),
+            (self.episode_place.offset, *self.episode_place.strides),
+            tuple(place.offset for place in self.counter_places),
+            *(self.lanes, self._all_lanes, self._first, self.steps, self.rows, self.kept),
+            *(self.reward, columns.sizes[self.reward], self._resets),
+            *(key[2] is not None, key[4], key[3] is not None),
+            *(block, self._summary[-1]),
+        )
+        return Launcher(write_step, constants)

@@ -1,4 +1,4 @@
-"""Rows in, transitions out, in plain torch; see :mod:`rlstore.kernels.replay_reference`."""
+"""The tensors of batches of transitions and sequences, gathered from a ring of episodes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlstore.kernels.replay_blocks import KEPT, REPEATED, TERMINATED, TRUNCATED, Block, raw, require
-from rlstore.kernels.replay_reference import EpisodeRing
-
-# What an output holds.
-_OBSERVATION, _NEXT, _COLUMN, _REWARDS, _DISCOUNTS, _TERMINATED_PART, _TRUNCATED_PART, _FIRST, _HELD = range(9)
+from rlstore.kernels.portable.episodes import EpisodeRing
+from rlstore.kernels.protocol import Part, Request
+from rlstore.kernels.ring_memory import KEPT, REPEATED, TERMINATED, TRUNCATED, Block, raw
 
 
 class _Found(NamedTuple):
-    """Where each row lies and what followed it, ``[n]`` on the device."""
+    """Where each row is and what followed it, ``[n]`` on the device."""
 
     lane: Tensor
     time: Tensor
-    slot: Tensor
+    episode: Tensor
     start: Tensor
     padding: Tensor
     taken: Tensor  # steps of its n-step window
@@ -30,22 +28,9 @@ class _Found(NamedTuple):
 
 
 class ReplayGather:
-    """What a batch consists of, bound to a ring.
+    """The tensors of a batch, each gathered by indexing."""
 
-    Args:
-        ring: Where from.
-        requests: ``(part, leaf or column, as float32, shape of one row)`` for each output.
-        n_step: Steps of a window, at most.
-        gamma: The discount factor.
-    """
-
-    def __init__(
-        self,
-        ring: EpisodeRing,
-        requests: tuple[tuple[int, int, bool, tuple[int, ...]], ...],
-        n_step: int,
-        gamma: float,
-    ) -> None:
+    def __init__(self, ring: EpisodeRing, requests: tuple[Request, ...], n_step: int, gamma: float) -> None:
         if n_step < 1:
             raise ValueError("n_step is at least 1")
         self._ring, self._requests = ring, requests
@@ -93,35 +78,36 @@ class ReplayGather:
         there = rows >= 0
         ring.part(rows[there])
         lane, time = torch.where(there, rows, 0) % ring.lanes, torch.where(there, rows, 0) // ring.lanes
-        slot = torch.where(there, ring.slots_of(lane, time), 0)
-        start, stop, end, padding = ring.episodes[slot].unbind(1)
+        episode = torch.where(there, ring.episodes_of(lane, time), 0)
+        start, stop, end, padding = ring.episodes[episode].unbind(1)
         over = (stop >= 0) & (stop <= ring.written[lane])
         stop = torch.where(over, stop, ring.written[lane])
         taken = (stop - time).clamp(0, self._n_step)
         at_end = over & (time + taken == stop)
-        parts = (lane, time, slot, start, padding, taken, end, there.long(), at_end.long())
-        lane, time, slot, start, padding, taken, end, there, at_end = torch.stack(parts).to(ring.device).unbind()
-        return _Found(lane, time, slot, start, padding, taken, end, there != 0, at_end != 0)
+        parts = (lane, time, episode, start, padding, taken, end, there.long(), at_end.long())
+        lane, time, episode, start, padding, taken, end, there, at_end = torch.stack(parts).to(ring.device).unbind()
+        return _Found(lane, time, episode, start, padding, taken, end, there != 0, at_end != 0)
 
     def _make(self, found: _Found, part: int, index: int, as_float: bool, shape: tuple[int, ...]) -> Tensor:
         ring, there = self._ring, found.there
-        if part in (_OBSERVATION, _NEXT):
-            return _finish(self._observation(found, ring.leaves[index], part == _NEXT), there, as_float, shape)
-        if part == _COLUMN:
+        if part in (Part.OBSERVATION, Part.NEXT_OBSERVATION):
+            observations = self._observation(found, ring.leaves[index], part == Part.NEXT_OBSERVATION)
+            return _finish(observations, there, as_float, shape)
+        if part == Part.COLUMN:
             column = ring.columns[index]
             values = column.rows[found.lane, found.time % ring.rows].view(column.dtype)
             return _finish(values, there, as_float, shape)
-        if part == _REWARDS:
+        if part == Part.REWARDS:
             return _finish(self._rewards(found), there, False, shape)
         at_end = found.at_end
         terminated = at_end & (found.end & TERMINATED != 0)
-        if part == _DISCOUNTS:
+        if part == Part.DISCOUNTS:
             return _finish(torch.where(terminated, 0.0, self._powers[found.taken]), there, False, shape)
-        made = {
-            _TERMINATED_PART: terminated,
-            _TRUNCATED_PART: at_end & (found.end & TRUNCATED != 0),
-            _FIRST: found.start == found.time,
-            _HELD: there,
+        made: dict[int, Tensor] = {
+            Part.TERMINATED: terminated,
+            Part.TRUNCATED: at_end & (found.end & TRUNCATED != 0),
+            Part.IS_FIRST: found.start == found.time,
+            Part.IS_HELD: there,
         }
         if part not in made:
             raise ValueError("a request for a part that there is not")
@@ -142,14 +128,14 @@ class ReplayGather:
         at = time[:, None] - torch.arange(leaf.stack - 1, -1, -1, device=time.device)  # of each frame
         frames = leaf.rows[found.lane[:, None], at % self._ring.rows]
         if after:
-            frames[:, -1] = torch.where(found.at_end[:, None], require(leaf.finals)[found.slot], frames[:, -1])
+            frames[:, -1] = torch.where(found.at_end[:, None], leaf.finals[found.episode], frames[:, -1])
         if leaf.stack > 1:
             before = at < found.start[:, None]
             frames = torch.where(before[..., None], self._padding(found, leaf, at), frames)
         return leaf.stacks(frames)
 
     def _padding(self, found: _Found, leaf: Block, at: Tensor) -> Tensor:
-        """What stood before the first frame of an episode, at each time ``at``, ``[n, stack, elements]``."""
+        """What was before the first frame of an episode, at each time ``at``, ``[n, stack, elements]``."""
         first = leaf.rows[found.lane, found.start % self._ring.rows].unsqueeze(1)
         padding = found.padding[:, None, None]
         frames = torch.where(padding == REPEATED, first, 0)
@@ -157,7 +143,7 @@ class ReplayGather:
             return frames
         # The first stack was [starts..., first frame].
         place = (leaf.stack - 1 + at - found.start[:, None]).clamp(0, leaf.stack - 2)
-        return torch.where(padding == KEPT, leaf.starts[found.slot[:, None], place], frames)
+        return torch.where(padding == KEPT, leaf.starts[found.episode[:, None], place], frames)
 
 
 def _finish(values: Tensor, there: Tensor, as_float: bool, shape: tuple[int, ...]) -> Tensor:

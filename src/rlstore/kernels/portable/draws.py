@@ -1,6 +1,7 @@
-"""Windows and priorities of a ring, in plain torch: the truth that the C++ versions are tested against.
+"""Random numbers, windows and priorities of a ring.
 
-Everything is where the counters of the ring are.
+Random numbers are a pure function of a seed and a counter, the same as in ``csrc/random.h``. Sums are added in the
+order of the C++ version, to the last bit. Everything is where the counters of the ring are.
 """
 
 from __future__ import annotations
@@ -8,13 +9,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlstore.kernels.random import take_below, take_units
-from rlstore.kernels.replay_reference import EpisodeRing
+from rlstore.kernels.protocol import NEVER_WRITTEN, NO_WINDOW, NOT_A_PRIORITY
+from rlstore.kernels.ring_memory import RingMemory, WindowQueues, as_float32
 
+# The constants of SplitMix64 (Steele, Lea and Flood 2014), as the signed numbers that torch multiplies.
+_STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _WIDTH = 16  # children of a node in the tree of sums
-# What update() refuses.
-_NOT_A_PRIORITY, _NEVER_WRITTEN, _NO_WINDOW = 1, 2, 3
 _SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def take_units(generator: Tensor, count: int) -> Tensor:
+    """The next ``count`` numbers of a generator, which is advanced: multiples of 2^-53 in [0, 1).
+
+    Args:
+        generator: int64 ``[seed, draws made]``.
+        count: How many.
+
+    Returns:
+        float64 ``[count]`` where the generator is.
+    """
+    if generator.dtype != torch.int64 or generator.numel() != 2:
+        raise ValueError("a generator is int64 [seed, draws made]")
+    seed, made = generator.unbind()
+    bits = seed + (made + torch.arange(1, count + 1, device=generator.device)) * _STEP
+    bits = (bits ^ _shift(bits, 30)) * _FIRST
+    bits = (bits ^ _shift(bits, 27)) * _SECOND
+    bits = bits ^ _shift(bits, 31)
+    generator[1] += count
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def take_below(generator: Tensor, count: int, limit: int) -> Tensor:
+    """The next ``count`` whole numbers from 0 to ``limit - 1``, int64 ``[count]``."""
+    return (take_units(generator, count) * limit).long().clamp(max=limit - 1)
+
+
+def _shift(bits: Tensor, places: int) -> Tensor:
+    """To the right, with zeros coming in whatever the sign."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
 def draw_units(generator: Tensor, units: Tensor) -> None:
@@ -22,48 +54,31 @@ def draw_units(generator: Tensor, units: Tensor) -> None:
     units.copy_(take_units(generator, units.numel()).view(units.shape))
 
 
-class WindowIndex:
-    """Windows of ``length`` rows that begin every ``stride`` rows of an episode, or (``across``) of a lane.
+class WindowIndex(WindowQueues):
+    """Windows of a ring, followed one row of every lane at a time."""
 
-    An episode that is over gives one more, that ends with it, if none does; one that is shorter than a window gives a
-    single, shorter one.
-
-    Args:
-        ring: The rows.
-        length: Rows of a window.
-        stride: Rows from the beginning of one to that of the next.
-        across: Whether windows are of lanes.
-        memory: For each lane a queue of the times at which windows begin, int64 ``[lanes, steps]``, its head and its
-            tail, which only move forward, the rows that were seen, and one more than the start of the episode that the
-            newest of them belongs to, 0 if that is over; int64 ``[lanes]`` each.
-    """
-
-    def __init__(self, ring: EpisodeRing, length: int, stride: int, across: bool, memory: tuple[Tensor, ...]) -> None:
-        if length < 1 or stride < 1:
-            raise ValueError("windows: lengths of at least 1")
-        self._ring, self._length, self._stride, self._across = ring, length, stride, across
-        starts, self._heads, self._tails, self._seen, self._open = memory
-        self._starts = starts.view(ring.lanes, ring.steps)
+    def __init__(self, ring: RingMemory, length: int, stride: int, across: bool, memory: tuple[Tensor, ...]) -> None:
+        super().__init__(ring, length, stride, across, memory)
         # Rows of windows that the last follow() added and dropped.
         self.added = self.dropped = torch.empty(0, dtype=torch.int64, device=ring.home)
 
     def follow(self) -> None:
-        """Take in what was written since, one row of every lane at a time."""
+        """Add and drop windows for what was written since."""
         added: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self._ring.home)]
         dropped: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self._ring.home)]
-        self._begin_anew((self._seen < self._ring.oldest()).nonzero().flatten(), dropped)
+        self._restart((self._seen < self._ring.oldest()).nonzero().flatten(), dropped)
         while True:
             lanes = (self._seen < self._ring.written).nonzero().flatten()
             if len(lanes) == 0:
                 break
-            oldest = self._ring.oldest()  # of all that is written: what is dropped in the same go must not be added
+            oldest = self._ring.oldest()  # of all that is written: what is dropped in this call must not be added
             self._drop(lanes, oldest, dropped)
-            self._take_in(lanes, oldest, added)
+            self._add(lanes, oldest, added)
             self._seen[lanes] += 1
         self.added, self.dropped = torch.cat(added), torch.cat(dropped)
 
-    def _begin_anew(self, lanes: Tensor, dropped: list[Tensor]) -> None:
-        """More was written than is held, so none of what was known is there any more."""
+    def _restart(self, lanes: Tensor, dropped: list[Tensor]) -> None:
+        """More was written than is held: drop all that was known."""
         if len(lanes) == 0:
             return
         oldest = self._ring.oldest()
@@ -83,7 +98,7 @@ class WindowIndex:
             dropped.append(starts[gone] * ring.lanes + lanes)
             self._heads[lanes] += 1
 
-    def _take_in(self, lanes: Tensor, oldest: Tensor, added: list[Tensor]) -> None:
+    def _add(self, lanes: Tensor, oldest: Tensor, added: list[Tensor]) -> None:
         """One row of each of these lanes."""
         ring, time = self._ring, self._seen[lanes]
         stop = time + 1
@@ -91,7 +106,7 @@ class WindowIndex:
             taken = stop - ring.begun[lanes]
             self._push(lanes, stop - self._length, self._completes(taken), oldest, added)
             return
-        start, end = ring.episodes[ring.slots_of(lanes, time), :2].unbind(1)
+        start, end = ring.episodes[ring.episodes_of(lanes, time), :2].unbind(1)
         opened = self._open[lanes]
         broken_off = (opened > 0) & (opened - 1 != start)
         self._finish(lanes, opened - 1, time, broken_off, oldest, added)
@@ -99,10 +114,6 @@ class WindowIndex:
         over = end == stop
         self._finish(lanes, start, stop, over, oldest, added)
         self._open[lanes] = torch.where(over, 0, start + 1)
-
-    def _completes(self, taken: Tensor) -> Tensor:
-        """True if a window ends with the last of so many rows."""
-        return (taken >= self._length) & ((taken - self._length) % self._stride == 0)
 
     def _finish(
         self, lanes: Tensor, start: Tensor, stop: Tensor, which: Tensor, oldest: Tensor, added: list[Tensor]
@@ -118,35 +129,6 @@ class WindowIndex:
         self._tails[lanes] += 1
         added.append(starts * self._ring.lanes + lanes)
 
-    def rebuild(self) -> None:
-        """Forget everything and take in all rows that are held, all at once."""
-        ring, oldest = self._ring, self._ring.oldest()
-        held = ring.written - oldest
-        lane = torch.repeat_interleave(torch.arange(ring.lanes, device=ring.home), held)
-        time = torch.arange(len(lane), device=ring.home) - (held.cumsum(0) - held - oldest)[lane]
-        stop = time + 1
-        if self._across:
-            starts, begins = stop - self._length, self._completes(stop - ring.begun[lane])
-        else:
-            start, end = ring.episodes[ring.slots_of(lane, time), :2].unbind(1)
-            completes, over = self._completes(stop - start), end == stop
-            starts = torch.maximum(start, stop - self._length)
-            begins = completes | over
-            newest = (held.cumsum(0) - 1)[held > 0]
-            self._open.zero_()
-            self._open[held > 0] = torch.where(over, 0, start + 1)[newest]
-        begins = begins & (starts >= oldest[lane])
-        lane, starts = lane[begins], starts[begins]
-        count = torch.bincount(lane, minlength=ring.lanes)
-        self._heads.zero_()
-        self._tails.copy_(count)
-        self._starts[lane, torch.arange(len(lane), device=ring.home) - (count.cumsum(0) - count)[lane]] = starts
-        self._seen.copy_(ring.written)
-
-    def count(self) -> int:
-        """Windows that there are."""
-        return int((self._tails - self._heads).sum())
-
     def draw(self, generator: Tensor, rows: Tensor) -> None:
         """Fill ``rows`` with the first rows of windows, each as likely as any other."""
         counts = self._tails - self._heads
@@ -158,35 +140,14 @@ class WindowIndex:
         place = (self._heads[lane] + drawn - (ends - counts)[lane]) % self._ring.steps
         rows.copy_((self._starts[lane, place] * self._ring.lanes + lane).view(rows.shape))
 
-    def contains(self, row: int) -> bool:
-        """True if a window begins at this row."""
-        return bool(self.contain(torch.tensor([row], device=self._ring.home))[0])
-
     def keep_priorities(self, leaves: Tensor) -> None:
         """Nothing: :meth:`Priorities.follow_windows` sets the priorities of windows."""
 
-    def contain(self, rows: Tensor) -> Tensor:
-        """True for each row at which a window begins."""
-        ring = self._ring
-        lane, time = rows % ring.lanes, rows // ring.lanes
-        low, high = self._heads[lane], self._tails[lane]
-        while bool((low < high).any()):
-            middle = low + (high - low) // 2
-            before = (self._starts[lane, middle % ring.steps] < time) & (low < high)
-            low, high = torch.where(before, middle + 1, low), torch.where(before, high, torch.minimum(middle, high))
-        return (low < self._tails[lane]) & (self._starts[lane, low % ring.steps] == time) & (rows >= 0)
-
 
 class Priorities:
-    """Priorities of the rows of a ring: leaf ``lane * steps + time % steps`` holds ``priority ** alpha``.
+    """Priorities of the rows of a ring in a tree of sums and maxima, 16 children a node."""
 
-    Args:
-        ring: The rows.
-        memory: Leaves float32, a multiple of 16; the sums (float64) and maxima (float32) of the levels above them one
-            after another, each of groups of 16; and the rows that were seen, int64 ``[lanes]``.
-    """
-
-    def __init__(self, ring: EpisodeRing, memory: tuple[Tensor, ...]) -> None:
+    def __init__(self, ring: RingMemory, memory: tuple[Tensor, ...]) -> None:
         self._ring = ring
         self._leaves, sums, maxima, self._seen = memory
         if len(self._leaves) != -(-ring.lanes * ring.steps // _WIDTH) * _WIDTH:
@@ -269,7 +230,7 @@ class Priorities:
             leaf, target = _descend(level, leaf, target)
         chosen = self._leaves[leaf]
         ratio = chosen / chosen.min() if count else chosen
-        weights.copy_((ratio.double() ** -_float(beta)).view(weights.shape))
+        weights.copy_((ratio.double() ** -as_float32(beta)).view(weights.shape))
         lane, place = leaf // ring.steps, leaf % ring.steps
         newest = ring.written[lane] - 1
         time = newest - (newest - place) % ring.steps
@@ -291,25 +252,20 @@ class Priorities:
         held = time >= ring.oldest()[lane]
         wrong = torch.zeros_like(rows)
         if windows is not None:
-            wrong[held & ~windows.contain(rows)] = _NO_WINDOW
-        wrong[(rows < 0) | (time >= ring.written[lane])] = _NEVER_WRITTEN
-        wrong[~((given >= 0) & (given < torch.inf))] = _NOT_A_PRIORITY
+            wrong[held & ~windows.contain(rows)] = NO_WINDOW
+        wrong[(rows < 0) | (time >= ring.written[lane])] = NEVER_WRITTEN
+        wrong[~((given >= 0) & (given < torch.inf))] = NOT_A_PRIORITY
         refused = wrong.nonzero().flatten()
         if len(refused):
             return int(wrong[refused[0]]), int(refused[0]), 0
-        raised = (given.double() ** _float(alpha)).to(torch.float32).clamp(min=_SMALLEST)
-        raised = torch.where(given > 0, raised, 1.0 if _float(alpha) == 0 else 0.0)
+        raised = (given.double() ** as_float32(alpha)).to(torch.float32).clamp(min=_SMALLEST)
+        raised = torch.where(given > 0, raised, 1.0 if as_float32(alpha) == 0 else 0.0)
         leaves, values = self._leaf_of(lane, time)[held], raised[held]
         # Where a row comes twice, the later priority counts.
         leaves, which = torch.unique(leaves, return_inverse=True)
         last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amax")
         self._set(leaves, values[last])
         return 0, 0, int((~held).sum())
-
-
-def _float(number: float) -> float:
-    """The number as a float32 holds it."""
-    return float(torch.tensor(number, dtype=torch.float32))
 
 
 def _sum_groups(groups: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ from replay_play import STORAGES, flat, make, play
 
 from rlstore import NotReadyError, PrioritizedReplayStorage, SequenceReplayStorage, kernels
 from rlstore.engine.batches import priorities
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 @pytest.fixture
-def on_reference(monkeypatch):
-    """A function after which every kernel for the CPU is the reference."""
+def on_portable(monkeypatch):
+    """A function after which every kernel for the CPU is the portable version."""
 
     def switch() -> None:
-        monkeypatch.setattr(kernels, "_TABLE", {operation: {} for operation in kernels.OPERATIONS})
+        monkeypatch.setitem(kernels._VERSIONS, "cpu", {})
 
     return switch
 
@@ -30,21 +31,21 @@ def assert_same(mine: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", STORAGES)
-def test_batches_are_the_same(name, on_reference):
+def test_batches_are_the_same(name, on_portable):
     truth = play(name, make(name, "cpu"))
-    on_reference()
+    on_portable()
     storage = make(name, "cpu")
     mine = play(name, storage)
-    assert type(storage._ring_of().kernel) is kernels.reference_of("EpisodeRing")
+    assert type(storage._ring_of().kernel) is PORTABLE["EpisodeRing"]
     assert len(mine) > 30
     for ours, expected in zip(mine, truth, strict=True):
         assert_same(ours, expected)
 
 
 @pytest.mark.parametrize("length", [None, 2], ids=["rows", "windows"])
-def test_a_device_without_kernels_of_its_own_tells_that_every_priority_is_0(length, on_reference, monkeypatch):
+def test_a_device_without_kernels_of_its_own_tells_that_every_priority_is_0(length, on_portable, monkeypatch):
     """What such a device holds is looked at anyway: it says what the CPU says, though it is another device."""
-    on_reference()
+    on_portable()
     kind = {} if length is None else {"sequence_length": length}
     storage_class = PrioritizedReplayStorage if length is None else SequenceReplayStorage
     space = spaces.Box(0, 1, (1,))
@@ -61,12 +62,12 @@ def test_a_device_without_kernels_of_its_own_tells_that_every_priority_is_0(leng
 
 
 @pytest.mark.parametrize("name", [name for name in STORAGES if name != "in RAM, prepared ahead"])
-def test_everything_held_is_the_same_and_goes_from_one_to_the_other(name, on_reference, tmp_path):
+def test_everything_held_is_the_same_and_goes_from_one_to_the_other(name, on_portable, tmp_path):
     native = make(name, "cpu")
     play(name, native)
     native.save(tmp_path / "native")
     whole, batch = flat(native.get_all_buffer_data()), flat(native.sample())
-    on_reference()
+    on_portable()
     storage = make(name, "cpu")
     play(name, storage)
     assert_same(flat(storage.get_all_buffer_data()), whole)

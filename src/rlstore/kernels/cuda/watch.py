@@ -1,4 +1,4 @@
-"""What the host knows of a ring that is on the device, learnt without a wait."""
+"""What the host knows of a ring that is on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words, if no
 
 
 class Watch:
-    """How many slots are free, and whether episodes were broken off.
+    """How many episode indices are free, and whether episodes were broken off.
 
-    A write takes at most one slot of a lane, so the free slots that there were at the last look, less the writes since,
-    are a bound from below. A look is a copy into page-locked memory, whose end is asked for at later writes. Only if
-    the bound reaches 0 before it has ended is it waited for.
+    A write takes at most one episode index of a lane, so those that were free at the last look, less the writes since,
+    are a lower bound. A look is a copy into pinned memory; later writes ask whether it has finished. It is waited for
+    only if the bound reaches 0 before.
 
     Args:
         words: Where the device keeps these counts, int64.
@@ -28,32 +28,32 @@ class Watch:
         with torch.inference_mode(False):
             self._seen = torch.zeros(len(words), dtype=torch.int64, pin_memory=on_cuda)
         self._event: Any = torch.cuda.Event() if on_cuda else None
-        self._told = 0  # breaks that were told of
+        self._reported = 0  # breaks that has_broken() has reported
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known any more."""
-        self._free: int | None = None  # slots in every lane, at least
-        self._least = 0  # slots that were free at the last look
+        """Start over: the counts were changed from outside."""
+        self._free: int | None = None  # episode indices in every lane, at least
+        self._least = 0  # free at the last look
         self._since = 0  # writes since then
         self._looking = False
         self._interval = _FIRST_LOOK
 
-    def grow(self, slots: int) -> None:
-        """Every lane has so many free slots more."""
+    def grow(self, count: int) -> None:
+        """Every lane has so many free episode indices more."""
         if self._free is not None:
-            self._free += slots
-            self._least += slots
+            self._free += count
+            self._least += count
 
     def has_broken(self) -> bool:
-        """True if a look has shown that episodes were broken off, of which was not told yet."""
+        """True if a look has shown that episodes were broken off that were not reported yet."""
         if self._looking and (self._event is None or self._event.query()):
             self._take()
-        told, self._told = self._told, int(self._seen[_BREAKS])
-        return self._told > told
+        reported, self._reported = self._reported, int(self._seen[_BREAKS])
+        return self._reported > reported
 
     def is_short(self, deep: int) -> bool:
-        """True if slots have to be made before the next write, where there are ``deep`` a lane."""
+        """True if the tables, of ``deep`` episodes a lane, have to grow before the next write."""
         while self._free is None or self._free < 1:
             if not self._looking:
                 self._look()

@@ -1,6 +1,6 @@
-"""How the kernels of replay see the memory of a ring: whole tensors that begin where the memory does, and offsets.
+"""How the kernels of replay see the memory of a ring: tensors that begin where the memory does, and offsets.
 
-A field of a record begins in the middle of it, at no multiple of 16 bytes; its memory as a whole does not.
+A field of a record begins in the middle of it, at no multiple of 16 bytes; the memory that it is a view of does not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels.cuda.launch import next_power_of_2
-from rlstore.kernels.replay_blocks import Block
+from rlstore.kernels.ring_memory import Block
 
 _WIDEST_TILE = 1024  # elements of a frame that a program takes at once
 
 
 class Place(NamedTuple):
-    """Where ``tensor[i, j, ...]`` lies: ``memory[offset + i * strides[0] + j * strides[1] + ...]``."""
+    """Where ``tensor[i, j, ...]`` is: ``memory[offset + i * strides[0] + j * strides[1] + ...]``."""
 
     memory: Tensor
     offset: int
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(blocks: list[Block]) -> tuple[tuple[Tensor, ...], Layout]:
-    """The memory of fields' rows as raw numbers, and where they lie in it."""
+    """The memory of fields' rows as raw numbers, and where they are in it."""
     places = [place_of(block.rows) for block in blocks]
     layout = Layout(
         tuple(block.size for block in blocks),
