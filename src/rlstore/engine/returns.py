@@ -145,7 +145,7 @@ def n_step_returns(
 ) -> Tensor:
     """``G_t = r_t + gamma * r_{t+1} + ... + gamma^(k-1) * r_{t+k-1} + gamma^k * V_{t+k}``.
 
-    ``k`` is ``n``, or less where the episode or the rollout ends earlier; the bootstrap then depends on the kind of end.
+    ``k`` is ``n``, or less where the episode or the rollout ends earlier; how it bootstraps depends on the end.
     Other arguments as for :func:`gae`.
     """
     if n < 1:
