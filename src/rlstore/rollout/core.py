@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rlstore.engine import returns
 from rlstore.engine.batches.gather import gather_batches
-from rlstore.engine.batches.select import epoch_orders
+from rlstore.engine.batches.select import epoch_orders, epoch_rows
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.ring import Column, Ring
@@ -502,21 +503,20 @@ class RolloutCore(Storage):
             make: Makes a batch of its parts, given by keyword.
         """
         if reuse:
-            once = self._serve(sources, count, size, shuffle=shuffle, with_rows=with_rows, make=make)
-            yield from repeated(once, num_epochs)
+            how: dict[str, Any] = {"with_rows": with_rows, "observations_as": observations_as, "make": make}
+            yield from repeated(self._serve(sources, count, size, shuffle=shuffle, **how), num_epochs)
             return
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
-        rows, changing = None, shuffle and reshuffle
-        orders = epoch_orders(
-            steps * ring.lanes, count * size, self._generator, num_epochs if changing else 1, shuffle=shuffle
-        )
+        held, wanted = steps * ring.lanes, count * size
+        if shuffle and reshuffle:
+            orders = epoch_orders(held, wanted, self._generator, num_epochs)
+        else:
+            orders = repeat(epoch_rows(held, wanted, self._generator, shuffle=shuffle), num_epochs)
         batch_size = torch.Size((size,))
-        for _ in range(num_epochs):
+        for rows in orders:
             if ring.size < steps:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            if rows is None or changing:
-                rows = next(orders)
             served = sources(steps)
             leaves = tuple([leaf.contiguous() for _, part in served.values() for leaf in part])
             dtypes = [leaf.dtype for leaf in leaves]

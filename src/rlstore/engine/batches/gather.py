@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def gather_batches(
     for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
         gathered = gather_rows(sources, group, dtypes, empty)
         # Not split(): each part has to be a tensor with a version counter of its own, which a caller may change.
-        parts = [torch.unsafe_split(whole, size) for whole in gathered]
+        parts = tuple(map(torch.unsafe_split, gathered, repeat(size)))
         del gathered
         yield from zip(*parts, strict=True)
 
