@@ -13,7 +13,6 @@
 #include "bindings_checker.h"
 #include "bindings_draws.h"
 #include "bindings_gather.h"
-#include "bindings_held.h"
 #include "bindings_launch.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
@@ -293,14 +292,16 @@ NB_MODULE(_native, m) {
   nb::class_<ReplayGather>(m, "ReplayGather")
       .def(nb::init<nb::object, nb::tuple, int64_t, double>())
       .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none())
-      .def("sample", &ReplayGather::sample);
+      .def("sample", &ReplayGather::sample)
+      .def("sample_by_priority", &ReplayGather::sample_by_priority);
   nb::class_<WindowIndex>(m, "WindowIndex")
       .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
       .def("follow", &WindowIndex::follow)
       .def("rebuild", &WindowIndex::rebuild)
       .def("count", &WindowIndex::count)
       .def("draw", &WindowIndex::draw)
-      .def("contains", &WindowIndex::contains);
+      .def("contains", &WindowIndex::contains)
+      .def("keep_priorities", &WindowIndex::keep_priorities);
   nb::class_<Priorities>(m, "Priorities")
       .def(nb::init<nb::object, nb::tuple>())
       .def_static("level_sizes", &Priorities::level_sizes)
@@ -309,6 +310,8 @@ NB_MODULE(_native, m) {
       .def("follow", &Priorities::follow)
       .def("follow_windows", &Priorities::follow_windows)
       .def("draw", &Priorities::draw)
+      .def("settle", &Priorities::settle)
+      .def("dropped", &Priorities::dropped)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   nb::class_<SlotTableObject>(m, "SlotTable")
       .def(nb::init<nb::object>())
@@ -327,7 +330,6 @@ NB_MODULE(_native, m) {
   m.def("event_count", &event_count);
   m.def("await_event", &await_event);
   m.def("make_event", &make_event);
-  m.def("unheld_state", &unheld_state);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gather_slots", &gather_slots_binding);

@@ -39,6 +39,7 @@ class WindowIndex {
     windows_.draw(ring_->lanes(), typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
   }
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
+  void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -97,12 +98,13 @@ class Priorities {
   }
 
   // Draws one row in each of `rows` equal parts of the total, and its weight (P(i) * size)^-beta / the largest of them.
-  void draw(nb::handle generator, double beta, nb::handle rows_tensor, nb::handle weights_tensor) {
+  // False, having drawn nothing, if every priority is 0.
+  bool draw(nb::handle generator, double beta, nb::handle rows_tensor, nb::handle weights_tensor) {
     const size_t count = element_count(describe(rows_tensor));
     int64_t *state = typed<int64_t>(generator, 2), *rows = typed<int64_t>(rows_tensor, count);
     float* weights = typed<float>(weights_tensor, count);
     const double total = tree_.total();
-    if (!(total > 0)) throw nb::value_error("draw: all priorities are 0");
+    if (!(total > 0)) return false;
     targets_.resize(count);
     for (size_t i = 0; i < count; i++) {
       const double unit = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
@@ -112,7 +114,12 @@ class Priorities {
     tree_.find(targets_.data(), rows, count);
     weigh(rows, weights, count, static_cast<float>(beta));
     for (size_t i = 0; i < count; i++) rows[i] = row_of(rows[i]);
+    return true;
   }
+
+  // What the version for CUDA puts off is done at once here: follow() sets first priorities, update() counts what it drops.
+  void settle() const {}
+  int64_t dropped() const { return 0; }
 
   // Sets priorities, or none if any is refused: (what is wrong, at which index, rows dropped because they are overwritten).
   std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_tensor, nb::handle priorities_tensor, double alpha, WindowIndex* windows) {

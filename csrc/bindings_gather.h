@@ -48,6 +48,9 @@ class ReplayGather {
     return gather_into(rows.data(), rows.size(), {count}, nb::none());
   }
 
+  // None: drawing by priority and gathering are two calls here.
+  nb::object sample_by_priority(nb::handle, nb::handle, double, int64_t) const { return nb::none(); }
+
  private:
   nb::object gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
     ring_->require_tables();

@@ -1,13 +1,13 @@
-"""Ape-X: actors in processes of their own fill one prioritized replay, from which one learner draws; on CartPole.
+"""Ape-X on CartPole: actor processes append to one prioritized replay storage, from which one learner samples.
 
 ``python examples/apex_dqn.py --out out`` takes a minute or two on two cores.
 
-The storage lies in shared memory (``memory="shared"``), and each actor has a writer for its own environments. Actors
-and learner run at speeds of their own; the rate limit holds back whoever gets ahead, so that for each transition that
-is added eight are drawn. The network lies in shared memory too: actors see each update at once. Should an actor die, a
-warning names it, and the others go on.
+The storage is in shared memory (``memory="shared"``), and each actor has a writer for its own environments. Actors and
+learner run at their own speed; the rate limit blocks the side that is ahead, so that eight transitions are sampled for
+each one that is added. The network is in shared memory too: actors see each update immediately. If an actor dies, a
+warning names it, and the others continue.
 
-Each actor explores with an epsilon of its own. The returns that count are those of the least random one (epsilon
+Each actor explores with its own epsilon. The reported returns are those of the actor with the smallest one (epsilon
 0.0007).
 """
 
@@ -24,12 +24,11 @@ import torch
 from common import Result, Run, actors, arguments, make_envs, report
 from dqn import CARTPOLE, QNetwork, act, update
 
-from rlstore import PeerLostError, PrioritizedReplayStorage, RateLimit, StorageClosedError
-from rlstore.replay.writer import ReplayWriter
+from rlstore import PeerLostError, PrioritizedReplayStorage, RateLimit, ReplayWriter, StorageClosedError
 
 NUM_ACTORS = 3
 ENVS_PER_ACTOR = 4
-STORAGE_SIZE = 99_996  # the same number for each of the 12 environments
+STORAGE_SIZE = 99_996  # divisible by the 12 environments
 BATCH_SIZE = 128
 N_STEP = 3
 GAMMA = 0.99
@@ -39,16 +38,16 @@ REPORT_EVERY = 25  # steps of an actor
 
 
 def epsilon_of(actor: int) -> float:
-    """How random an actor is: from 0.4 for the first to 0.4 ** 8 for the last."""
+    """The exploration rate of an actor: from 0.4 for the first to 0.4 ** 8 for the last."""
     return float(EPSILON ** (1 + EPSILON_SPREAD * actor / (NUM_ACTORS - 1)))
 
 
 def play(actor: int, network: QNetwork, writer: ReplayWriter, learner: Connection, seed: int) -> None:
-    """An actor: step the environments, write what happened, and now and then tell the learner of ended episodes."""
+    """An actor process: step the environments, append the transitions, and report ended episodes to the learner."""
     envs, rng = make_envs(ENVS_PER_ACTOR), np.random.default_rng((seed, actor))
     obs, _ = envs.reset(seed=1000 * seed + ENVS_PER_ACTOR * actor)
     open_returns, returns, steps = np.zeros(ENVS_PER_ACTOR), list[float](), 0
-    with writer, suppress(StorageClosedError, PeerLostError, BrokenPipeError):  # the learner has finished, or is gone
+    with writer, suppress(StorageClosedError, PeerLostError, BrokenPipeError):  # the learner has finished or died
         while True:
             actions = act(network, obs, epsilon_of(actor), rng)
             next_obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -64,8 +63,8 @@ def play(actor: int, network: QNetwork, writer: ReplayWriter, learner: Connectio
     envs.close()
 
 
-def hear(connections: list[Connection], run: Run) -> None:
-    """Take note of what the actors tell; the returns that count are those of the last, the least random."""
+def read_reports(connections: list[Connection], run: Run) -> None:
+    """Count the steps that the actors report, and the returns of the last actor, which explores the least."""
     for connection in connections:
         while connection.poll():
             steps, returns = connection.recv()
@@ -101,9 +100,9 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
     given = [(i, network, writers[i], pipes[i][1], seed) for i in range(NUM_ACTORS)]
     with actors(play, given, storage.close):
         run = Run("apex_dqn", NUM_ACTORS * ENVS_PER_ACTOR, steps, threshold)
-        while run.goes_on:
+        while run.active:
             run.show(update(network, target, optimizer, storage, run))
-            hear(receivers, run)
+            read_reports(receivers, run)
     return run.finish(samples_per_insert=len(run.losses) * BATCH_SIZE / run.env_steps)
 
 

@@ -1,4 +1,4 @@
-"""What the examples share: environments, counting, the progress line, the curve and the closing table."""
+"""What the examples share: environments, actor processes, episode statistics, the progress line and the report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from torch import nn
 
-# The networks here are tiny: a second thread costs more in hand-over than it saves in arithmetic.
+# The networks here are tiny: a second thread costs more in synchronization than it saves in arithmetic.
 torch.set_num_threads(1)
 
 Array = NDArray[Any]
@@ -34,7 +34,7 @@ WINDOW = 100  # episodes in the mean return
 
 
 class HideVelocities(gym.ObservationWrapper[Array, Any, Array]):
-    """CartPole as a camera would see it: where the cart is and how the pole leans, but not how fast they move."""
+    """CartPole without velocities: only the position of the cart and the angle of the pole are observed."""
 
     VISIBLE = (0, 2)
 
@@ -46,7 +46,7 @@ class HideVelocities(gym.ObservationWrapper[Array, Any, Array]):
         self.observation_space = gym.spaces.Box(space.low[visible], space.high[visible], dtype=np.float32)
 
     def observation(self, observation: Array) -> Array:
-        """Keep the cart's position and the pole's angle."""
+        """The cart's position and the pole's angle."""
         return observation[list(self.VISIBLE)]
 
 
@@ -55,9 +55,9 @@ def make_envs(
     env: str | Callable[[], gym.Env[Any, Any]] = "CartPole-v1",
     wrapper: Callable[[Any], Any] | None = None,
 ) -> gym.vector.SyncVectorEnv:
-    """Environments that reset in the very step an episode ends, so that every step is a real transition.
+    """Vectorized environments with same-step autoreset, so that every step is a transition.
 
-    ``env`` is the name of a registered environment or a function that makes one.
+    ``env`` is the name of a registered environment or a function that creates one.
     """
 
     def make() -> gym.Env[Any, Any]:
@@ -68,10 +68,10 @@ def make_envs(
 
 
 def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
-    """The observations the actions really led to.
+    """The observations that followed the actions, before any reset.
 
-    Where an episode ended, ``next_obs`` is already the first observation of the next one; the one that belongs to
-    the action is in ``infos["final_obs"]``. The value of a truncated episode must be taken from it.
+    Where an episode ended, ``next_obs`` is already the first observation of the next one; the final observation is in
+    ``infos["final_obs"]``. A truncated episode must bootstrap from the value of its final observation.
     """
     successors = next_obs.copy()
     if "final_obs" in infos:
@@ -82,20 +82,21 @@ def true_successors(next_obs: Array, infos: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def actors(act: Callable[..., None], arguments: Sequence[tuple[Any, ...]], close: Callable[[], None]) -> Iterator[None]:
-    """Run ``act`` in a process of its own for each tuple of arguments, until the end of the block.
+    """Run ``act`` in one process for each tuple of arguments, until the end of the block.
 
-    ``close`` is what lets ``act`` come to its end; who does not is terminated. Who ended in another way is named.
+    ``close`` must make ``act`` return; a process that does not end is terminated. A warning names each process that
+    failed.
     """
     spawn = torch.multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=act, args=given, name=f"actor {i}") for i, given in enumerate(arguments)]
     try:
-        # Ctrl-C is for the learner, which then ends the actors; they inherit that they do not listen to it.
-        listening = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C is handled by the learner, which then ends the actors; they inherit that the signal is ignored.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for process in processes:
                 process.start()
         finally:
-            signal.signal(signal.SIGINT, listening)
+            signal.signal(signal.SIGINT, previous)
         yield
     finally:
         try:
@@ -127,7 +128,7 @@ def follow(target: nn.Module, source: nn.Module, rate: float) -> None:
 
 
 class Stopwatch:
-    """Adds up the time spent inside ``with`` blocks, or in drawing the items of an iterable."""
+    """Measures the total time spent inside ``with`` blocks, or waiting for the items of an iterable."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -142,9 +143,9 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._started
 
     def around(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The same items, with the time each one takes to arrive counted.
+        """Yield the same items, measuring the time until each one is returned.
 
-        They are Any because only the storage's mode, not its type, says which fields of a batch are there.
+        They are Any because the fields of a batch depend on the mode of the storage, not on its type.
         """
         iterator = iter(items)
         while True:
@@ -158,7 +159,7 @@ class Stopwatch:
 
 @dataclass
 class Result:
-    """What a training run came to."""
+    """The result of a training run."""
 
     name: str
     mean_return: float
@@ -173,7 +174,7 @@ class Result:
 
 
 class Run:
-    """Counts the episodes of one training run, knows when it is over, and shows how it goes."""
+    """Episode statistics, stopping condition and progress line of one training run."""
 
     def __init__(self, name: str, num_envs: int, max_steps: int, threshold: float | None = None) -> None:
         self.name = name
@@ -191,7 +192,7 @@ class Run:
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         if self._live:
             self._live.start()
-            atexit.register(self._live.stop)  # after Ctrl-C the terminal is as it was
+            atexit.register(self._live.stop)  # restores the terminal after Ctrl-C
 
     @property
     def mean_return(self) -> float:
@@ -199,26 +200,26 @@ class Run:
         return float(np.mean(self._recent)) if self._recent else float("nan")
 
     @property
-    def goes_on(self) -> bool:
-        """Whether steps are left and the threshold is not reached yet."""
+    def active(self) -> bool:
+        """Whether there are steps left and the threshold has not been reached."""
         reached = self.threshold is not None and len(self._recent) == WINDOW and self.mean_return >= self.threshold
         return self.env_steps < self.max_steps and not reached
 
     def count(self, rewards: Array, ended: Array) -> None:
-        """Take note of one step in every environment."""
+        """Count one step of every environment."""
         self._open_returns += rewards
         self.note(len(rewards), self._open_returns[ended])
         self._open_returns[ended] = 0.0
 
     def note(self, steps: int, returns: Iterable[float]) -> None:
-        """Take note of steps, in whatever environments, and of the returns of the episodes that ended in them."""
+        """Count steps, and record the returns of the episodes that ended in them."""
         self.env_steps += steps
         for episode_return in returns:
             self._recent.append(float(episode_return))
             self.curve.append((self.env_steps, float(episode_return)))
 
     def show(self, loss: float) -> None:
-        """Take note of an update's loss and renew the progress line; without a terminal, print one now and then."""
+        """Record the loss of an update and refresh the progress line; without a terminal, print it every 5 seconds."""
         self.losses.append(loss)
         if self._live:
             self._live.update(self._line())
@@ -227,7 +228,7 @@ class Run:
             self._console.print(self._line(), soft_wrap=True)
 
     def finish(self, **extra: float) -> Result:
-        """Close the progress line and sum up."""
+        """Close the progress line and return the result."""
         if self._live:
             self._live.update(self._line())
             self._live.stop()
@@ -252,7 +253,7 @@ class Run:
 
 
 def arguments(description: str | None, steps: int, threshold: float | None = None) -> argparse.ArgumentParser:
-    """The command line every example understands; one that stops early gives its threshold."""
+    """The command-line arguments of every example; examples that stop early pass their threshold."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=steps, help="environment steps at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -264,7 +265,7 @@ def arguments(description: str | None, steps: int, threshold: float | None = Non
 
 
 def report(result: Result, out: Path | None) -> None:
-    """Print the closing table and, given a folder, write the learning curve and the result there."""
+    """Print the result as a table and, if ``out`` is given, write the learning curve and the result there."""
     table = Table(title=result.name, show_header=False)
     table.add_row(f"mean return, last {WINDOW} training episodes", f"{result.mean_return:.4g}")
     for name, value in result.extra.items():
@@ -289,8 +290,8 @@ def save(result: Result, out: Path) -> None:
 
 
 def plot_curve(result: Result, path: Path) -> None:
-    """Draw every episode's return and their running mean."""
-    from matplotlib.figure import Figure  # here, because actor processes import this file too and draw nothing
+    """Plot the return of every episode and the running mean."""
+    from matplotlib.figure import Figure  # imported here because actor processes import this file and do not plot
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

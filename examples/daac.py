@@ -1,9 +1,9 @@
 """DAAC on CartPole, with DecoupledRolloutStorage.
 
 Decoupled Advantage Actor-Critic (Raileanu and Fergus, "Decoupling Value and Policy for Generalization in
-Reinforcement Learning", 2021). The policy shares no weights with the value: instead, its network also predicts the
-advantage of the chosen action, which says what matters for acting and no more. The value has a network of its own,
-trained separately and for more epochs.
+Reinforcement Learning", 2021). The policy network and the value network share no weights. The policy network also
+predicts the advantage of the chosen action, which trains its features. The value network is trained separately and for
+more epochs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_GRAD_NORM = 0.5
 
 
 def trunk(num_obs: int) -> nn.Sequential:
-    """The two hidden layers that every network here begins with."""
+    """Two hidden layers, with which every network here begins."""
     return nn.Sequential(nn.Linear(num_obs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
 
 
 class Actor(nn.Module):
-    """A policy and, on the same features, the predicted advantage of an action."""
+    """A policy and, from the same features, the predicted advantage of an action."""
 
     def __init__(self, num_obs: int = 4, num_actions: int = 2) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Actor(nn.Module):
         nn.init.orthogonal_(self.logits.weight, 0.01)
 
     def forward(self, obs: Tensor, actions: Tensor | None = None) -> tuple[Categorical, Tensor, Tensor]:
-        """The policy, the actions (B,) (drawn from it if not given) and their predicted advantages (B, 1)."""
+        """The policy, the actions (B,) (sampled from it if not given) and their predicted advantages (B, 1)."""
         features = self.trunk(obs)
         policy = Categorical(logits=self.logits(features), validate_args=False)
         if actions is None:
@@ -57,7 +57,7 @@ class Actor(nn.Module):
 
 
 class Agent(nn.Module):
-    """The actor and the value network: nothing in common."""
+    """The actor and the value network, without shared weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Agent(nn.Module):
 
 
 def descend(loss: Tensor, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step down the gradient."""
+    """One gradient step."""
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)
@@ -76,7 +76,7 @@ def descend(loss: Tensor, network: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def update_policy(agent: Agent, storage: DecoupledRolloutStorage, run: Run) -> float:
-    """PPO on the policy, with the advantage prediction as a second task; returns the last loss."""
+    """PPO on the policy, with the advantage prediction as an auxiliary loss; returns the last loss."""
     loss = torch.zeros(())
     for _ in range(POLICY_EPOCHS):
         for batch in run.storage_watch.around(storage.sample(NUM_MINI_BATCHES)):
@@ -84,7 +84,7 @@ def update_policy(agent: Agent, storage: DecoupledRolloutStorage, run: Run) -> f
             ratio = (policy.log_prob(actions).unsqueeze(-1) - batch.old_log_probs).exp()
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
-            # Like the policy, the prediction may not move far from the one made during the rollout.
+            # Like the ratio, the prediction is clipped around the one made during the rollout.
             near = batch.adv_preds + (predicted - batch.adv_preds).clamp(-CLIP, CLIP)
             errors = torch.max((predicted - batch.advantages).pow(2), (near - batch.advantages).pow(2))
             loss = policy_loss + ADVANTAGE_WEIGHT * errors.mean() - ENTROPY_WEIGHT * policy.entropy().mean()
@@ -117,7 +117,7 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
     )
     run = Run("daac", NUM_ENVS, steps, threshold)
 
-    while run.goes_on:
+    while run.active:
         with torch.inference_mode():
             for _ in range(NUM_STEPS):
                 policy, actions, adv_preds = agent.actor(obs)

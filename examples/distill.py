@@ -1,10 +1,10 @@
 """Distillation on CartPole, with RolloutStorage("distillation", ...).
 
-A teacher that sees everything is trained by PPO (see ppo.py). A student that does not see the velocities then acts
-in the environment itself, while the teacher says at every step what it would have done there (DAgger). The student
-has a GRU to make up for what it cannot see, and learns to agree with the teacher from the stored steps in the order
-of time. In training it draws its actions at random from its policy, to see more than the few states that good play
-leads through; in the end both take their best action, and are measured on the same fresh episodes.
+A teacher that observes the full state is trained with PPO (see ppo.py). A student that does not observe the velocities
+then acts in the environment, while the teacher labels every step with its own action (DAgger). The student has a GRU to
+infer what it does not observe, and learns to predict the teacher's actions from the stored steps, in temporal order.
+During training it samples its actions from its policy, to visit more than the few states of good play; in the final
+evaluation both take their best action, on the same new episodes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rlstore import RolloutStorage
 NUM_ENVS = 16
 NUM_STEPS = 64
 NUM_EPOCHS = 2
-UNROLL = 16  # steps between two gradient steps, and how far back in time a gradient reaches
+UNROLL = 16  # steps between gradient steps; the length of truncated backpropagation through time
 HIDDEN = 64
 LEARNING_RATE = 2e-3
 MAX_GRAD_NORM = 1.0
 TEACHER_STEPS = 150_000
-OBS_SCALE = torch.tensor([1 / 2.4, 1 / 0.21])  # brings the cart's position and the pole's angle to about [-1, 1]
+OBS_SCALE = torch.tensor([1 / 2.4, 1 / 0.21])  # scales the cart's position and the pole's angle to about [-1, 1]
 
 
 class Student(nn.Module):
-    """Sees the cart's position and the pole's angle, and remembers."""
+    """A recurrent policy that observes the cart's position and the pole's angle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Student(nn.Module):
 
 
 def visible(obs: Tensor) -> Tensor:
-    """The part of the full observations that the student may see."""
+    """The part of the full observations that the student observes."""
     return obs[:, HideVelocities.VISIBLE]
 
 
 def update(
     student: Student, optimizer: torch.optim.Optimizer, storage: RolloutStorage, first: Tensor, run: Run
 ) -> float:
-    """Go through the rollout in the order of time, from the states ``first``; returns the last loss."""
+    """Train on the rollout in temporal order, from the initial states ``first``; returns the last loss."""
     loss = torch.zeros(())
     for _ in range(NUM_EPOCHS):
         state, errors = first, []
@@ -90,7 +90,7 @@ def evaluate(act: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], seed: int, 
 
 
 def train(steps: int, seed: int = 0, teacher_steps: int = TEACHER_STEPS) -> Result:
-    """Train a teacher, distil it into a student, and measure both on the same fresh episodes."""
+    """Train a teacher, distill it into a student, and evaluate both on the same new episodes."""
     torch.manual_seed(seed)
     teacher = ppo.ActorCritic()
     taught = ppo.train(teacher_steps, seed, threshold=475.0, agent=teacher)
@@ -103,8 +103,8 @@ def train(steps: int, seed: int = 0, teacher_steps: int = TEACHER_STEPS) -> Resu
     run = Run("distill", NUM_ENVS, steps)
     state = torch.zeros(NUM_ENVS, HIDDEN)
 
-    while run.goes_on:
-        # Every rollout pulls the student towards its own few states; smaller and smaller steps settle it.
+    while run.active:
+        # Every rollout covers only a few states; a decaying learning rate averages over many rollouts.
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - run.env_steps / steps)
         first = state
         with torch.no_grad():

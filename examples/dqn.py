@@ -1,11 +1,11 @@
 """Double DQN with n-step targets and prioritized replay, with PrioritizedReplayStorage.
 
-``python examples/dqn.py --out out`` learns CartPole in half a minute or so. ``--env MinAtar/Breakout-v1`` plays a
-small Breakout from its pixels, in some minutes, if the package is there: ``pip install 'rlstore[minatar]'``.
+``python examples/dqn.py --out out`` learns CartPole in about half a minute. ``--env MinAtar/Breakout-v1`` learns a
+small Breakout from pixels in some minutes, if MinAtar is installed: ``pip install 'rlstore[minatar]'``.
 
-The storage draws transitions in proportion to the errors that the network made on them, and folds the rewards of
-n steps into one when it serves them. ``discounts`` is what the value of the last state is worth: gamma to the power
-of the steps taken, and 0 where the episode was really over. An episode that a time limit cut off goes on in the mind.
+The storage samples transitions in proportion to their TD errors, and computes n-step rewards when it samples.
+``discounts`` is the factor of the value of the last state: gamma to the power of the number of steps, and 0 where the
+episode terminated. An episode that a time limit truncated bootstraps from its final observation.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LEARN_AFTER = 1_000  # environment steps
 
 @dataclass
 class Task:
-    """What is set for each environment: when it counts as learned and how to explore."""
+    """Settings of an environment: the threshold at which it is solved, and the exploration schedule."""
 
     threshold: float
     learning_rate: float
-    explore_steps: int  # over which epsilon falls from 1 to final_epsilon
+    explore_steps: int  # over which epsilon decreases from 1 to final_epsilon
     final_epsilon: float
 
 
@@ -74,16 +74,16 @@ def task_of(env: str) -> Task:
 
 
 def register_minatar() -> None:
-    """Make MinAtar's games known to gymnasium."""
+    """Register the MinAtar games with Gymnasium."""
     try:
         from minatar.gym import register_envs
     except ImportError:
-        sys.exit("MinAtar is not installed. This installs it: pip install 'rlstore[minatar]'")
+        sys.exit("MinAtar is not installed. Install it with: pip install 'rlstore[minatar]'")
     register_envs()
 
 
 def act(network: QNetwork, obs: Array, epsilon: float, rng: np.random.Generator) -> Array:
-    """The best action, or with probability epsilon any."""
+    """The greedy action, or with probability epsilon a random one."""
     with torch.inference_mode():
         values = network(torch.from_numpy(obs))
     anything = rng.integers(values.shape[1], size=len(obs))
@@ -93,7 +93,7 @@ def act(network: QNetwork, obs: Array, epsilon: float, rng: np.random.Generator)
 def update(
     network: QNetwork, target: QNetwork, optimizer: torch.optim.Optimizer, storage: PrioritizedReplayStorage, run: Run
 ) -> float:
-    """One step of double DQN on a prioritized batch, whose rows then get the new errors as priorities."""
+    """One step of double DQN on a prioritized batch; the new TD errors become the priorities of its rows."""
     with run.storage_watch:
         batch = storage.sample()
     with torch.no_grad():
@@ -138,7 +138,7 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, env: str = 
     run = Run("dqn" if task is CARTPOLE else f"dqn_{env.split('/')[1]}", NUM_ENVS, steps, threshold)
     obs, _ = envs.reset(seed=seed)
 
-    while run.goes_on:
+    while run.active:
         epsilon = max(task.final_epsilon, 1 - run.env_steps / task.explore_steps)
         actions = act(network, obs, epsilon, rng)
         next_obs, rewards, terminated, truncated, infos = envs.step(actions)

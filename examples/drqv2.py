@@ -1,11 +1,11 @@
-"""DrQ-v2 on a task seen only as pixels, with NStepReplayStorage.
+"""DrQ-v2 on a pixel task, with NStepReplayStorage.
 
-A point with inertia is to be steered to a target and kept there; the agent sees three small pictures, the newest and
-the two before, from which it has to make out the speed as well. What keeps a network from learning the pictures by
-heart is that they are shifted by a pixel or two at random whenever they are drawn (``random_shift``).
+A point with inertia must be steered to a target and kept there. The agent observes a stack of three small images, the
+newest and the two before it, from which it has to infer the velocity. Random shifts of a pixel or two whenever images
+are sampled (``random_shift``) prevent the network from memorizing them.
 
-``frame_stack=3`` lets the storage keep each picture once, as bytes, and put the stacks together again when it serves
-them, three-step targets folded. ``python examples/drqv2.py --out out`` takes a few minutes.
+With ``frame_stack=3`` the storage holds each image once, as uint8, and rebuilds the stacks when it samples, with
+three-step targets. ``python examples/drqv2.py --out out`` takes a few minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rlstore import NStepReplayStorage
 
-PICTURE = 24  # pixels, each way
+PICTURE = 24  # pixels, height and width
 FRAMES = 3
 EPISODE_STEPS = 50
 NUM_ENVS = 4
@@ -34,17 +34,17 @@ GAMMA = 0.98
 LEARNING_RATE = 5e-4
 TARGET_RATE = 0.01
 SHIFT = 2  # pixels
-NOISE = (1.0, 0.1)  # standard deviation of the actions, at first and in the end
-NOISE_STEPS = 8_000  # environment steps over which it falls
+NOISE = (1.0, 0.1)  # standard deviation of the actions, initial and final
+NOISE_STEPS = 8_000  # environment steps over which it decreases
 NOISE_CLIP = 0.3
 LEARN_AFTER = 1_000  # environment steps
-# A random policy gets 5, one that knows where everything is but not how fast it moves 27, and one that knows both 43
-# (``helmsman``). Three quarters of the way from the first to the last are 33: one picture does not take an agent there.
+# A random policy scores 5, a controller that knows the positions but not the velocity 27, and one that knows both 43
+# (``helmsman``). The threshold is three quarters of the way from 5 to 43: it cannot be reached from single images.
 THRESHOLD = 33.0
 
 
 class Steering(gym.Env[Array, Array]):
-    """Push a point with inertia across the unit square to a target: the reward is 1 there, less further off."""
+    """Push a point with inertia across the unit square to a target; the reward is 1 there and decays with distance."""
 
     def __init__(self) -> None:
         self.observation_space = gym.spaces.Box(0, 255, (3, PICTURE, PICTURE), np.uint8)
@@ -54,7 +54,7 @@ class Steering(gym.Env[Array, Array]):
         self._pixels = (np.arange(PICTURE) + 0.5) / PICTURE
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Point and target anywhere, but not close to each other; at rest."""
+        """Place point and target at random, not close to each other, at rest."""
         super().reset(seed=seed)
         self.point, self.target = self.np_random.uniform(0.1, 0.9, size=(2, 2))
         while np.linalg.norm(self.point - self.target) < 0.3:
@@ -64,7 +64,7 @@ class Steering(gym.Env[Array, Array]):
         return self.picture(), {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """The action (2,) is a push. Nothing ever ends an episode but the clock."""
+        """Apply the action (2,) as a force. Episodes end only by truncation."""
         self.velocity = 0.95 * self.velocity + 0.01 * np.clip(action, -1.0, 1.0)
         wanted = self.point + self.velocity
         self.point = np.clip(wanted, 0.0, 1.0)
@@ -74,7 +74,7 @@ class Steering(gym.Env[Array, Array]):
         return self.picture(), math.exp(-5 * distance), False, self.steps_left == 0, {}
 
     def picture(self) -> Array:
-        """Bytes (3, PICTURE, PICTURE): a red spot for the point and a green one for the target, with soft edges."""
+        """The image (3, PICTURE, PICTURE), uint8: a red spot for the point and a green one for the target."""
         spots = np.zeros((3, PICTURE, PICTURE), dtype=np.uint8)
         for channel, (x, y) in enumerate((self.point, self.target)):
             across = np.exp(-(((self._pixels - x) / 0.06) ** 2))
@@ -84,12 +84,12 @@ class Steering(gym.Env[Array, Array]):
 
 
 def helmsman(env: Steering, sees_speed: bool = True) -> Array:
-    """The action (2,) of one who knows where everything is: the measure for what can be had."""
+    """The action (2,) of a controller that knows the state, as an upper reference for the return."""
     return np.clip(20 * (env.target - env.point) - 60 * sees_speed * env.velocity, -1.0, 1.0)
 
 
 def random_shift(stacks: Tensor) -> Tensor:
-    """Each stack of pictures (B, C, H, W) moved by up to SHIFT pixels each way, its border repeated."""
+    """Shift each stack of images (B, C, H, W) by up to SHIFT pixels in each direction, repeating the border."""
     batch, channels, height, width = stacks.shape
     rows = (torch.arange(height) + torch.randint(-SHIFT, SHIFT + 1, (batch, 1))).clamp(0, height - 1)
     columns = (torch.arange(width) + torch.randint(-SHIFT, SHIFT + 1, (batch, 1))).clamp(0, width - 1)
@@ -98,7 +98,7 @@ def random_shift(stacks: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """From stacks of pictures, as bytes, to features."""
+    """Maps stacks of images, uint8, to features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,26 +114,26 @@ class Encoder(nn.Module):
 
 
 def trunk(inputs: int) -> nn.Sequential:
-    """A narrow passage between the many features and the layers that follow."""
+    """A bottleneck between the features and the following layers."""
     return nn.Sequential(nn.Linear(inputs, 50), nn.LayerNorm(50), nn.Tanh())
 
 
 class Actor(nn.Module):
-    """The middle of the actions, from features."""
+    """The mean of the actions, from features."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(trunk(features), mlp(50, 128, 128, 2), nn.Tanh())
 
     def forward(self, features: Tensor, noise: float) -> Tensor:
-        """Actions (B, 2) with clipped noise. The gradient passes by the bounds, so that no action sticks to them."""
+        """Actions (B, 2) with clipped noise. The gradient ignores the bounds, so that actions do not saturate there."""
         middle: Tensor = self.layers(features)
         actions = middle + (torch.randn_like(middle) * noise).clamp(-NOISE_CLIP, NOISE_CLIP)
         return actions + (actions.clamp(-1, 1) - actions).detach()
 
 
 class Critics(nn.Module):
-    """Two opinions of what an action is worth, from features."""
+    """Two estimates of the value of an action, from features."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Critics(nn.Module):
 
 
 class Agent:
-    """Encoder, actor and critics, and how they learn from a batch."""
+    """Encoder, actor and critics, and their update."""
 
     def __init__(self) -> None:
         self.encoder = Encoder()
@@ -155,7 +155,7 @@ class Agent:
         self.critics = Critics(self.encoder.size)
         self.targets = deepcopy(self.critics).requires_grad_(False)
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=LEARNING_RATE)
-        # The encoder learns from the critics alone; the actor takes its features as they are.
+        # The encoder is trained by the critics only; the actor uses its features without a gradient.
         learned = [*self.encoder.parameters(), *self.critics.parameters()]
         self.critic_optimizer = torch.optim.Adam(learned, lr=LEARNING_RATE)
 
@@ -204,13 +204,13 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
         n_step=N_STEP,
         discount=GAMMA,
         frame_stack=FRAMES,
-        dtype=None,  # as stored: bytes
+        dtype=None,  # as stored: uint8
         seed=seed,
     )
     run = Run("drqv2", NUM_ENVS, steps, threshold)
     obs, _ = envs.reset(seed=seed)
 
-    while run.goes_on:
+    while run.active:
         noise = float(np.interp(run.env_steps, (0, NOISE_STEPS), NOISE))
         actions = agent.act(obs, noise)
         next_obs, rewards, terminated, truncated, infos = envs.step(actions)

@@ -1,9 +1,9 @@
 """Hindsight experience replay on bit flipping, with HindsightReplayStorage and a DQN.
 
-A row of bits must be turned into another row, by flipping one bit at a time; only the finished row is rewarded. With
-15 bits, an agent that tries at random meets the goal once in some two thousand episodes, and plain DQN (``--plain``)
-has nothing to learn from. In hindsight every episode has reached something: the storage serves most transitions as if
-a state reached later in their episode had been the goal all along, with the reward that follows from it.
+A row of bits must be turned into a goal row by flipping one bit at a time; only reaching the goal is rewarded. With
+15 bits, a random agent reaches the goal once in about two thousand episodes, and plain DQN (``--plain``) has nothing to
+learn from. With hindsight every episode has reached some goal: the storage relabels most transitions with a state that
+was reached later in their episode as the goal, and computes the reward for it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ LEARN_AFTER = 1_000  # environment steps
 
 
 def reached(achieved_goal: Tensor, desired_goal: Tensor, info: Any) -> Tensor:
-    """The reward: 1 where all bits (..., bits) are as they should be, else 0."""
+    """The reward: 1 where all bits (..., bits) match the goal, else 0."""
     return (achieved_goal == desired_goal).all(-1).float()
 
 
 class BitFlipping(gym.Env[dict[str, Any], np.int64]):
-    """Flip bits, one a step, until they match the goal; there are as many steps as bits, which is always enough."""
+    """Flip one bit per step until all match the goal; there are as many steps as bits, which is always enough."""
 
     def __init__(self, bits: int) -> None:
         row = gym.spaces.MultiBinary(bits)
@@ -49,7 +49,7 @@ class BitFlipping(gym.Env[dict[str, Any], np.int64]):
         self.steps_left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Array], Any]:
-        """Draw a row of bits and another one as the goal."""
+        """Draw a row of bits and a different one as the goal."""
         super().reset(seed=seed)
         self.bits = self.np_random.integers(2, size=self.bits.shape, dtype=np.int8)
         self.goal = self.bits
@@ -59,7 +59,7 @@ class BitFlipping(gym.Env[dict[str, Any], np.int64]):
         return self.observation(), {}
 
     def step(self, action: np.int64) -> tuple[dict[str, Array], float, bool, bool, dict[str, Any]]:
-        """Flip the bit of this number. Reaching the goal ends the episode; running out of steps only cuts it off."""
+        """Flip the bit with this index. Reaching the goal terminates the episode; running out of steps truncates it."""
         self.bits = self.bits.copy()
         self.bits[action] ^= 1
         self.steps_left -= 1
@@ -67,7 +67,7 @@ class BitFlipping(gym.Env[dict[str, Any], np.int64]):
         return self.observation(), float(done), done, self.steps_left == 0, {}
 
     def observation(self) -> dict[str, Array]:
-        """What there is, what has been achieved (here the same) and what is wanted."""
+        """The bits, the achieved goal (here the same) and the desired goal."""
         return {"observation": self.bits, "achieved_goal": self.bits, "desired_goal": self.goal}
 
 
@@ -85,7 +85,7 @@ class QNetwork(nn.Module):
 
 
 def act(network: QNetwork, obs: dict[str, Array], rng: np.random.Generator) -> Array:
-    """The best action, or with probability epsilon any."""
+    """The greedy action, or with probability epsilon a random one."""
     with torch.inference_mode():
         values = network({name: torch.from_numpy(value) for name, value in obs.items()})
     anything = rng.integers(values.shape[1], size=len(values))
@@ -95,10 +95,10 @@ def act(network: QNetwork, obs: dict[str, Array], rng: np.random.Generator) -> A
 def update(
     network: QNetwork, target: QNetwork, optimizer: torch.optim.Optimizer, storage: HindsightReplayStorage, run: Run
 ) -> float:
-    """One step of double DQN on a batch with goals of hindsight."""
+    """One step of double DQN on a batch with relabeled goals."""
     with run.storage_watch:
         batch = storage.sample()
-    # Reaching its goal ends an episode. Of a goal of hindsight the storage cannot know that: it saw the episode go on.
+    # Reaching its goal terminates an episode. For a relabeled goal the storage cannot know this: the episode continued.
     discounts = batch.discounts * (batch.rewards == 0)
     with torch.no_grad():
         best = network(batch.next_observations).argmax(1, keepdim=True)
@@ -121,7 +121,7 @@ def train(
 ) -> Result:
     """Train until the threshold is reached or the steps are used up.
 
-    An episode's return is 1 if it reached its goal and 0 if not, so the mean return is the rate of success.
+    An episode's return is 1 if it reached its goal and 0 if not, so the mean return is the success rate.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -144,7 +144,7 @@ def train(
     run = Run("her" if relabel_fraction else "her_plain", NUM_ENVS, steps, threshold)
     obs, _ = envs.reset(seed=seed)
 
-    while run.goes_on:
+    while run.active:
         actions = act(network, obs, rng)
         next_obs, rewards, terminated, truncated, infos = envs.step(actions)
         with run.storage_watch:

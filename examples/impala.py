@@ -1,15 +1,15 @@
-"""IMPALA on CartPole: actors in processes of their own hand rollouts to a learner, which corrects for their age.
+"""IMPALA on CartPole: actor processes pass rollouts to a learner, which corrects for stale policies with V-trace.
 
-``python examples/impala.py --out out`` takes a minute or so on two cores. ``--memory lstm`` hides the velocities, so
-that the policy has to remember. ``--ray`` does the same on a Ray cluster, a local one if none is running
+``python examples/impala.py --out out`` takes about a minute on two cores. ``--memory lstm`` hides the velocities, so
+that the policy needs a memory. ``--ray`` runs on a Ray cluster, a local one if none is running
 (``pip install 'rlstore[ray]'``).
 
-An actor plays by the newest weights that it finds, and says with each rollout of which version they were. Until the
-rollout is learned from, the policy has moved on; V-trace weighs each step by how likely the new policy would take it.
+An actor acts with the newest weights that it finds, and stores their version with each rollout. When the learner uses
+the rollout, the policy has changed; V-trace weights each step by how likely the new policy is to take it.
 
-Here the rollouts go through DistributedStorage, and the weights through shared memory. On Ray the rollouts go through a
-queue on the cluster, and the weights through the object store. Should an actor die, a warning names it, and the others
-go on.
+On one machine the rollouts go through DistributedStorage, and the weights through shared memory. On Ray the rollouts go
+through a queue on the cluster, and the weights through the object store. If an actor dies, a warning names it, and the
+others continue.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rlstore.engine.returns import vtrace
 
 NUM_ACTORS = 2
 ENVS_PER_ACTOR = 16
-NUM_STEPS = 32  # of a rollout
+NUM_STEPS = 32  # per rollout
 BATCH_SIZE = 32  # rollouts
-NUM_STORAGES = 2 * BATCH_SIZE  # the fewer, the newer is what the learner gets
+NUM_STORAGES = 2 * BATCH_SIZE  # hand-off slots: with fewer, rollouts are less stale
 HIDDEN = 64
 LEARNING_RATE = 3e-3
 GAMMA = 0.99
 LAM = 0.95
 ENTROPY_WEIGHT = 0.005
 MAX_GRAD_NORM = 0.5
-REWARD_SCALE = 0.1  # brings the returns to [0, 10]
-OBS_SCALES = {"none": (1.0, 1.0, 1.0, 1.0), "lstm": (1 / 2.4, 1 / 0.21)}  # the latter bring what is seen to [-1, 1]
+REWARD_SCALE = 0.1  # scales the returns to [0, 10]
+OBS_SCALES = {"none": (1.0, 1.0, 1.0, 1.0), "lstm": (1 / 2.4, 1 / 0.21)}  # the latter scales observations to [-1, 1]
 
 THRESHOLDS = {"none": 475.0, "lstm": 400.0}
 
@@ -57,7 +57,7 @@ def environments(memory: str) -> gym.vector.SyncVectorEnv:
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value on top of one network, which with ``memory="lstm"`` remembers."""
+    """A policy and a value on top of one network, which is recurrent with ``memory="lstm"``."""
 
     def __init__(self, memory: str) -> None:
         super().__init__()
@@ -73,15 +73,15 @@ class ActorCritic(nn.Module):
         return tuple(torch.zeros(layers, sequences, hidden) for layers, hidden in self.state_shapes)
 
     def forward(self, obs: Tensor, begins: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        """Logits and values of whole sequences [steps, sequences, ...], and the state behind them.
+        """Logits and values of whole sequences [steps, sequences, ...], and the state after them.
 
-        ``begins`` says where an episode begins: nothing is remembered from before.
+        Where ``begins`` is set an episode begins, and the state is reset.
         """
         features = self.encoder(obs * self.scale)
         if isinstance(self.core, nn.LSTM):
             outputs = []
-            for t, goes_on in enumerate(~begins.unsqueeze(-1)):
-                output, state = self.core(features[t : t + 1], (state[0] * goes_on, state[1] * goes_on))
+            for t, keep in enumerate(~begins.unsqueeze(-1)):
+                output, state = self.core(features[t : t + 1], (state[0] * keep, state[1] * keep))
                 outputs.append(output)
             features = torch.cat(outputs)
         else:
@@ -90,7 +90,7 @@ class ActorCritic(nn.Module):
 
 
 class Player:
-    """An actor's environments, and what it remembers of them."""
+    """The environments of an actor, its network and its recurrent state."""
 
     def __init__(self, memory: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ class Player:
 
     @torch.inference_mode()
     def rollouts(self) -> Iterator[tuple[Rows, State]]:
-        """A rollout of each environment, rows [steps + 1, ...] by key, and the state with which it began."""
+        """A rollout of each environment, rows [steps + 1, ...] by key, and its initial recurrent state."""
         rows, before = list[Rows](), self.state
         for _ in range(NUM_STEPS):
             begins = self.seen["terminated"] | self.seen["truncated"]
@@ -110,7 +110,7 @@ class Player:
             actions = Categorical(logits=logits[0], validate_args=False).sample()
             rows.append({**self.seen, "policy_outputs": logits[0], "action": actions})
             self._step(actions, begins)
-        rows.append({**rows[-1], **self.seen})  # what is done in the last row, the next rollout tells in its first
+        rows.append({**rows[-1], **self.seen})  # the next rollout has the action of this row
         together = {key: torch.stack([row[key] for row in rows], dim=1) for key in rows[0]}
         for i in range(ENVS_PER_ACTOR):
             yield {key: value[i] for key, value in together.items()}, tuple(part[:, i : i + 1] for part in before)
@@ -130,8 +130,8 @@ def update(network: ActorCritic, optimizer: torch.optim.Optimizer, batch: Rollou
     policy = Categorical(logits=logits[:-1], validate_args=False)
     played = Categorical(logits=batch["policy_outputs"][:-1], validate_args=False)
     log_prob = policy.log_prob(batch["action"][:-1])
-    # Row t + 1 holds what came of the action in row t. Where the time was up, the next observation is already that of
-    # another episode: the step is taken to have turned out as expected.
+    # Row t + 1 holds the reward and flags of the action in row t. At a truncation the next observation already belongs
+    # to another episode, and without a final value the TD error of the step is 0.
     targets, advantages = vtrace(
         batch["reward"][1:] * REWARD_SCALE,
         values[:-1],
@@ -160,9 +160,9 @@ Publish = Callable[[int], None]
 
 
 def play(handle: ActorHandle, shared: ActorCritic, memory: str, seed: int) -> None:
-    """An actor process: rollouts by the newest weights, until the learner closes the storage."""
+    """An actor process: rollouts with the newest weights, until the learner closes the storage."""
     player = Player(memory, seed)
-    with handle, suppress(StorageClosedError, PeerLostError):  # the learner has finished, or is gone
+    with handle, suppress(StorageClosedError, PeerLostError):  # the learner has finished or died
         while True:
             version = handle.published
             player.network.load_state_dict(shared.state_dict())
@@ -175,7 +175,7 @@ def play(handle: ActorHandle, shared: ActorCritic, memory: str, seed: int) -> No
 
 @contextmanager
 def on_this_machine(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batches, Publish]]:
-    """Actors in other processes: an iterator over their rollouts, and how they get the learner's weights."""
+    """Start actor processes; yields an iterator over their batches, and a function that publishes the weights."""
     envs = environments(memory)
     storage = DistributedStorage(
         envs.single_observation_space,
@@ -201,17 +201,17 @@ def on_this_machine(network: ActorCritic, memory: str, seed: int) -> Iterator[tu
 
 
 class RayActor:
-    """An actor somewhere on the cluster. While it plays in one thread, it takes weights in another."""
+    """An actor on the cluster. It acts in one thread and receives weights in another."""
 
     def __init__(self, memory: str, seed: int) -> None:
         self.player = Player(memory, seed)
 
     def take(self, version: int, weights: Rows) -> None:
-        """Take newer weights, which came through the object store."""
+        """Receive new weights, from the object store."""
         self.newest = (version, weights)
 
     def play(self, queue: Any) -> None:
-        """Rollouts by the newest weights, for ever."""
+        """Produce rollouts with the newest weights, forever."""
         while True:
             version, weights = self.newest
             self.player.network.load_state_dict(weights)
@@ -221,7 +221,7 @@ class RayActor:
 
 @contextmanager
 def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batches, Publish]]:
-    """As :func:`on_this_machine`, on the Ray cluster that RAY_ADDRESS names or else on a local one."""
+    """Like :func:`on_this_machine`, on the Ray cluster of RAY_ADDRESS or else on a local one."""
     import ray
 
     from rlstore.ray import rollout_queue
@@ -229,7 +229,7 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
     is_ours = not ray.is_initialized()
     if is_ours:
         address = os.environ.get("RAY_ADDRESS", "local")
-        # The actors need this file and those that it imports.
+        # The actors need this file and the modules that it imports.
         ray.init(address, runtime_env={"working_dir": str(Path(__file__).parent)}, log_to_driver=False)
     queue, kind = rollout_queue(capacity=NUM_STORAGES), ray.remote(RayActor).options(max_concurrency=2)
     players: list[Any] = [kind.remote(memory, seed * NUM_ACTORS + i) for i in range(NUM_ACTORS)]
@@ -240,14 +240,14 @@ def on_ray(network: ActorCritic, memory: str, seed: int) -> Iterator[tuple[Batch
 
     def publish(version: int) -> None:
         send(version)
-        for run in ray.wait(list(runs), timeout=0)[0] if runs else ():  # they play for ever, so this one failed
+        for run in ray.wait(list(runs), timeout=0)[0] if runs else ():  # an actor never returns, so this one failed
             try:
                 ray.get(run)
             except ray.exceptions.RayError as error:
-                warnings.warn(f"{runs.pop(run)} is gone: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{runs.pop(run)} died: {error}", RuntimeWarning, stacklevel=2)
 
     try:
-        ray.get(send(0))  # all actors are there
+        ray.get(send(0))  # waits until all actors have started
         runs = {player.play.remote(queue): f"actor {i}" for i, player in enumerate(players)}
         with queue.learner(BATCH_SIZE) as learner:
             yield learner, publish
@@ -278,7 +278,7 @@ def train(
             run.note(ended.numel(), batch["episode_return"][1:][ended].tolist())
             lag += version - batch.versions.double().mean().item()
             run.show(update(network, optimizer, batch))
-            if not run.goes_on:
+            if not run.active:
                 break
             publish(version + 1)
     return run.finish(versions_behind=lag / len(run.losses))

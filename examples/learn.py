@@ -1,7 +1,7 @@
-"""Run every example in full, over several seeds, and check that each one learns what it should.
+"""Runs every example in full, over several seeds, and checks that each one reaches its score.
 
-``python examples/learn.py --out out`` takes about three quarters of an hour and exits with 1 if a check fails. The
-checks on MinAtar and on Ray are left out where these are not installed.
+``python examples/learn.py --out out`` takes about 45 minutes and exits with 1 if a check fails. The checks on MinAtar
+and on Ray are skipped where these are not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 
 @dataclass
 class Check:
-    """One example, what is measured of it, and the bound it has to keep."""
+    """One example, the quantity that is measured, and its bound."""
 
     title: str
     train: Callable[[int], Result]
@@ -39,7 +39,7 @@ class Check:
     below: float = float("inf")
 
     def bound(self) -> str:
-        """The bound in words."""
+        """The bound as text."""
         return f">= {self.at_least:g}" if self.below == float("inf") else f"< {self.below:g}"
 
 
@@ -110,7 +110,7 @@ if find_spec("ray"):
 
 
 def main() -> None:
-    """Read the command line, run all checks, and say how they went."""
+    """Read the command line, run all checks, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--out", type=Path, help="folder for the learning curves and results, one folder per seed")

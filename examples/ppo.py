@@ -1,7 +1,7 @@
 """PPO on CartPole, with RolloutStorage.
 
-Collect a rollout from several environments, fold its rewards into advantages, learn from shuffled mini-batches,
-and begin again. ``python examples/ppo.py --out out`` takes some seconds.
+Collect a rollout from several environments, compute returns and advantages, train on shuffled mini-batches, and repeat.
+``python examples/ppo.py --out out`` takes some seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_GRAD_NORM = 0.5
 
 
 def mlp(inputs: int, outputs: int, scale: float) -> nn.Sequential:
-    """Two hidden layers; the last layer starts at ``scale`` so that the first policy is close to a coin toss."""
+    """Two hidden layers; the last layer is initialized with ``scale``, so that the first policy is almost uniform."""
     last = nn.Linear(64, outputs)
     nn.init.orthogonal_(last.weight, scale)
     nn.init.zeros_(last.bias)
@@ -35,7 +35,7 @@ def mlp(inputs: int, outputs: int, scale: float) -> nn.Sequential:
 
 
 class ActorCritic(nn.Module):
-    """A policy over the actions and a value of the state, each with a network of its own."""
+    """A policy and a value function, each with its own network."""
 
     def __init__(self, num_obs: int = 4, num_actions: int = 2) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, agent: Acto
     storage = RolloutStorage("rl", NUM_ENVS, NUM_STEPS, example, (1,), seed=seed)
     run = Run("ppo", NUM_ENVS, steps, threshold)
 
-    while run.goes_on:
+    while run.active:
         with torch.inference_mode():
             for _ in range(NUM_STEPS):
                 policy = agent.policy(obs)

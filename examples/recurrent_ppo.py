@@ -1,10 +1,10 @@
 """Recurrent PPO on CartPole with the velocities hidden, with RolloutStorage.
 
-One glance at the cart does not tell where the pole is going, so the policy has to remember. A GRU (or, with
-``--memory lstm``, an LSTM) learns to; ``--feedforward`` runs the same programme without memory and stays poor.
+A single observation does not show in which direction the pole moves, so the policy needs a memory. A GRU (or, with
+``--memory lstm``, an LSTM) provides it; ``--feedforward`` runs the same program without memory and scores poorly.
 
-The storage keeps the memory's state before every step. It cuts the rollout into segments at the episodes' ends,
-pads them to one length, and serves each with the state at its start and a mask of the real steps.
+The storage saves the hidden state before every step. It splits the rollout into trajectories at the episode ends, pads
+them to one length, and serves each with the hidden state at its start and a mask of the valid steps.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LAM = 0.95
 CLIP = 0.2
 ENTROPY_WEIGHT = 0.005
 MAX_GRAD_NORM = 0.5
-REWARD_SCALE = 1 - GAMMA  # brings the returns to [0, 1], where a critic on top of a saturating memory learns well
-OBS_SCALE = torch.tensor([1 / 2.4, 1 / 0.21])  # brings the cart's position and the pole's angle to about [-1, 1]
+REWARD_SCALE = 1 - GAMMA  # scales the returns to [0, 1], which a critic on saturating features fits well
+OBS_SCALE = torch.tensor([1 / 2.4, 1 / 0.21])  # scales the cart's position and the pole's angle to about [-1, 1]
 
 
 class Network(nn.Module):
-    """A network with memory: [steps, sequences, 2] and a state in, [steps, sequences, outputs] and a state out."""
+    """A recurrent network: [steps, sequences, 2] and a state in, [steps, sequences, outputs] and a state out."""
 
     def __init__(self, outputs: int, memory: str, scale: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Network(nn.Module):
         return (zeros, zeros) if isinstance(self.memory, nn.LSTM) else zeros
 
     def forward(self, obs: Tensor, state: State) -> tuple[Tensor, State]:
-        """Run over whole sequences, beginning from ``state``."""
+        """Process whole sequences, starting from ``state``."""
         features = self.encoder(obs * OBS_SCALE)
         if isinstance(self.memory, nn.Linear):
             return self.output(self.memory(features).tanh()), None
@@ -61,7 +61,7 @@ class Network(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value, each with a memory of its own."""
+    """A policy and a value function, each with its own recurrent network."""
 
     def __init__(self, memory: str = "gru") -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class ActorCritic(nn.Module):
 
 
 def forget(state: State, ended: Tensor) -> State:
-    """The state with the memory of the ended episodes wiped."""
+    """The state, reset to zero where an episode has ended."""
     if state is None:
         return None
     if isinstance(state, tuple):
@@ -79,10 +79,10 @@ def forget(state: State, ended: Tensor) -> State:
 
 
 def unpad(padded: Tensor, masks: Tensor, num_steps: int) -> Tensor:
-    """From padded segments [longest, segments, k] back to the rollout's layout [num_steps, environments, k].
+    """Convert padded trajectories [longest, trajectories, k] to the layout of the rollout [num_steps, environments, k].
 
-    Segments come environment by environment and in the order of time, so their real steps laid end to end are the
-    environments' rollouts one after the other.
+    Trajectories are ordered by environment, then by time, so their valid steps concatenated are the rollouts of the
+    environments one after the other.
     """
     rows = padded.transpose(0, 1)[masks.transpose(0, 1)]
     return rows.view(-1, num_steps, padded.shape[-1]).transpose(0, 1)
@@ -125,12 +125,12 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, memory: str
     run = Run(f"recurrent_ppo_{memory}", NUM_ENVS, steps, threshold)
     actor_state, critic_state = agent.actor.fresh_state(NUM_ENVS), agent.critic.fresh_state(NUM_ENVS)
 
-    while run.goes_on:
+    while run.active:
         with torch.inference_mode():
             for _ in range(NUM_STEPS):
                 transition = RolloutStorage.Transition()
                 transition.observations = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
-                transition.hidden_states = (actor_state, critic_state)  # before this step has been seen
+                transition.hidden_states = (actor_state, critic_state)  # before this step
 
                 logits, actor_state = agent.actor(obs.unsqueeze(0), actor_state)
                 values, critic_state = agent.critic(obs.unsqueeze(0), critic_state)

@@ -1,8 +1,8 @@
 """Soft actor-critic on Pendulum, with ReplayStorage.
 
-Off-policy: every step that was ever taken is kept, and the learner draws from all of them. Pendulum's episodes never
-end of themselves, a time limit cuts them off after 200 steps; the storage serves a discount of gamma there, not 0, and
-the final observation as the next one. ``python examples/sac.py --out out`` takes a minute or two.
+Episodes of Pendulum never terminate; a time limit truncates them after 200 steps. There the storage serves a discount
+of gamma, not 0, and the final observation as the next observation. ``python examples/sac.py --out out`` takes a minute
+or two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Actor(nn.Module):
         self.centre = torch.from_numpy((action_space.high + action_space.low) / 2)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """An action (B, A) for each observation and the logarithm of its density (B, 1), in units of the bounds."""
+        """An action (B, A) for each observation and its log-density (B, 1), in units of the bounds."""
         mean, log_std = self.layers(obs).chunk(2, dim=-1)
         log_std = log_std.clamp(-10, 2)
         noise = torch.randn_like(mean)
@@ -48,7 +48,7 @@ class Actor(nn.Module):
 
 
 class Critics(nn.Module):
-    """Two opinions of what an action is worth; the lower one counts, which keeps hopes from feeding on themselves."""
+    """Two estimates of the value of an action; using the lower one reduces overestimation."""
 
     def __init__(self, num_obs: int, num_actions: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Critics(nn.Module):
 
 
 class Agent:
-    """Actor, critics and temperature, and how they learn from a batch."""
+    """Actor, critics and temperature, and their update."""
 
     def __init__(self, num_obs: int, action_space: gym.spaces.Box) -> None:
         num_actions = action_space.shape[0]
@@ -125,7 +125,7 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
     run = Run("sac", NUM_ENVS, steps, threshold)
     obs, _ = envs.reset(seed=seed)
 
-    while run.goes_on:
+    while run.active:
         if run.env_steps < LEARN_AFTER:
             actions = envs.action_space.sample()
         else:

@@ -136,7 +136,7 @@ def test_blocks_on_the_device_are_zero_and_what_does_not_fit_is_refused():
     backing.require(free // 2, "half")
     with pytest.raises(DoesNotFitError, match="free on cuda"):
         backing.require(1 << 50, "a petabyte")
-    with pytest.raises(DoesNotFitError, match="which the system does not give"):
+    with pytest.raises(DoesNotFitError, match="which the system does not provide"):
         backing.zeros("obs", (1 << 50,), torch.uint8)
 
 

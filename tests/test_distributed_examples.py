@@ -47,7 +47,7 @@ def check_episodes(result):
 
 def go_on_until(monkeypatch, run_class, over):
     """Let runs go on, whatever their steps, until ``over`` is true."""
-    monkeypatch.setattr(run_class, "goes_on", property(lambda run: not over(run)))
+    monkeypatch.setattr(run_class, "active", property(lambda run: not over(run)))
 
 
 def is_over(run, storage):
@@ -59,7 +59,7 @@ def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     import apex_dqn
 
     storages, batches, killed = [], [], []
-    storage_class, hear = apex_dqn.PrioritizedReplayStorage, apex_dqn.hear
+    storage_class, hear = apex_dqn.PrioritizedReplayStorage, apex_dqn.read_reports
     close, make_writer = storage_class.close, storage_class.writer
 
     def writer(storage, *arguments, **options):
@@ -79,7 +79,7 @@ def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
 
     monkeypatch.setattr(storage_class, "writer", writer)
     monkeypatch.setattr(storage_class, "close", close_after_a_look)
-    monkeypatch.setattr(apex_dqn, "hear", hear_and_kill)
+    monkeypatch.setattr(apex_dqn, "read_reports", hear_and_kill)
     go_on_until(monkeypatch, apex_dqn.Run, lambda run: is_over(run, storages[0]))
     with pytest.warns(RuntimeWarning) as warned:
         result = apex_dqn.train(3000, seed=3)

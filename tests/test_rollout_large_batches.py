@@ -1,8 +1,4 @@
-"""RolloutStorage with mini-batches on both sides of the size from which they are kept for the next epoch.
-
-Small ones are gathered together and fresh in every epoch; large ones one by one, and served again if nobody changed or
-holds them. A learner must not be able to tell. (But for changes through ``.data`` and ``.numpy()``, as documented.)
-"""
+"""RolloutStorage with mini-batches on both sides of the size up to which they are gathered together."""
 
 import copy
 from itertools import chain
@@ -68,11 +64,11 @@ CHANGES = [add_one, write_a_slice, write_a_view, write_in_inference_mode]
 
 
 def test_the_two_sizes_are_on_either_side_of_the_bound(size, count, calls):
-    """Large batches are gathered in the first epoch alone, and one by one."""
+    """Large batches are gathered one by one."""
     for batch in rollout().mini_batch_generator(count, EPOCHS):
         assert sum(tensor.nbytes for tensor in tensors_of(batch).values()) == 83 * ENVS * STEPS // count
         del batch
-    assert calls == ([ENVS * STEPS // 2] * 2 if size == "large" else [ENVS * STEPS] * EPOCHS)
+    assert calls == ([ENVS * STEPS // 2] * 2 * EPOCHS if size == "large" else [ENVS * STEPS] * EPOCHS)
 
 
 def test_every_epoch_serves_the_same_whole_batches(count):

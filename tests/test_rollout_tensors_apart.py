@@ -114,16 +114,6 @@ def test_an_attribute_of_any_one_tensor_is_not_met_again(batches):
             del batch
 
 
-def test_what_costs_much_to_make_comes_again_as_the_very_same_tensors(request, batches):
-    served = []
-    for batch in batches(rollout()):
-        served.append([id(tensor) for tensor in tensors_of(batch).values()])
-        del batch
-    epoch = len(served) // 3
-    again = request.node.callspec.params["batches"] in ("large", "recurrent")
-    assert (served[:epoch] == served[epoch : 2 * epoch] == served[2 * epoch :]) or not again
-
-
 def test_the_keys_and_fields_of_a_batch_are_its_own(batches):
     expected = list(batches(rollout()))
     for batch, truth in zip(batches(rollout()), expected, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 from replay_cases import REPLAY_CASES
 from storages import CASES
-from where import ASKED_FOR, SEES_VALUES, TensorsOfTests
+from where import ASKED_FOR, TensorsOfTests
 
 
 @pytest.fixture(autouse=True)
@@ -13,15 +13,6 @@ def tensors_on_the_device():
         return
     with TensorsOfTests():
         yield
-
-
-def pytest_collection_modifyitems(items):
-    if SEES_VALUES:
-        return
-    skip = pytest.mark.skip(reason="flags are not looked at on CUDA")
-    for item in items:
-        if "contract" in str(item.path) and "a flag that is nan" in item.name:
-            item.add_marker(skip)
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)

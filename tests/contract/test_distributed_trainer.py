@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from rollout_model import leaves, same_data
-from where import DEVICE
+from where import DEVICE, SEES_VALUES
 
 from rlstore import DistributedStorage, RolloutFullError, Storage
 
@@ -244,37 +244,38 @@ BAD_SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_SAMPLES)
 @pytest.mark.parametrize("steps", [0, 1, STEPS + 1])
-def test_a_bad_sample_is_refused_and_nothing_changes(bad, steps):
+def test_a_bad_sample_is_refused_and_nothing_changes(steps):
     storage, twin = make(), make()
     for one in (storage, twin):
         one.init_tensors(sample_of(0))
     collect(storage, twin, steps=steps)
-    with pytest.raises(ValueError, match="Nothing was"):
-        storage.insert_transition({**sample_of(steps), **BAD_SAMPLES[bad]})
-    assert len(storage) == len(twin)
+    for what, changes in BAD_SAMPLES.items():
+        if what == "a flag that is nan" and not SEES_VALUES:
+            continue
+        with pytest.raises(ValueError, match="Nothing was"):
+            storage.insert_transition({**sample_of(steps), **changes})
+        assert len(storage) == len(twin)
     collect(storage, twin, first=steps, steps=2 * STEPS - steps)
     same_data(twin.get_all_buffer_data(), storage.get_all_buffer_data())
 
 
-@pytest.mark.parametrize(
-    "arguments", [(0, 1), (1, 0), (-1, 1), (2.0, 1), (1, 2.5), (None, 1), (1, 1, 0), (4, 1), (1, 8)]
-)
-def test_batches_that_cannot_be_had_are_refused(arguments):
+def test_batches_that_cannot_be_had_are_refused():
     storage, twin = make(), make()
     collect(storage, twin)
-    with pytest.raises(ValueError, match=r"batch|epochs"):
-        next(storage.generate_batches(*arguments))
+    for arguments in ((0, 1), (1, 0), (-1, 1), (2.0, 1), (1, 2.5), (None, 1), (1, 1, 0), (4, 1), (1, 8)):
+        with pytest.raises(ValueError, match=r"batch|epochs"):
+            next(storage.generate_batches(*arguments))
     drawn = [[batch["rows"].tolist() for batch in one.generate_batches(3, 1)] for one in (storage, twin)]
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("name", ["gama", "_memory", "device", "", "storages"])
-def test_an_unknown_parameter_is_refused_and_the_known_are_named(name):
-    with pytest.raises(ValueError, match="num_storages") as caught:
-        make().update_storage_parameter(name, 1)
-    assert repr(name) in str(caught.value)
+def test_an_unknown_parameter_is_refused_and_the_known_are_named():
+    storage = make()
+    for name in ("gama", "_memory", "device", "", "storages"):
+        with pytest.raises(ValueError, match="num_storages") as caught:
+            storage.update_storage_parameter(name, 1)
+        assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["num_steps", "num_storages", "batch_size"])

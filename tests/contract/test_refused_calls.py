@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from rollout_model import HELD, SIZE, RolloutModel, collect, leaves, make, same_data
-from storages import NUM_ENVS, Actor, Algorithm
+from storages import CASES, NUM_ENVS, Actor, Algorithm
 from where import SEES_VALUES
 
 NAN = float("nan")
@@ -189,30 +189,18 @@ def test_init_tensors_stores_nothing_and_may_be_called_again(case):
 # ------------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (13, 1),
-        (1, 13),
-        (4, 4),
-        (0, 1),
-        (1, 0),
-        (-1, 1),
-        (1, -1),
-        (2.0, 1),
-        (1, 2.5),
-        (None, 1),
-        (1, 1, 0),
-        (1, 1, None),
-    ],
-)
-def test_batches_that_cannot_be_had_are_refused_and_nothing_changes(case, arguments):
+TOO_MANY = [(13, 1), (1, 13), (4, 4)]
+NO_NUMBERS = [(0, 1), (1, 0), (-1, 1), (1, -1), (2.0, 1), (1, 2.5), (None, 1), (1, 1, 0), (1, 1, None)]
+
+
+def test_batches_that_cannot_be_had_are_refused_and_nothing_changes(case):
     storage, model = make(case)
     collect(case, storage, model)
     before = state_of(storage)
-    with pytest.raises(ValueError, match=r"batch|epochs"):
-        next(storage.generate_batches(*arguments))
-    assert_unchanged(storage, before)
+    for arguments in TOO_MANY + NO_NUMBERS:
+        with pytest.raises(ValueError, match=r"batch|epochs"):
+            next(storage.generate_batches(*arguments))
+        assert_unchanged(storage, before)
 
 
 def test_an_empty_storage_says_so(case):
@@ -240,39 +228,28 @@ class Broken:
         return self.values
 
 
-@pytest.mark.parametrize(
-    "values",
-    [torch.zeros(NUM_ENVS + 1), torch.zeros(1), torch.zeros(NUM_ENVS, 2), None, "no", ValueError("broken")],
-    ids=repr,
-)
-def test_values_that_cannot_be_used_are_refused_and_nothing_changes(case, values):
-    if not case.computes_targets:
-        return
+WITH_TARGETS = pytest.mark.parametrize("case", [case for case in CASES if case.computes_targets], ids=lambda c: c.name)
+
+
+@WITH_TARGETS
+def test_values_and_discounts_that_cannot_be_used_are_refused_and_nothing_changes(case):
     storage, model = make(case)
     collect(case, storage, model)
     storage.before_gradients(Actor(), None)
     before = state_of(storage)
-    with pytest.raises(ValueError, match=r"last_values|broken"):
-        storage.before_gradients(Broken(values), None)
-    assert_unchanged(storage, before)
+    wrong = (torch.zeros(NUM_ENVS + 1), torch.zeros(1), torch.zeros(NUM_ENVS, 2))
+    for values in (*wrong, None, "no", ValueError("broken")):
+        with pytest.raises(ValueError, match=r"last_values|broken"):
+            storage.before_gradients(Broken(values), None)
+        assert_unchanged(storage, before)
+    for name, value in (("gamma", 1.5), ("lam", -0.1), ("gamma", NAN), ("lam", NAN)):
+        with pytest.raises(ValueError, match=name):
+            storage.before_gradients(Actor(), Algorithm(**{name: value}))
+        assert_unchanged(storage, before)
 
 
-@pytest.mark.parametrize("attributes", [{"gamma": 1.5}, {"lam": -0.1}, {"gamma": NAN}, {"lam": NAN}])
-def test_discounts_of_an_algorithm_that_are_out_of_range_are_refused(case, attributes):
-    if not case.computes_targets:
-        return
-    storage, model = make(case)
-    collect(case, storage, model)
-    storage.before_gradients(Actor(), None)
-    before = state_of(storage)
-    with pytest.raises(ValueError, match=next(iter(attributes))):
-        storage.before_gradients(Actor(), Algorithm(**attributes))
-    assert_unchanged(storage, before)
-
-
+@WITH_TARGETS
 def test_without_an_actor_there_are_no_targets(case):
-    if not case.computes_targets:
-        return
     storage, model = make(case)
     collect(case, storage, model)
     before = state_of(storage)

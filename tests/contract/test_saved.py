@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rollout_model import SIZE, collect, leaves, make, same_data
-from storages import Actor
+from storages import NUM_ENVS, Actor
 
 from rlstore import NotReadyError, Storage
 
@@ -80,18 +80,14 @@ def test_a_loaded_storage_goes_on_exactly(case, moment, tmp_path):
     same_storage(storage, loaded)
     # to the end of the rollout, through learning, and through another rollout
     for first in (50, 80):
-        room = storage.max_size - (0 if storage._spent else _held_steps(storage))
-        collect(case, storage, loaded, first=first, steps=room)
+        begun = 0 if moment is spent or first == 80 else len(storage) // NUM_ENVS
+        collect(case, storage, loaded, first=first, steps=storage.max_size - begun)
         for one in (storage, loaded):
             one.before_gradients(Actor(), None)
         same_storage(storage, loaded)
         same_batches(storage, loaded)
         for one in (storage, loaded):
             one.after_gradients(None, None, {})
-
-
-def _held_steps(storage):
-    return 0 if storage._ring is None else storage._ring.size
 
 
 def test_saving_changes_nothing(case, tmp_path):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from combinations import pairs
 from rollout_model import HELD, SIZE, RolloutModel, collect, make
-from storages import NUM_ENVS, Actor, Algorithm
+from storages import CASES, NUM_ENVS, Actor, Algorithm
 from where import DEVICE
 
 # ------------------------------------------------------------------------------------------------- the loop
 
 
-@pytest.mark.parametrize("prepared", [True, False], ids=["init_tensors", "first sample"])
-@pytest.mark.parametrize("given", [True, False], ids=["actor given", "factory's actor"])
-@pytest.mark.parametrize("workers_way", [True, False], ids=["batch, info", "actor, algo, info"])
+@pytest.mark.parametrize(
+    ("case", "prepared", "given", "workers_way"), pairs(CASES, [True, False], [True, False], [True, False])
+)
 def test_one_loop_drives_every_storage(case, prepared, given, workers_way):
     actor, algorithm = Actor(), Algorithm(gamma=0.8, lam=0.7)
     storage, model = make(case, actor=None if given else actor, algorithm=None if given else algorithm)
@@ -58,15 +59,15 @@ def test_shuffle_can_be_given_by_place_as_the_document_lists_it(case):
         assert rows == list(range(HELD))
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 12), (12, 1), (2, 5), (5, 2), (1, 1), (3, None), (5, None)])
-def test_batches_are_as_many_and_as_large_as_asked_for(case, count, size):
+def test_batches_are_as_many_and_as_large_as_asked_for(case):
     storage, model = make(case)
     collect(case, storage, model)
-    served = [model.check_batch(batch, size or HELD // count) for batch in storage.generate_batches(count, size, 2)]
-    assert len(served) == 2 * count
-    for epoch in (served[:count], served[count:]):
-        rows = [row for batch in epoch for row in batch]
-        assert len(set(rows)) == len(rows)
+    for count, size in ((1, 12), (12, 1), (2, 5), (5, 2), (1, 1), (3, None), (5, None)):
+        served = [model.check_batch(batch, size or HELD // count) for batch in storage.generate_batches(count, size, 2)]
+        assert len(served) == 2 * count
+        for epoch in (served[:count], served[count:]):
+            rows = [row for batch in epoch for row in batch]
+            assert len(set(rows)) == len(rows)
 
 
 def test_rows_that_fill_no_batch_are_left_out_at_random(case):
@@ -138,21 +139,24 @@ def test_a_truncated_episode_comes_back_as_truncated_not_as_terminated(case):
 # ------------------------------------------------------------------------------------------------- targets
 
 
+# Attributes of an algorithm, and the gamma and lambda that follow.
+ALGORITHMS = [
+    ({}, 0.9, 0.5),
+    ({"gamma": 0.6}, 0.6, 0.5),
+    ({"lam": 0.2}, 0.9, 0.2),
+    ({"gamma": 0.6, "lam": 0.2}, 0.6, 0.2),
+    ({"discount": 0.6, "gae_lambda": 0.2}, 0.6, 0.2),
+    ({"gamma": 0.0, "lam": 1.0}, 0.0, 1.0),
+    ({"learning_rate": 7.0}, 0.9, 0.5),
+]
+
+
 @pytest.mark.parametrize(
-    ("attributes", "gamma", "lam"),
-    [
-        ({}, 0.9, 0.5),
-        ({"gamma": 0.6}, 0.6, 0.5),
-        ({"lam": 0.2}, 0.9, 0.2),
-        ({"gamma": 0.6, "lam": 0.2}, 0.6, 0.2),
-        ({"discount": 0.6, "gae_lambda": 0.2}, 0.6, 0.2),
-        ({"gamma": 0.0, "lam": 1.0}, 0.0, 1.0),
-        ({"learning_rate": 7.0}, 0.9, 0.5),
-    ],
+    ("case", "discounts", "way", "column"),
+    pairs(CASES, ALGORITHMS, ["given", "factory", "given before factory"], [True, False]),
 )
-@pytest.mark.parametrize("way", ["given", "factory", "given before factory"])
-@pytest.mark.parametrize("column", [True, False])
-def test_discounts_are_the_algorithm_s_where_it_has_them(case, attributes, gamma, lam, way, column):
+def test_discounts_are_the_algorithm_s_where_it_has_them(case, discounts, way, column):
+    attributes, gamma, lam = discounts
     algorithm, other = Algorithm(**attributes), Algorithm(gamma=0.1, lam=0.1)
     actor, blind = Actor(column), Actor()
     if way == "given":

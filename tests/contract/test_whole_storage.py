@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 import torch
+from combinations import pairs
 from rollout_model import HELD, SIZE, collect, leaves, make, same_data
-from storages import NUM_ENVS, Actor, Algorithm
+from storages import CASES, NUM_ENVS, Actor, Algorithm
 from where import DEVICE
 
 
@@ -27,9 +28,10 @@ def drawn(storage, count=3):
 # ------------------------------------------------------------------------------------------------- all the data
 
 
-@pytest.mark.parametrize("steps", [1, 3, SIZE])
-@pytest.mark.parametrize("computed", [True, False])
-@pytest.mark.parametrize("target", ["itself", "itself, emptied", "another", "another with data"])
+@pytest.mark.parametrize(
+    ("case", "steps", "computed", "target"),
+    pairs(CASES, [1, 3, SIZE], [True, False], ["itself", "itself, emptied", "another", "another with data"]),
+)
 def test_all_data_come_out_and_go_in_again_to_the_bit(case, steps, computed, target):
     storage, model = make(case)
     collect(case, storage, model, first=20)
@@ -124,17 +126,17 @@ BAD_SLICES = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_SLICES)
-def test_a_bad_slice_is_refused_and_nothing_changes(case, bad):
+def test_a_bad_slice_is_refused_and_nothing_changes(case):
     storage, model = make(case)
     twin, _ = make(case)
     collect(case, storage, twin, model)
     prepare(case, storage, model)
     before = storage.get_all_buffer_data()
-    with pytest.raises((ValueError, OverflowError, TypeError)):
-        storage.insert_data_slice(BAD_SLICES[bad](storage.get_all_buffer_data()))
-    same_data(before, storage.get_all_buffer_data())
-    assert len(storage) == HELD
+    for bad in BAD_SLICES.values():
+        with pytest.raises((ValueError, OverflowError, TypeError)):
+            storage.insert_data_slice(bad(storage.get_all_buffer_data()))
+        same_data(before, storage.get_all_buffer_data())
+        assert len(storage) == HELD
     assert drawn(storage) == drawn(twin)
 
 
@@ -205,31 +207,31 @@ def test_discounts_can_be_changed_at_any_time(case):
     model.check_data(storage.get_all_buffer_data())
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), None, "0.5"])
-def test_a_discount_out_of_range_is_refused(case, value):
+def test_a_discount_out_of_range_is_refused(case):
     storage, _ = make(case)
     for name in case.discount_names:
         before = getattr(storage, name)
-        with pytest.raises(ValueError, match=name):
-            storage.update_storage_parameter(name, value)
-        assert getattr(storage, name) == before
+        for value in (-0.1, 1.5, float("nan"), None, "0.5"):
+            with pytest.raises(ValueError, match=name):
+                storage.update_storage_parameter(name, value)
+            assert getattr(storage, name) == before
 
 
-@pytest.mark.parametrize("name", ["gama", "rewards", "_ring", "device", "num_envs", "", "update_storage_parameter"])
-def test_an_unknown_parameter_is_refused_and_the_known_ones_are_named(case, name):
+def test_an_unknown_parameter_is_refused_and_the_known_ones_are_named(case):
     storage, model = make(case)
     collect(case, storage, model)
-    with pytest.raises((AttributeError, ValueError)) as caught:
-        storage.update_storage_parameter(name, 1)
-    for known in (case.size_name, *case.discount_names):
-        assert known in str(caught.value)
-    assert repr(name) in str(caught.value)
+    for name in ("gama", "rewards", "_ring", "device", "num_envs", "", "update_storage_parameter"):
+        with pytest.raises((AttributeError, ValueError)) as caught:
+            storage.update_storage_parameter(name, 1)
+        for known in (case.size_name, *case.discount_names):
+            assert known in str(caught.value)
+        assert repr(name) in str(caught.value)
     model.check_data(storage.get_all_buffer_data())
 
 
-@pytest.mark.parametrize("size", [2, 7])
 @pytest.mark.parametrize(
-    "before", ["never filled", "allocated", "looked at", "filled and reset", "learnt from and reset"]
+    ("case", "size", "before"),
+    pairs(CASES, [2, 7], ["never filled", "allocated", "looked at", "filled and reset", "learnt from and reset"]),
 )
 def test_the_size_of_an_empty_storage_can_be_changed(case, size, before):
     storage, model = make(case)
@@ -258,24 +260,24 @@ def test_the_size_of_an_empty_storage_can_be_changed(case, size, before):
 
 
 @pytest.mark.parametrize("steps", [1, SIZE])
-@pytest.mark.parametrize("size", [2, 7, 0, -1, 2.5, None])
-def test_the_size_of_a_storage_with_data_cannot_be_changed(case, steps, size):
+def test_the_size_of_a_storage_with_data_cannot_be_changed(case, steps):
     storage, model = make(case)
     collect(case, storage, model, steps=steps)
-    with pytest.raises(ValueError, match=case.size_name):
-        storage.update_storage_parameter(case.size_name, size)
-    assert storage.max_size == getattr(storage, case.size_name) == SIZE
+    for size in (2, 7, 0, -1, 2.5, None):
+        with pytest.raises(ValueError, match=case.size_name):
+            storage.update_storage_parameter(case.size_name, size)
+        assert storage.max_size == getattr(storage, case.size_name) == SIZE
     collect(case, storage, model, first=steps, steps=SIZE - steps)
     model.check_data(storage.get_all_buffer_data())
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, None, True])
-def test_a_size_that_is_none_is_refused(case, size):
-    with pytest.raises(ValueError, match=r"size|num_"):
-        make(case, size)
+def test_a_size_that_is_none_is_refused(case):
     storage, model = make(case)
-    with pytest.raises(ValueError, match=case.size_name):
-        storage.update_storage_parameter(case.size_name, size)
+    for size in (0, -1, 2.5, None, True):
+        with pytest.raises(ValueError, match=r"size|num_"):
+            make(case, size)
+        with pytest.raises(ValueError, match=case.size_name):
+            storage.update_storage_parameter(case.size_name, size)
     collect(case, storage, model)
     model.check_data(storage.get_all_buffer_data())
 
@@ -283,9 +285,13 @@ def test_a_size_that_is_none_is_refused(case, size):
 # ------------------------------------------------------------------------------------------------- copies
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])
-@pytest.mark.parametrize("steps", [0, 2, SIZE])
-@pytest.mark.parametrize("earlier", ["", "rollout", "rollout learnt from"])
+TWINS = [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))]
+
+
+@pytest.mark.parametrize(
+    ("case", "twin_of", "steps", "earlier"),
+    pairs(CASES, TWINS, [0, 2, SIZE], ["", "rollout", "rollout learnt from"]),
+)
 def test_a_copy_in_the_middle_of_a_rollout_goes_on_in_the_same_way(case, twin_of, steps, earlier):
     storage, model = make(case)
     if earlier:

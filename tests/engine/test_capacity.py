@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlstore.engine.memory.capacity import free_device, free_disk, free_ram
+from rlstore.engine.disk.files import free_disk
+from rlstore.engine.memory.capacity import free_device, free_ram
 
 
 def lay_out(root: Path, files: dict[str, str]) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlstore.engine.batches import gather
-from rlstore.engine.batches.gather import KeptBatches, gather_batches, gather_rows
+from rlstore.engine.batches.gather import gather_batches, gather_rows
 
 STEPS, LANES = 6, 5
 
@@ -110,18 +110,17 @@ def test_a_row_that_is_not_there_is_refused(row):
     st.integers(1, 5),
     st.sampled_from([1, 40, 100, 333, 1 << 20]),
     st.sampled_from([1, 29, 58, 59, 1 << 20]),
-    st.booleans(),
     st.integers(0, 2**32),
 )
-def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large_bytes, keep, seed):
-    """Whatever is gathered together, or kept: each batch holds its own rows, and all of an epoch's come once."""
+def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large_bytes, seed):
+    """Whatever is gathered together: each batch holds its own rows, and all of an epoch's come once."""
     size = min(size, STEPS * LANES // count)
     rows = torch.randperm(STEPS * LANES, generator=torch.Generator().manual_seed(seed))[: count * size]
     sources = blocks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "GROUP_BYTES", group_bytes)
         patch.setattr(gather, "LARGE_BYTES", large_bytes)
-        batches = list(gather_batches(sources, rows, count, dtypes_of(sources), KeptBatches(keep=keep)))
+        batches = list(gather_batches(sources, rows, count, dtypes_of(sources)))
     assert len(batches) == count
     for index, batch in enumerate(batches):
         assert_rows(batch, rows[index * size : (index + 1) * size].tolist())
@@ -132,7 +131,7 @@ def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large
 def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls, group_bytes, together):
     monkeypatch.setattr(gather, "GROUP_BYTES", group_bytes)
     sources = blocks()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True)))
+    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
     assert len(calls) == math.ceil(6 / together)
     assert sum(calls) == 30
     assert max(calls) == 5 * together
@@ -141,7 +140,7 @@ def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls
 def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
     monkeypatch.setattr(gather, "GROUP_BYTES", 290)
     sources = blocks()
-    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True))
+    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources))
     assert calls == []
     taken = []
     for _ in batches:
@@ -151,7 +150,7 @@ def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
 
 def test_batches_gathered_together_are_tensors_in_their_own_right():
     sources = blocks()
-    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True)))
+    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
     batches[2][0].zero_()
     batches[3][1].mul_(-1)
     for index in (0, 1, 4, 5):
@@ -175,11 +174,11 @@ def test_the_given_allocator_makes_every_result(monkeypatch):
     batch = gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), empty)
     assert all(out is expected for out, expected in zip(batch, made, strict=True))
     made.clear()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=True), empty))
+    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), empty))
     assert len(made) == len(sources)
     made.clear()
     monkeypatch.setattr(gather, "LARGE_BYTES", 145)
-    for batch in gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), KeptBatches(keep=False), empty):
+    for batch in gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), empty):
         assert [out.data_ptr() for out in batch] == [expected.data_ptr() for expected in made[-3:]]
     assert len(made) == 6 * len(sources)
 
@@ -189,8 +188,8 @@ def test_the_given_allocator_makes_every_result(monkeypatch):
 BATCH = 145  # bytes of 5 rows of the three fields
 
 
-def epoch(kept, sources, rows=range(30), count=6):
-    return gather_batches(sources, torch.tensor(rows), count, dtypes_of(sources), kept)
+def epoch(sources, rows=range(30), count=6):
+    return gather_batches(sources, torch.tensor(rows), count, dtypes_of(sources))
 
 
 @pytest.fixture(params=["small", "large"])
@@ -200,34 +199,14 @@ def size(request, monkeypatch) -> str:
     return request.param
 
 
-def expect_epoch(batches) -> None:
-    """All six batches of :func:`epoch`, looked at and let go one by one."""
-    count = 0
-    for index, batch in enumerate(batches):
-        assert_rows(batch, list(range(index * 5, index * 5 + 5)))
-        count += 1
-    assert count == 6
-
-
-def test_large_batches_are_gathered_one_by_one_and_once(size, calls):
-    kept, sources = KeptBatches(keep=True), blocks()
-    for _ in range(3):
-        expect_epoch(epoch(kept, sources))
-    assert calls == ([5] * 6 if size == "large" else [30] * 3)
-
-
-def test_large_batches_are_gathered_anew_if_nothing_is_to_be_kept(size, calls):
-    kept, sources = KeptBatches(keep=False), blocks()
-    for _ in range(2):
-        expect_epoch(epoch(kept, sources))
-    assert calls == ([5] * 12 if size == "large" else [30] * 2)
-
-
-def test_large_batches_are_gathered_as_they_are_needed(size, calls):
-    batches = epoch(KeptBatches(keep=True), blocks())
+def test_large_batches_are_gathered_one_by_one_when_they_are_needed(size, calls):
+    batches = epoch(blocks())
     assert calls == []
     assert_rows(next(batches), list(range(5)))
     assert calls == ([5] if size == "large" else [30])
+    for index, batch in enumerate(batches, 1):
+        assert_rows(batch, list(range(index * 5, index * 5 + 5)))
+    assert calls == ([5] * 6 if size == "large" else [30])
 
 
 # uint8 served as float32: it is the bytes that are served that count. A row of 8 bytes is then one of 32.
@@ -235,106 +214,37 @@ def test_large_batches_are_gathered_as_they_are_needed(size, calls):
 def test_a_batch_is_large_from_256_kib_on(calls, rows, large):
     assert gather.LARGE_BYTES == 256 << 10
     source = torch.arange(2 * 8200 * 8).to(torch.uint8).view(4, 4100, 8)
-    ids, kept = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0)), KeptBatches(keep=True)
-    for _ in range(2):
-        for index, (out,) in enumerate(gather_batches((source,), ids, 2, [torch.float32], kept)):
-            assert torch.equal(out, source.flatten(0, 1)[ids[index * rows : (index + 1) * rows]].float())
-    assert calls == ([rows] * 2 if large else [2 * rows] * 2)
+    ids = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0))
+    for index, (out,) in enumerate(gather_batches((source,), ids, 2, [torch.float32])):
+        assert torch.equal(out, source.flatten(0, 1)[ids[index * rows : (index + 1) * rows]].float())
+    assert calls == ([rows] * 2 if large else [2 * rows])
     calls.clear()
-    for _ in range(2):
-        list(gather_batches((source,), ids, 2, [torch.uint8], kept))
-    assert calls == [2 * rows] * 2
+    list(gather_batches((source,), ids, 2, [torch.uint8]))
+    assert calls == [2 * rows]
 
 
-def change_in_place(batch) -> None:
-    batch[0].mul_(2)
-    batch[1][0] = 99.0
-    batch[2].detach().zero_()
-
-
-def test_a_change_in_place_is_not_met_in_the_next_epoch(size, calls):
-    kept, sources = KeptBatches(keep=True), blocks()
-    for _ in range(3):
-        for index, batch in enumerate(epoch(kept, sources)):
-            assert_rows(batch, list(range(index * 5, index * 5 + 5)))
-            if index in (1, 4):
-                change_in_place(batch)
-    assert_blocks_are_whole(sources)
-    assert calls == ([5] * 6 + [5] * 4 if size == "large" else [30] * 3)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_one_changed_tensor_is_enough_for_a_batch_to_be_made_anew(size, place):
-    kept, sources = KeptBatches(keep=True), blocks()
-    for _ in range(3):
-        for index, batch in enumerate(epoch(kept, sources)):
-            assert_rows(batch, list(range(index * 5, index * 5 + 5)))
-            batch[place].zero_()
-
-
-def assert_blocks_are_whole(sources) -> None:
-    assert all(torch.equal(source, expected) for source, expected in zip(sources, blocks(), strict=True))
-
-
-def test_batches_in_a_list_share_no_memory(size):
-    kept, sources = KeptBatches(keep=True), blocks()
-    batches = [batch for _ in range(3) for batch in epoch(kept, sources)]
-    for number, batch in enumerate(batches):
+def test_batches_share_no_memory_with_the_sources_or_one_another(size):
+    sources = blocks()
+    for number, batch in enumerate([batch for _ in range(2) for batch in epoch(sources)]):
         index = number % 6
         assert_rows(batch, list(range(index * 5, index * 5 + 5)))
         for tensor in batch:
             tensor.zero_()
-    assert_blocks_are_whole(sources)
-    expect_epoch(epoch(kept, sources))
-
-
-def test_gradients_do_not_come_back(size):
-    kept, sources = KeptBatches(keep=True), blocks()
-    for _ in range(3):
-        for batch in epoch(kept, sources):
-            for tensor in batch[:2]:
-                assert not tensor.requires_grad
-                assert tensor.grad is None
-                assert tensor.is_leaf
-            batch[0].requires_grad_()
-            (batch[0] * batch[1].sum()).sum().backward()
-            assert batch[0].grad is not None
+    assert all(torch.equal(source, expected) for source, expected in zip(sources, blocks(), strict=True))
 
 
 def test_what_a_backward_pass_still_needs_stays_as_it_was(size):
-    kept, sources = KeptBatches(keep=True), blocks()
-    weight = torch.ones(1, requires_grad=True)
-    losses = [(batch[0] * weight, float(batch[0].sum())) for _ in range(2) for batch in epoch(kept, sources)]
+    sources, weight = blocks(), torch.ones(1, requires_grad=True)
+    losses = [(batch[0] * weight, float(batch[0].sum())) for _ in range(2) for batch in epoch(sources)]
     for loss, total in losses:
         weight.grad = None
         loss.sum().backward()
         assert weight.grad.item() == total
 
 
-def test_changed_sources_are_served_anew(size, calls):
-    """``follow`` is how the caller tells: between two epochs of the same stamp nothing is looked at again."""
-    kept, sources = KeptBatches(keep=True), blocks()
-    for stamp in (1, 1, 2, 2):
-        kept.follow(stamp)
-        if stamp == 2:
-            sources[0].copy_(blocks()[0] + 100)
-        for index, batch in enumerate(epoch(kept, sources)):
-            ids = [float(row + (stamp == 2) * 100) for row in range(index * 5, index * 5 + 5)]
-            assert batch[0].flatten().tolist() == ids
-    assert calls == ([5] * 12 if size == "large" else [30] * 4)
-
-
-def test_a_kept_batch_of_other_rows_is_not_served_after_new_data(size):
-    kept, sources = KeptBatches(keep=True), blocks()
-    for stamp, rows in enumerate([list(range(30)), list(range(29, -1, -1))]):
-        kept.follow(stamp)
-        for index, batch in enumerate(epoch(kept, sources, rows)):
-            assert_rows(batch, rows[index * 5 : index * 5 + 5])
-
-
 def test_batches_of_no_rows_and_of_no_bytes_are_batches():
-    (batch,) = gather_batches(blocks(), torch.arange(0), 1, dtypes_of(blocks()), KeptBatches(keep=True))
+    (batch,) = gather_batches(blocks(), torch.arange(0), 1, dtypes_of(blocks()))
     assert [tuple(out.shape) for out in batch] == [(0, 1), (0, 2, 3), (0,)]
     nothing = torch.zeros(STEPS, LANES, 0)
-    batches = list(gather_batches((nothing,), torch.arange(30), 6, [torch.float32], KeptBatches(keep=True)))
+    batches = list(gather_batches((nothing,), torch.arange(30), 6, [torch.float32]))
     assert [tuple(out.shape) for (out,) in batches] == [(5, 0)] * 6

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from rlstore.engine.batches import gather, select
-from rlstore.engine.batches.gather import GatheredAhead, KeptBatches
+from rlstore.engine.batches.gather import gather_ahead
 
 STEPS, LANES, COUNT, SIZE = 4, 6, 3, 7
 
@@ -47,9 +45,8 @@ def rows() -> torch.Tensor:
     return torch.randperm(STEPS * LANES, generator=torch.Generator().manual_seed(3))[: COUNT * SIZE]
 
 
-def serve(kept: KeptBatches, most_bytes: int = 1 << 30) -> list[tuple[torch.Tensor, ...]]:
-    epoch = GatheredAhead(sources(), rows(), COUNT, DTYPES, kept, most_bytes)
-    return [kept.get(index, partial(epoch.make, index)) for index in range(COUNT)]
+def serve(most_bytes: int = 1 << 30) -> list[tuple[torch.Tensor, ...]]:
+    return list(gather_ahead(sources(), rows(), COUNT, DTYPES, most_bytes))
 
 
 def assert_right(batches: list[tuple[torch.Tensor, ...]]) -> None:
@@ -64,47 +61,33 @@ def assert_right(batches: list[tuple[torch.Tensor, ...]]) -> None:
 
 
 def test_an_epoch_is_one_launch(launches):
-    assert_right(serve(KeptBatches(keep=False)))
+    assert_right(serve())
     assert launches == [COUNT * SIZE]
 
 
 def test_no_more_is_gathered_ahead_than_memory_allows(launches):
     one = (32 + 32) * 4 + 16 * 8  # what is needed, each field rounded up to 16 entries
-    assert_right(serve(KeptBatches(keep=False), 2 * one))
+    assert_right(serve(2 * one))
     assert launches == [2 * SIZE, SIZE]
-    assert_right(serve(KeptBatches(keep=False), 1))
+    assert_right(serve(1))
     assert launches[2:] == [SIZE] * 3
 
 
-def test_the_next_epoch_is_served_what_is_kept(launches):
-    kept = KeptBatches(keep=True)
-    for _ in range(3):
-        assert_right(serve(kept))
-    assert launches == [COUNT * SIZE]
+def test_no_more_than_the_most_are_gathered_in_one_launch(launches, monkeypatch):
+    monkeypatch.setattr(gather, "MOST_AHEAD", 2)
+    assert_right(serve())
+    assert launches == [2 * SIZE, SIZE]
 
 
-def test_what_was_changed_or_is_held_is_gathered_again_and_nothing_else(launches):
-    kept = KeptBatches(keep=True)
-    serve(kept)[1][0].zero_()
-    assert_right(serve(kept))
-    held = serve(kept)[2][2]
-    again = serve(kept)
-    assert_right(again)
-    assert launches == [COUNT * SIZE, SIZE, SIZE]
-    held.zero_()
-    assert_right(again)
-
-
-def test_when_all_are_held_all_are_gathered_in_one_launch(launches):
-    kept = KeptBatches(keep=True)
-    held = serve(kept)
-    assert_right(serve(kept))
-    assert launches == [COUNT * SIZE] * 2
-    assert_right(held)
+def test_batches_are_gathered_when_they_are_needed(launches):
+    batches = gather_ahead(sources(), rows(), COUNT, DTYPES, 1)
+    assert launches == []
+    next(batches)
+    assert launches == [SIZE]
 
 
 def test_the_tensors_are_apart(launches):
-    batches = serve(KeptBatches(keep=False))
+    batches = serve()
     tensors = [tensor for batch in batches for tensor in batch]
     versions = [tensor._version for tensor in tensors]
     tensors[0].zero_()
@@ -118,7 +101,7 @@ def test_the_tensors_are_apart(launches):
 
 def test_in_inference_mode_ordinary_tensors_are_made():
     with torch.inference_mode():
-        batches = serve(KeptBatches(keep=False))
+        batches = serve()
     assert not any(tensor.is_inference() for batch in batches for tensor in batch)
 
 

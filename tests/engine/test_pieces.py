@@ -1,4 +1,4 @@
-"""Many tensors in few pieces of memory, each in its own right, however they are cut."""
+"""Many tensors in few pieces of memory, each independent of the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rlstore.engine.memory import tensors as memory
 from rlstore.engine.memory.tensors import Pieces
 
 CPU = torch.device("cpu")
@@ -30,14 +29,6 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "another default device": lambda: torch.device("meta"),
 }
-
-
-@pytest.fixture(params=["at once", "one by one"], autouse=True)
-def way(request, monkeypatch) -> None:
-    if request.param == "one by one":  # as in a torch without the private names
-        monkeypatch.setattr(memory, "_AUTOGRAD", None)
-    elif memory._AUTOGRAD is None:
-        pytest.skip("this torch has not the private names")
 
 
 def make(layout: str) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -97,7 +88,6 @@ def test_each_tensor_is_one_in_its_own_right_whatever_the_mode(layout, mode):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_of_a_mode_that_only_pretends_are_not_met_after_it(layout):
-    memory._template.cache_clear()
     with FakeTensorMode():
         pretended, _ = make(layout)
     assert [(type(tensor), tuple(tensor.shape)) for tensor in pretended] == [

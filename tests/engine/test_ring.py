@@ -394,40 +394,6 @@ def test_a_block_that_moves_under_the_same_tensor_is_still_the_one_written(move)
     assert np.isnan(old[1]).all()
 
 
-# ---------------------------------------------------------------------------------------------------- stamps
-
-CHANGES = {
-    "a write": lambda ring: ring.write(row(1)),
-    "a change in place": lambda ring: ring.blocks["rewards"][0].mul_(2),
-    "another tensor": lambda ring: ring.bind("rewards", torch.zeros(4, LANES)),
-    "a kernel's write": lambda ring: ring.mark_written(),
-    "zeros": lambda ring: ring.zero(),
-    "a new block": lambda ring: ring.reserve([field("returns")]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_stamp_tells_of(change):
-    ring = make_ring()
-    ring.write(row(0))
-    stamp = ring.stamp()
-    assert ring.stamp() == stamp
-    CHANGES[change](ring)
-    assert ring.stamp() != stamp
-
-
-def test_the_stamp_tells_of_a_block_replaced_twice_at_the_same_address():
-    """Memory that was let go is soon handed out again: an address alone does not say that a tensor is the same."""
-    ring = make_ring()
-    memory = np.zeros((4, LANES), dtype=np.float32)
-    ring.bind("rewards", torch.from_numpy(memory))
-    stamp = ring.stamp()
-    ring.bind("rewards", torch.zeros(4, LANES))
-    memory[:] = 5.0
-    ring.bind("rewards", torch.from_numpy(memory))
-    assert ring.stamp() != stamp
-
-
 # ---------------------------------------------------------------------------------------------------- copies
 
 

@@ -354,7 +354,6 @@ raises(
         "rows seen of another size": lambda: priorities(seen=rows(0)),
         "rows seen before the first": lambda: priorities(seen=rows(0, -(2**62))),
         "levels of fewer leaves than none": lambda: native.Priorities.level_sizes(-1),
-        "draw without priorities": lambda: priorities().draw(STATE, 0.5, FIVE, WEIGHTS),
         "draw into too few weights": lambda: TREE.draw(STATE, 0.5, FIVE, WEIGHTS[:4]),
         "draw into rows of int32": lambda: TREE.draw(STATE, 0.5, torch.zeros(5, dtype=torch.int32), WEIGHTS),
         "draw with a short generator": lambda: TREE.draw(rows(1), 0.5, FIVE, WEIGHTS),

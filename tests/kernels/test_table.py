@@ -53,9 +53,9 @@ def parameters(node: ast.FunctionDef) -> list[str]:
 def test_the_native_stub_has_the_signatures_of_the_reference():
     stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
     declared = {node.name: node for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    # Words of shared memory, parts of what operations on CUDA do, and who holds a tensor: no operations on tensors.
+    # Words of shared memory, and parts of what operations on CUDA do: no operations on tensors.
     others = {"SlotTable", "Limiter", "process_start", "add_to_word", "exchange_word"}
-    others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowChecker", "unheld_state"}
+    others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowChecker"}
     assert set(declared) == NATIVE | others
     for name, node in declared.items():
         if name in others:

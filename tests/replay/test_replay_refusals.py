@@ -5,13 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from nstep_steps import obs_of
+from gymnasium import spaces
+from nstep_steps import fill, obs_of
 from replay_kinds import (
     FLAT,
     KINDS,
+    PRIORITIZED,
     assert_same,
+    assert_same_draws,
     assert_tells,
     assert_untouched,
+    make_prioritized,
     objects,
     state,
     twins,
@@ -20,38 +24,60 @@ from replay_kinds import (
 from rlstore import NotReadyError, StorageError
 
 NAN, INF = float("nan"), float("inf")
+BY_NAME = {kind.name: kind for kind in KINDS}
+HINDSIGHT = BY_NAME["hindsight"]
+NOTHING = "Nothing was (written|changed)"
 
 SCALARS = ("actions", "rewards", "terminateds", "truncateds")
 FLAGS = ("terminateds", "truncateds")
 OBSERVATIONS = ("observations", "next_observations")
 
+# Arguments of add() that every storage refuses: name, value.
 BAD = [
-    *((name, None, "missing") for name in (*SCALARS, *OBSERVATIONS)),
-    *((name, torch.zeros(3), "too many envs") for name in SCALARS),
-    *((name, torch.zeros(1), "one env for all") for name in SCALARS),
-    *((name, 0.0, "one number for all") for name in SCALARS),
-    *((name, torch.zeros(2, 2), "two dimensions") for name in SCALARS),
-    *((name, torch.zeros(1, 2), "transposed") for name in SCALARS),
-    *((name, torch.zeros(2, dtype=torch.complex64), "complex") for name in SCALARS),
-    *((name, ["a", "b"], "text") for name in SCALARS),
-    *((name, [0.0, [1.0]], "ragged") for name in SCALARS),
-    *((name, object(), "an object") for name in (*SCALARS, *OBSERVATIONS)),
-    *((name, torch.tensor([NAN, 0.0]), "nan") for name in FLAGS),
-    *((name, np.array([0.0, NAN]), "nan in numpy") for name in FLAGS),
+    *((name, bad) for name in (*SCALARS, *OBSERVATIONS) for bad in (None, object())),
+    *((name, torch.zeros(3)) for name in SCALARS),  # too many environments
+    *((name, torch.zeros(1)) for name in SCALARS),
+    *((name, 0.0) for name in SCALARS),
+    *((name, torch.zeros(2, 2)) for name in SCALARS),
+    *((name, torch.zeros(1, 2)) for name in SCALARS),
+    *((name, torch.zeros(2, dtype=torch.complex64)) for name in SCALARS),
+    *((name, ["a", "b"]) for name in SCALARS),
+    *((name, [0.0, [1.0]]) for name in SCALARS),
+    *((name, torch.tensor([NAN, 0.0])) for name in FLAGS),
+    *((name, np.array([0.0, NAN])) for name in FLAGS),
+    *(("infos", bad) for bad in (7, "infos", [1, 2], object())),
+    *(
+        ("mask", bad)
+        for bad in (torch.ones(3), torch.ones(1), True, torch.ones(2, 2), [True, NAN], "all", [[1], [1, 1]])
+    ),
 ]
+# Those of storages whose observations are a vector of 2.
 BAD_BOXES = [
-    *((name, torch.zeros(2, 3), "too long") for name in OBSERVATIONS),
-    *((name, torch.zeros(3, 2), "too many envs") for name in OBSERVATIONS),
-    *((name, torch.zeros(2), "too flat") for name in OBSERVATIONS),
-    *((name, torch.zeros(2, 2, dtype=torch.complex64), "complex") for name in OBSERVATIONS),
-    *((name, {"a": torch.zeros(2, 2)}, "a dict") for name in OBSERVATIONS),
-    *((name, (torch.zeros(2, 2), torch.zeros(2, 2)), "a tuple of two observations") for name in OBSERVATIONS),
-    *((name, [["a", "b"], ["c", "d"]], "text") for name in OBSERVATIONS),
+    torch.zeros(2, 3),
+    torch.zeros(3, 2),
+    torch.zeros(2),
+    torch.zeros(2, 2, dtype=torch.complex64),
+    {"a": torch.zeros(2, 2)},
+    (torch.zeros(2, 2), torch.zeros(2, 2)),
+    [["a", "b"], ["c", "d"]],
 ]
-
-
-def ids(cases):
-    return [f"{name}: {why}" for name, _, why in cases]
+BAD_FINALS = [
+    torch.zeros(2, 3),
+    torch.zeros(3, 2),
+    objects(np.zeros(2), np.zeros(3)),
+    objects(np.zeros(2)),
+    ["a", "b"],
+    7.0,
+    {"a": torch.zeros(2, 2)},
+]
+# Parameters, by name; six steps an environment: an n_step of 7 is too long, and a storage with data keeps its size.
+BAD_PARAMETERS = {
+    "batch_size": (0, -1, 1.5, None, "8"),
+    "discount": (-0.1, 1.1, NAN, None),
+    "n_step": (0, -1, 7, 2.5),
+    "beta": (-0.1, 1.1, NAN),
+    "storage_size": (100, 0),
+}
 
 
 @pytest.fixture(params=KINDS, ids=repr)
@@ -59,96 +85,94 @@ def kind(request):
     return request.param
 
 
-# ------------------------------------------------------------------------------------------------- add
+def refuse(call, word, note=NOTHING):
+    """The call raises an error of ours that names the word and says that nothing was changed."""
+    with pytest.raises((ValueError, AttributeError), match=rf"(?s){word}.*{note}" if note else word) as refused:
+        call()
+    assert isinstance(refused.value, StorageError)
+    return refused
 
 
-@pytest.mark.parametrize(("name", "value", "why"), BAD, ids=ids(BAD))
+def refused_adds(kind, step):
+    """Arguments of add() that are refused in a step, each with the word that its error names."""
+    for name, value in BAD:
+        yield name, kind.step(step, **{name: value})
+    if kind not in FLAT:
+        return
+    for bad in BAD_BOXES:
+        for name in OBSERVATIONS:
+            yield name, kind.step(step, **{name: bad})
+    for bad in BAD_FINALS:
+        for key in ("final_obs", "final_observation"):
+            yield key, kind.step(step, terminated=(0, 1), infos={key: bad})
+
+
+# ------------------------------------------------------------------------------------------------- nothing changes
+
+
 @pytest.mark.parametrize("rows", [0, 4, 9], ids=["empty", "midway", "wrapped"])
-def test_a_bad_argument_of_add_is_named_and_nothing_changes(kind, rows, name, value, why):
+def test_a_refused_call_names_its_argument_and_changes_nothing(kind, rows):
     storage, twin = twins(kind, rows)
-    with pytest.raises(ValueError, match=rf"(?s){name}.*Nothing was (written|changed)"):
-        storage.add(**kind.step(rows, **{name: value}))
+    before = state(storage)
+    for word, step in refused_adds(kind, rows):
+        refuse(lambda step=step: storage.add(**step), word)
+        assert_same(state(storage), before)
+    for size in (0, -1, 1.5, "4", True, [3]):
+        refuse(lambda size=size: storage.sample(size), "batch_size", note="")
+    for name in ("gammma", "", "observation_space", "_generator", "nstep", None):
+        refuse(lambda name=name: storage.update_storage_parameter(name, 1), "batch_size", note="")
+    for name, values in BAD_PARAMETERS.items():
+        for value in values:
+            if rows or name != "storage_size":
+                refuse(lambda n=name, v=value: storage.update_storage_parameter(n, v), name, note="")
+    with pytest.raises(TypeError, match="next_observations"):
+        storage.add(*list(kind.step(rows).values())[:6])
     assert_untouched(kind, storage, twin, rows)
 
 
-@pytest.mark.parametrize(("name", "value", "why"), BAD_BOXES, ids=ids(BAD_BOXES))
-@pytest.mark.parametrize("kind", FLAT, ids=repr)
-def test_a_bad_observation_is_named_and_nothing_changes(kind, name, value, why):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match=rf"(?s){name}.*Nothing was (written|changed)"):
-        storage.add(**kind.step(4, **{name: value}))
-    assert_untouched(kind, storage, twin, 4)
-
-
 @pytest.mark.parametrize("name", OBSERVATIONS)
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"achieved_goal": None}, "achieved_goal"),
-        ({"achieved_goal": torch.zeros(2, 3)}, "achieved_goal"),
-        ({"desired_goal": torch.zeros(3, 2)}, "desired_goal"),
-        ({"observation": ["a", "b"]}, "observation"),
-        ({"speed": torch.zeros(2, 2)}, "speed"),
-        ("without desired_goal", "desired_goal"),
-        ("a tensor", "observation"),
-    ],
-    ids=str,
-)
-def test_bad_keys_and_leaves_of_goals_are_named_and_nothing_changes(name, changed, named):
-    (kind,) = [kind for kind in KINDS if kind.name == "hindsight"]
-    storage, twin = twins(kind, 4)
-    good = kind.observations(torch.tensor([9.0, 10.0]))
-    if isinstance(changed, dict):
-        bad = {**good, **changed}
-    else:
-        bad = obs_of(torch.ones(2)) if changed == "a tensor" else {k: v for k, v in good.items() if k != "desired_goal"}
-    with pytest.raises(ValueError, match=rf"(?s){named}.*Nothing was (written|changed)"):
-        storage.add(**kind.step(4, **{name: bad}))
-    assert_untouched(kind, storage, twin, 4)
-
-
-BAD_FINALS = [
-    (torch.zeros(2, 3), "too long"),
-    (torch.zeros(3, 2), "too many envs"),
-    (objects(np.zeros(2), np.zeros(3)), "one of the wrong length"),
-    (objects(np.zeros(2)), "too few entries"),
-    (["a", "b"], "text"),
-    (7.0, "a number"),
-    ({"a": torch.zeros(2, 2)}, "a dict"),
-]
-
-
-@pytest.mark.parametrize(("final", "why"), BAD_FINALS, ids=[why for _, why in BAD_FINALS])
-@pytest.mark.parametrize("key", ["final_obs", "final_observation"])
-@pytest.mark.parametrize("kind", FLAT, ids=repr)
-def test_a_bad_final_observation_is_named_and_nothing_changes(kind, key, final, why):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match=rf"(?s){key}.*Nothing was (written|changed)"):
-        storage.add(**kind.step(4, terminated=(0, 1), infos={key: final}))
-    assert_untouched(kind, storage, twin, 4)
-
-
-@pytest.mark.parametrize("infos", [7, "infos", [1, 2], object()], ids=["number", "text", "list", "object"])
-def test_infos_that_are_none_are_refused(kind, infos):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match=r"(?s)infos.*Nothing was (written|changed)"):
-        storage.add(**kind.step(4, infos=infos))
-    assert_untouched(kind, storage, twin, 4)
+def test_bad_keys_and_leaves_of_goals_are_named_and_nothing_changes(name):
+    storage, twin = twins(HINDSIGHT, 4)
+    good = HINDSIGHT.observations(torch.tensor([9.0, 10.0]))
+    for named, bad in (
+        ("achieved_goal", {**good, "achieved_goal": None}),
+        ("achieved_goal", {**good, "achieved_goal": torch.zeros(2, 3)}),
+        ("desired_goal", {**good, "desired_goal": torch.zeros(3, 2)}),
+        ("observation", {**good, "observation": ["a", "b"]}),
+        ("speed", {**good, "speed": torch.zeros(2, 2)}),
+        ("desired_goal", {key: value for key, value in good.items() if key != "desired_goal"}),
+        ("observation", obs_of(torch.ones(2))),
+    ):
+        refuse(lambda bad=bad: storage.add(**HINDSIGHT.step(4, **{name: bad})), named)
+    assert_untouched(HINDSIGHT, storage, twin, 4)
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [torch.ones(3, dtype=torch.bool), torch.ones(1), True, torch.ones(2, 2), [True, NAN], "all", [[True], [True, 1]]],
-    ids=["too many", "too few", "one for all", "two dimensions", "nan", "text", "ragged"],
+    "hidden",
+    [torch.zeros(2, 1, 4), torch.zeros(1, 2, 3), torch.zeros(1, 3, 4), (torch.zeros(1, 2, 4),) * 2, None, "state"],
+    ids=["transposed", "too short", "too many envs", "a pair", "missing", "text"],
 )
-def test_a_bad_mask_is_refused(kind, mask):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match=r"(?s)mask.*Nothing was (written|changed)"):
-        storage.add(**kind.step(4, mask=mask))
-    assert_untouched(kind, storage, twin, 4)
+def test_a_bad_recurrent_state_is_named_and_nothing_changes(hidden):
+    kind = BY_NAME["sequence"]
+    storage = kind.make(hidden_shape=(1, 4))
+    good = torch.zeros(1, 2, 4)
+    storage.add(**kind.step(0), hidden_states=good)
+    before = state(storage)
+    refuse(lambda: storage.add(**kind.step(1), hidden_states=hidden), "hidden_states")
+    assert_same(state(storage), before)
+    storage.add(**kind.step(1), hidden_states=good)
+    assert len(storage) == 4
 
 
-def test_what_an_environment_that_sat_out_is_given_is_not_refused(kind):
+def test_a_recurrent_state_for_a_storage_that_holds_none_is_refused():
+    kind = BY_NAME["sequence"]
+    storage = kind.make()
+    with pytest.raises(ValueError, match="hidden_shape"):
+        storage.add(**kind.step(0), hidden_states=torch.zeros(1, 2, 4))
+    assert len(storage) == 0
+
+
+def test_what_an_environment_that_is_masked_out_is_given_is_not_refused(kind):
     """A mask that leaves all of them out adds nothing, whatever the numbers are."""
     storage, twin = twins(kind, 4)
     rubbish = kind.observations(torch.full((2,), NAN))
@@ -158,78 +182,49 @@ def test_what_an_environment_that_sat_out_is_given_is_not_refused(kind):
     assert_untouched(kind, storage, twin, 4)
 
 
-def test_an_unknown_argument_of_add_is_refused(kind):
+def test_an_error_says_what_was_given_what_was_expected_and_where_it_comes_from(kind):
     storage, twin = twins(kind, 4)
-    with pytest.raises(TypeError, match="reward"):
-        storage.add(**kind.step(4), reward=torch.zeros(2))
-    with pytest.raises(TypeError, match="next_observations"):
-        storage.add(*list(kind.step(4).values())[:6])
-    assert_untouched(kind, storage, twin, 4)
-
-
-def test_an_error_tells_what_was_given_what_was_expected_and_from_where(kind):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match="rewards") as refused:
-        storage.add(**kind.step(4, rewards=torch.zeros(7)))
-    assert_tells(refused, "rewards", "(7,)", "float32", "(2,", "Nothing was written")
-    with pytest.raises(ValueError, match="actions") as refused:
-        storage.add(**kind.step(4, actions=torch.zeros(2, 5)))
-    assert_tells(refused, "actions", "(2, 5)", "action_space", "Nothing was written")
+    refused = refuse(lambda: storage.add(**kind.step(4, rewards=torch.zeros(7))), "rewards")
+    assert_tells(refused, "(7,)", "float32", "(2,")
+    refused = refuse(lambda: storage.add(**kind.step(4, actions=torch.zeros(2, 5))), "actions")
+    assert_tells(refused, "(2, 5)", "action_space")
     if kind in FLAT:
-        with pytest.raises(ValueError, match="observations") as refused:
-            storage.add(**kind.step(4, observations=torch.zeros(2, 9)))
-        assert_tells(refused, "observations", "(2, 9)", "(2, 2)", "observation_space", "Nothing was written")
+        refused = refuse(lambda: storage.add(**kind.step(4, observations=torch.zeros(2, 9))), "observations")
+        assert_tells(refused, "(2, 9)", "(2, 2)", "observation_space")
     assert_untouched(kind, storage, twin, 4)
+
+
+@pytest.mark.parametrize("bad", [256, -1, 0.5])
+def test_values_that_do_not_fit_their_dtype_are_refused(bad):
+    kind = BY_NAME["replay"]
+    storage = kind.make(observation_space=spaces.Box(0, 255, (2,), np.uint8))
+    ones = torch.ones(2, 2, dtype=torch.uint8)
+    storage.add(**kind.step(0, observations=ones, next_observations=ones))
+    before = state(storage)
+    for name in OBSERVATIONS:
+        given = {**dict.fromkeys(OBSERVATIONS, ones), name: torch.full((2, 2), bad)}
+        refuse(lambda given=given: storage.add(**kind.step(1, **given)), rf"{name}.*uint8")
+    assert_same(state(storage), before)
 
 
 @pytest.mark.parametrize("kind", FLAT, ids=repr)
-def test_values_that_do_not_fit_their_dtype_are_refused(kind):
-    from gymnasium import spaces
-
-    space = spaces.Box(0, 255, (2,), np.uint8)
-    for bad in (256, -1, 0.5):
-        storage = kind.make(observation_space=space)
-        ones = torch.ones(2, 2, dtype=torch.uint8)
-        storage.add(**kind.step(0, observations=ones, next_observations=ones))
+def test_rewards_of_another_shape_are_refused(kind):
+    for shape, bad in (((3,), (2,)), ((3,), (2, 1)), ((3,), (2, 2)), ((), (2, 3))):
+        storage = kind.make(reward_shape=shape)
+        storage.add(**kind.step(0, rewards=torch.ones(2, *shape)))
         before = state(storage)
-        for name in OBSERVATIONS:
-            given = {**dict.fromkeys(OBSERVATIONS, ones), name: torch.full((2, 2), bad)}
-            with pytest.raises(ValueError, match=rf"(?s){name}.*uint8.*Nothing was written"):
-                storage.add(**kind.step(1, **given))
+        refused = refuse(lambda s=storage, b=bad: s.add(**kind.step(1, rewards=torch.zeros(b))), "rewards")
+        assert_tells(refused, str(bad))
         assert_same(state(storage), before)
         storage.close()
 
 
-@pytest.mark.parametrize("kind", FLAT, ids=repr)
-@pytest.mark.parametrize(
-    ("reward_shape", "rewards"),
-    [((3,), torch.zeros(2)), ((3,), torch.zeros(2, 1)), ((3,), torch.zeros(2, 2)), ((), torch.zeros(2, 3))],
-    ids=["a scalar", "a column", "too short", "a vector"],
-)
-def test_rewards_of_another_shape_are_refused(kind, reward_shape, rewards):
-    storage = kind.make(reward_shape=reward_shape)
-    good = torch.ones(2, *reward_shape)
-    storage.add(**kind.step(0, rewards=good))
-    before = state(storage)
-    with pytest.raises(ValueError, match="rewards") as refused:
-        storage.add(**kind.step(1, rewards=rewards))
-    assert_tells(refused, "rewards", str(tuple(rewards.shape)), "Nothing was written")
-    assert_same(state(storage), before)
-    storage.add(**kind.step(1, rewards=good))
-    assert len(storage) == 4
-    storage.close()
-
-
-# ------------------------------------------------------------------------------------------------- too early
+# ------------------------------------------------------------------------------------------------- too early, too late
 
 
 def test_a_batch_of_an_empty_storage_is_refused_and_works_later(kind):
     storage, twin = twins(kind, 0)
-    asks = [
-        storage.sample,
-        lambda: storage.sample(4),
-        lambda: next(iter(storage.generate_batches(1, 4))),
-    ]
+    asks = [storage.sample, lambda: storage.sample(4), lambda: next(iter(storage.generate_batches(1, 4)))]
     if hasattr(storage, "replay_iter"):
         asks.append(lambda: next(storage.replay_iter))
     for ask in asks:
@@ -240,7 +235,7 @@ def test_a_batch_of_an_empty_storage_is_refused_and_works_later(kind):
 
 def test_sequences_have_to_be_long_enough_or_over():
     """One window of 3 steps needs 3 steps, or an episode that ended before."""
-    (kind,) = [kind for kind in KINDS if kind.name == "sequence"]
+    kind = BY_NAME["sequence"]
     storage = kind.make(num_envs=1)
     for step in range(2):
         storage.add(**kind.step(step, 1))
@@ -250,17 +245,102 @@ def test_sequences_have_to_be_long_enough_or_over():
     assert storage.sample().rewards.shape == (24, 3, 1)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "4", True, [3]])
-def test_a_batch_size_that_is_none_is_refused(kind, size):
-    storage, twin = twins(kind, 4)
-    with pytest.raises(ValueError, match=r"batch_size|mini_batch_size"):
-        storage.sample(size)
-    assert_untouched(kind, storage, twin, 4)
+def test_a_parameter_takes_effect_at_once(kind):
+    storage = kind.make()
+    kind.fill(storage, 4)
+    storage.update_storage_parameter("batch_size", 7)
+    assert storage.batch_size == 7
+    assert len(storage.sample().rewards) == 7
+    storage.close()
+
+
+def test_a_closed_storage_says_so(kind):
+    storage = kind.make()
+    kind.fill(storage, 4)
+    storage.sample()
+    storage.close()
+    storage.close()
+    for use in (
+        lambda: storage.add(**kind.step(4)),
+        storage.sample,
+        lambda: next(iter(storage.generate_batches(1, 4))),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match="closed") as refused:
+            use()
+        assert isinstance(refused.value, StorageError)
+
+
+# ------------------------------------------------------------------------------------------------- priorities
+
+BAD_PRIORITIES = [
+    torch.ones(2),
+    torch.ones(4),
+    torch.ones(3, 2),
+    torch.ones(1, 3),
+    torch.ones(()),
+    1.0,
+    None,
+    ["a", "b", "c"],
+    torch.ones(3) * 1j,
+]
+NO_PRIORITY = "(No priority was changed|Nothing was written)"
+
+
+@pytest.mark.parametrize("kind", PRIORITIZED, ids=repr)
+def test_a_refused_update_names_what_was_bad_and_changes_no_priority(kind):
+    """After 9 steps of 2 environments the next row is 18."""
+    storage, twin = twins(kind, 9)
+    rows = storage.sample().rows.unique()[:3]
+    assert torch.equal(twin.sample().rows.unique()[:3], rows)
+    for bad in (NAN, -0.5, INF, -INF):
+        for form in (torch.tensor, np.array, list, lambda p: torch.tensor(p).unsqueeze(-1)):
+            refused = refuse(lambda f=form, b=bad: storage.update(rows, f([1.0, b, 1.0])), f"row {int(rows[1])}", "")
+            assert_tells(refused, "priorit", "of 3", str(bad).lstrip("-"), "finite", "No priority was changed")
+    for bad in BAD_PRIORITIES:
+        refuse(lambda bad=bad: storage.update(rows, bad), "priorities", NO_PRIORITY)
+    for row in (-1, -(2**62), 10**9, 2**62, 18, 19):
+        given = torch.tensor([int(rows[0]), row])
+        refused = refuse(lambda g=given: storage.update(g, torch.tensor([3.0, 3.0])), str(row), "")
+        assert_tells(refused, "row", "No priority was changed")
+    for bad in (torch.tensor([0.5, 1.0]), torch.ones(2, 2, dtype=torch.int64), None, ["a", "b"], [NAN, 1.0]):
+        refuse(lambda bad=bad: storage.update(bad, torch.ones(2)), "rows", NO_PRIORITY)
+    with pytest.raises((TypeError, ValueError), match="priorities"):
+        storage.update(torch.tensor([8]))
+    assert_untouched(kind, storage, twin, 9)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 999])
+def test_a_row_beyond_all_counting_is_refused(num_envs):
+    """Where a row becomes a time and an environment, no rounding may make another row of it."""
+    storage = make_prioritized(num_envs, 4)
+    fill(storage, 3)
+    before = storage.sample(50 * num_envs).weights
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randint(2**52, 2**63 - 1, (50,), generator=generator).tolist()
+    for row in (2**53 + 1, 2**62, 2**63 - 1, *far):
+        with pytest.raises(ValueError, match=str(row)):
+            storage.update([row], [5.0])
+    assert storage.stale_updates == 0
+    assert torch.equal(storage.sample(50 * num_envs).weights, before)
+
+
+@pytest.mark.parametrize("kind", PRIORITIZED, ids=repr)
+def test_when_all_priorities_are_0_there_is_nothing_to_draw(kind):
+    storage, twin = twins(kind, 6)
+    for either in (storage, twin):
+        rows = torch.cat([either.sample().rows for _ in range(20)]).unique()
+        either.update(rows, torch.zeros(len(rows)))
+    with pytest.raises(NotReadyError, match="priorit"):
+        storage.sample()
+    assert_same(state(storage), state(twin))
+    for either in (storage, twin):
+        either.update(rows[:1], [2.0])
+    assert set(storage.sample().rows.tolist()) == {int(rows[0])}
+    twin.sample()
+    assert_same_draws(storage, twin)
 
 
 # ------------------------------------------------------------------------------------------------- hindsight
-
-(HINDSIGHT,) = [kind for kind in KINDS if kind.name == "hindsight"]
 
 
 class OwnError(Exception):
@@ -284,7 +364,7 @@ def test_an_exception_of_compute_reward_reaches_the_caller_and_the_storage_works
             storage.sample()
     assert_same(state(storage), before)
     broken = False
-    # What was prepared while it was broken may still say so; what is drawn from now on does not.
+    # What was prepared while it was broken may still raise; what is drawn from now on does not.
     for _ in range(num_workers):
         try:
             storage.sample()
@@ -296,82 +376,14 @@ def test_an_exception_of_compute_reward_reaches_the_caller_and_the_storage_works
 
 @pytest.mark.parametrize(
     "result",
-    [
-        torch.zeros(23),
-        torch.zeros(25),
-        torch.zeros(24, 2),
-        0.0,
-        None,
-        ["a"] * 24,
-        torch.zeros(24) * 1j,
-    ],
+    [torch.zeros(23), torch.zeros(25), torch.zeros(24, 2), 0.0, None, ["a"] * 24, torch.zeros(24) * 1j],
     ids=["too few", "too many", "two columns", "a number", "none", "text", "complex"],
 )
 def test_a_compute_reward_that_does_not_give_a_number_for_each_row_is_named(result):
     storage = HINDSIGHT.make(compute_reward=lambda achieved, desired, info: result)
     HINDSIGHT.fill(storage, 5)
     before = state(storage)
-    with pytest.raises(ValueError, match="compute_reward") as refused:
-        storage.sample()
+    refused = refuse(storage.sample, "compute_reward", note="")
     if isinstance(result, torch.Tensor):
         assert_tells(refused, str(tuple(result.shape)), "24")
-    assert isinstance(refused.value, StorageError)
     assert_same(state(storage), before)
-
-
-# ------------------------------------------------------------------------------------------------- parameters
-
-
-@pytest.mark.parametrize("name", ["gammma", "", "observation_space", "_generator", "nstep", None])
-def test_an_unknown_parameter_is_refused_and_the_known_are_named(kind, name):
-    storage, twin = twins(kind, 4)
-    with pytest.raises((AttributeError, ValueError), match="batch_size") as refused:
-        storage.update_storage_parameter(name, 1)
-    assert isinstance(refused.value, StorageError)
-    assert_untouched(kind, storage, twin, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("batch_size", value) for value in (0, -1, 1.5, None, "8")),
-        *(("discount", value) for value in (-0.1, 1.1, NAN, None)),
-        *(("n_step", value) for value in (0, -1, 7, 2.5)),
-        *(("beta", value) for value in (-0.1, 1.1, NAN)),
-        *(("storage_size", value) for value in (100, 0)),
-    ],
-)
-def test_a_bad_value_of_a_parameter_is_refused_and_nothing_changes(kind, name, value):
-    """Six steps an environment: an n_step of 7 is too long, and a storage that holds data keeps its size."""
-    storage, twin = twins(kind, 4)
-    with pytest.raises((AttributeError, ValueError), match=name):
-        storage.update_storage_parameter(name, value)
-    assert_untouched(kind, storage, twin, 4)
-
-
-def test_a_parameter_takes_effect_at_once(kind):
-    storage = kind.make()
-    kind.fill(storage, 4)
-    storage.update_storage_parameter("batch_size", 7)
-    assert storage.batch_size == 7
-    assert len(storage.sample().rewards) == 7
-    storage.close()
-
-
-# ------------------------------------------------------------------------------------------------- closed
-
-
-def test_a_closed_storage_says_so(kind):
-    storage = kind.make()
-    kind.fill(storage, 4)
-    storage.sample()
-    storage.close()
-    storage.close()
-    for use in (
-        lambda: storage.add(**kind.step(4)),
-        storage.sample,
-        lambda: next(iter(storage.generate_batches(1, 4))),
-    ):
-        with pytest.raises((RuntimeError, ValueError), match="closed") as refused:
-            use()
-        assert isinstance(refused.value, StorageError)

@@ -125,10 +125,9 @@ def discounted_returns(
 
     There are no values to fall back on here: where the final value is not known it counts as 0.
     """
-    inputs = _Inputs(rewards, None, last_values, terminated, truncated, final_values)
+    inputs = _Inputs(rewards, rewards, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
-    rewards, _, *others = inputs.all
-    kernel("discounted_returns", inputs.device_type)(rewards, *others, gamma, returns)
+    kernel("discounted_returns", inputs.device_type)(inputs.all[0], *inputs.all[2:], gamma, returns)
     return returns
 
 
@@ -197,8 +196,9 @@ def vtrace(
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     ratios = inputs.like_rewards(log_rhos, "log_rhos")
     targets, advantages = inputs.empty(), inputs.empty()
-    arguments = (ratios, gamma, lam, clip_rho, clip_c, clip_pg_rho, targets, advantages)
-    kernel("vtrace", inputs.device_type)(*inputs.all, *arguments)
+    kernel("vtrace", inputs.device_type)(
+        *inputs.all, ratios, gamma, lam, clip_rho, clip_c, clip_pg_rho, targets, advantages
+    )
     return targets, advantages
 
 
@@ -219,7 +219,7 @@ class _Inputs:
     def __init__(
         self,
         rewards: Tensor,
-        values: Tensor | None,
+        values: Tensor,
         last_values: Tensor,
         terminated: Tensor,
         truncated: Tensor | None,
@@ -237,7 +237,7 @@ class _Inputs:
             )
         self.all = (
             self._rewards,
-            None if values is None else self.like_rewards(values, "values"),
+            self.like_rewards(values, "values"),
             _plain_memory(last_values, rewards.dtype, rewards.device),
             self._flags(terminated, "terminated"),
             None if truncated is None else self._flags(truncated, "truncated"),

@@ -5,17 +5,16 @@ listed it has the same signature and agrees with the reference (``tests/kernels`
 for CUDA do not look at values: see docs/cuda.md. All of them write into tensors that the caller gives.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone, and is tested against models of what it means. So does
-:func:`unheld_state`, which asks who holds tensors and does not look into them.
+operation on tensors: it exists in C++ alone, and is tested against models of what it means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal, overload
 
-from rlstore.kernels import _native, draws_reference, gather_reference, reference, replay_reference
+from rlstore.kernels import _native, draws_reference, gather_reference, protocol, reference, replay_reference
 from rlstore.kernels._native import (
     Limiter,
     SlotTable,
@@ -25,7 +24,6 @@ from rlstore.kernels._native import (
     exchange_word,
     make_event,
     process_start,
-    unheld_state,
 )
 
 __all__ = [
@@ -41,7 +39,6 @@ __all__ = [
     "make_event",
     "process_start",
     "reference_of",
-    "unheld_state",
 ]
 
 _TABLE: dict[str, dict[str, Callable[..., Any]]] = {
@@ -74,7 +71,55 @@ OPERATIONS = tuple(_TABLE)
 REFERENCES = (reference, replay_reference, gather_reference, draws_reference)
 
 
-def kernel(operation: str, device_type: str) -> Callable[..., Any]:
+@overload
+def kernel(operation: Literal["RowWriter"], device_type: str) -> type[protocol.RowWriter]: ...
+@overload
+def kernel(operation: Literal["EpisodeRing"], device_type: str) -> type[protocol.EpisodeRing]: ...
+@overload
+def kernel(operation: Literal["ReplayGather"], device_type: str) -> type[protocol.ReplayGather]: ...
+@overload
+def kernel(operation: Literal["WindowIndex"], device_type: str) -> type[protocol.WindowIndex]: ...
+@overload
+def kernel(operation: Literal["Priorities"], device_type: str) -> type[protocol.Priorities]: ...
+@overload
+def kernel(operation: Literal["draw_units"], device_type: str) -> protocol.DrawUnits: ...
+@overload
+def kernel(operation: Literal["gather"], device_type: str) -> protocol.Gather: ...
+@overload
+def kernel(operation: Literal["gather_batches"], device_type: str) -> protocol.GatherBatches: ...
+@overload
+def kernel(operation: Literal["permutation"], device_type: str) -> protocol.Permutation: ...
+@overload
+def kernel(operation: Literal["gather_slots"], device_type: str) -> protocol.GatherSlots: ...
+@overload
+def kernel(operation: Literal["gae"], device_type: str) -> protocol.Gae: ...
+@overload
+def kernel(operation: Literal["fill_gae"], device_type: str) -> protocol.FillGae: ...
+@overload
+def kernel(operation: Literal["discounted_returns"], device_type: str) -> protocol.DiscountedReturns: ...
+@overload
+def kernel(operation: Literal["n_step_returns"], device_type: str) -> protocol.NStepReturns: ...
+@overload
+def kernel(operation: Literal["vtrace"], device_type: str) -> protocol.Vtrace: ...
+@overload
+def kernel(operation: Literal["normalize"], device_type: str) -> protocol.Normalize: ...
+@overload
+def kernel(operation: Literal["count_segments"], device_type: str) -> protocol.CountSegments: ...
+@overload
+def kernel(operation: Literal["split_segments"], device_type: str) -> protocol.SplitSegments: ...
+@overload
+def kernel(operation: Literal["pad_segments"], device_type: str) -> protocol.PadSegments: ...
+@overload
+def kernel(operation: Literal["copy_lanes"], device_type: str) -> protocol.CopyLanes: ...
+@overload
+def kernel(operation: Literal["first_states"], device_type: str) -> protocol.FirstStates: ...
+@overload
+def kernel(operation: Literal["tabulate_trajectories"], device_type: str) -> protocol.TabulateTrajectories: ...
+@overload
+def kernel(operation: Literal["fill_trajectories"], device_type: str) -> protocol.FillTrajectories: ...
+
+
+def kernel(operation: str, device_type: str) -> Any:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
     faster = _cuda().get(operation) if device_type == "cuda" else _TABLE[operation].get(device_type)
     return faster or reference_of(operation)

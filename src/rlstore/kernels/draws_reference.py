@@ -162,6 +162,9 @@ class WindowIndex:
         """True if a window begins at this row."""
         return bool(self.contain(torch.tensor([row], device=self._ring.home))[0])
 
+    def keep_priorities(self, leaves: Tensor) -> None:
+        """Nothing: :meth:`Priorities.follow_windows` sets the priorities of windows."""
+
     def contain(self, rows: Tensor) -> Tensor:
         """True for each row at which a window begins."""
         ring = self._ring
@@ -246,13 +249,20 @@ class Priorities:
         for rows, value in ((windows.dropped, torch.zeros_like(first)), (windows.added, first)):
             self._set(torch.unique(self._leaf_of(rows % lanes, rows // lanes)), value)
 
-    def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
+    def settle(self) -> None:
+        """Nothing is left undone by :meth:`follow`."""
+
+    def dropped(self) -> int:
+        """0: :meth:`update` has returned how many it dropped."""
+        return 0
+
+    def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
         count, total, ring = rows.numel(), self.total(), self._ring
-        if not total > 0:
-            raise ValueError("draw: all priorities are 0")
         if weights.numel() != count:
             raise ValueError("draw: a weight for each row")
+        if not total > 0:
+            return False
         target = (torch.arange(count, device=ring.home) + take_units(generator, count)) / count * total
         leaf = torch.zeros(count, dtype=torch.int64, device=ring.home)
         for level in (*reversed(self._sums), self._leaves):
@@ -264,6 +274,7 @@ class Priorities:
         newest = ring.written[lane] - 1
         time = newest - (newest - place) % ring.steps
         rows.copy_((time * ring.lanes + lane).view(rows.shape))
+        return True
 
     def update(
         self, rows: Tensor, priorities: Tensor, alpha: float, windows: WindowIndex | None

@@ -59,6 +59,9 @@ class ReplayGather:
         self._ring.draw(generator, rows)
         return self.gather(rows, None)
 
+    def sample_by_priority(self, priorities: object, generator: Tensor, beta: float, count: int) -> None:
+        """None: drawing by priority and gathering are two calls here."""
+
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones on the blocks' device.
 

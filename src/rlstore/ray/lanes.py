@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlstore.ray.places import Place
-from rlstore.replay.trainer import OffPolicyStorage
-from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import Sample, Storage
 
 
@@ -16,7 +16,8 @@ def count_lanes(storage: Storage) -> int | None:
 
 def can_split(storage: Storage) -> bool:
     """True if several writers can have lanes of the storage each."""
-    return isinstance(storage, OffPolicyStorage) and not getattr(storage, "save_snapshot", False)
+    # A method: an attribute called writer may be anything, as a user's logger.
+    return callable(getattr(type(storage), "writer", None)) and not getattr(storage, "save_snapshot", False)
 
 
 class LaneWriter:
@@ -29,10 +30,11 @@ class LaneWriter:
 
     def __init__(self, storage: Storage, place: Place) -> None:
         self._place, self._target = place, storage
-        self._writer: ReplayWriter | None = None
+        self._writer: Any = None
         lanes = count_lanes(storage)
-        if isinstance(storage, OffPolicyStorage) and can_split(storage) and lanes is not None:
-            self._writer = storage.writer(range(lanes) if place.whole else range(place.first, place.stop))
+        if can_split(storage) and lanes is not None:
+            writer: Any = storage.writer  # type: ignore[attr-defined]
+            self._writer = writer(range(lanes) if place.whole else range(place.first, place.stop))
 
     @property
     def ticket(self) -> int:

@@ -12,11 +12,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import ray
 import torch
+from torch import Tensor
 
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.ray.calls import this_node, was_restarted
@@ -26,8 +27,6 @@ from rlstore.ray.places import Place
 from rlstore.ray.shard_folder import ShardFolder
 from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
-from rlstore.replay.prioritization import PriorityStorage
-from rlstore.rollout.core import OnPolicyStorage
 from rlstore.storage import BatchDict, Storage
 
 # How soon after an insert the ledger knows of it: many inserts are told of in one call. If this process is lost in the
@@ -245,10 +244,10 @@ class Shard:
 
     def _draw(self, storage: Storage, count: int, permitted: bool) -> Draw:
         with self._lock:
-            batches = list(_batches(storage, count))
+            batches = _batches(storage, count)
             rows = torch.cat([batch.pop("rows", torch.full((0,), -1)).flatten() for batch in batches])
             priorities, total, beta = None, 0.0, 0.0
-            if isinstance(storage, PriorityStorage) and storage.alpha > 0:
+            if _has_priorities(storage) and storage.alpha > 0:
                 priorities = storage.priorities(rows).numpy()
                 total, beta = storage.priority_total, storage.current_beta
             self._facts.sampled += count
@@ -294,7 +293,7 @@ class Shard:
     def describe(self) -> tuple[Facts, int, int]:
         """The facts, priorities that came too late, and snapshots written."""
         storage = self._open()
-        late = storage.stale_updates if isinstance(storage, PriorityStorage) else 0
+        late = storage.stale_updates if _has_priorities(storage) else 0
         return self._news(), self._late + late, self._snapshots
 
     @ray.method(concurrency_group="draw")
@@ -309,10 +308,39 @@ class Shard:
         return self._kept[1], self._news()
 
 
-def _batches(storage: Storage, count: int) -> Iterator[BatchDict]:
-    """``count`` rows in as few batches as the storage can give: a rollout gives no row twice in one."""
-    most = len(storage) if isinstance(storage, OnPolicyStorage) else count
-    while count > 0:
-        size = min(count, max(most, 1))
-        yield next(iter(storage.generate_batches(1, size, 1)))
-        count -= size
+class _Prioritized(Protocol):
+    """What a storage with priorities offers; with an ``alpha`` of 0 its draws are uniform."""
+
+    alpha: float
+
+    @property
+    def stale_updates(self) -> int: ...
+
+    @property
+    def priority_total(self) -> float: ...
+
+    @property
+    def current_beta(self) -> float: ...
+
+    def priorities(self, rows: Tensor) -> Tensor: ...
+
+
+def _has_priorities(storage: object) -> TypeGuard[_Prioritized]:
+    """True if the storage's class offers priorities; its properties are not evaluated, which may cost a wait."""
+    names = ("priorities", "priority_total", "current_beta", "stale_updates")
+    return all(hasattr(type(storage), name) for name in names)
+
+
+def _batches(storage: Storage, count: int) -> list[BatchDict]:
+    """``count`` rows in as few batches as the storage can give: a rollout serves no row twice in one."""
+    try:
+        return [_batch(storage, count)]
+    except InvalidInputError:
+        held = len(storage)
+        if not 0 < held < count:
+            raise
+    return [_batch(storage, min(held, count - start)) for start in range(0, count, held)]
+
+
+def _batch(storage: Storage, size: int) -> BatchDict:
+    return next(iter(storage.generate_batches(1, size, 1)))

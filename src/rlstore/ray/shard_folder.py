@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlstore import HindsightReplayStorage
 from rlstore.engine.disk.files import write_whole
 from rlstore.errors import SnapshotError
-from rlstore.replay.hindsight import HindsightReplayStorage
 from rlstore.storage import Storage
 
 _FILE = "newest.json"

@@ -27,9 +27,11 @@ class Sampler:
 
     Attributes:
         parameters: What ``update_storage_parameter`` may change, and the check of each.
+        can_fuse: Whether kernels can draw and gather in one call.
     """
 
     parameters: ClassVar[dict[str, Check]] = {}
+    can_fuse: ClassVar[bool] = False
     _owner: str
     _ring: EpisodeRing
 
@@ -51,13 +53,9 @@ class Sampler:
         """
         raise NotImplementedError
 
-    def can_fuse(self, gather: Gather) -> bool:
-        """Whether there is a kernel that draws and gathers in one call."""
-        return False
-
-    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]]:
-        """The same rows as :meth:`draw`, and their tensors, in one call."""
-        raise NotImplementedError
+    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
+        """The same rows as :meth:`draw` and their tensors in one call; None where the kernel cannot."""
+        return None
 
     def _require_rows(self) -> None:
         if not self._has_rows:
@@ -106,19 +104,18 @@ class Sampler:
 class UniformSampler(Sampler):
     """Rows, each as likely as any other."""
 
-    def can_fuse(self, gather: Gather) -> bool:
-        """True."""
-        return True
+    can_fuse: ClassVar[bool] = True
 
     def draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows; some may come twice."""
         self._require_rows()
         return Drawn(uniform_rows(self._ring, count, random))
 
-    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]]:
+    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` rows."""
         self._require_rows()
-        return Drawn(_UNSEEN), gather.kernel.sample(random, count)
+        tensors = gather.kernel.sample(random, count)
+        return None if tensors is None else (Drawn(_UNSEEN), tensors)
 
 
 class GoalSampler(UniformSampler):
@@ -130,15 +127,13 @@ class GoalSampler(UniformSampler):
         relabel_fraction: The part of a batch that is given a goal.
     """
 
+    can_fuse: ClassVar[bool] = False
+
     def __init__(self, owner: str, strategy: str, relabel_fraction: float) -> None:
         if strategy not in _STRATEGIES:
             raise InvalidInputError(f"strategy is {strategy!r}; {owner} knows {list(_STRATEGIES)}")
         check_fraction(owner, relabel_fraction=relabel_fraction)
         self.strategy, self.relabel_fraction = strategy, float(relabel_fraction)
-
-    def can_fuse(self, gather: Gather) -> bool:
-        """False."""
-        return False
 
     def draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows, and in ``others`` those of their goals, or -1."""
@@ -171,6 +166,7 @@ class PrioritySampler(Sampler):
     """
 
     parameters: ClassVar[dict[str, Check]] = {"beta": fraction}
+    can_fuse: ClassVar[bool] = True
     tree: Priorities | None = None
 
     def __init__(self, owner: str, alpha: float, beta: float, beta_steps: int | None) -> None:
@@ -188,10 +184,6 @@ class PrioritySampler(Sampler):
     def schema(self) -> dict[str, Any]:
         """What it keeps in a mapped folder beside the rows, as JSON."""
         return {"priorities": "rows"}
-
-    def can_fuse(self, gather: Gather) -> bool:
-        """True where the kernels of the device have it."""
-        return gather.draws_by_priority
 
     @property
     def current_beta(self) -> float:
@@ -211,11 +203,14 @@ class PrioritySampler(Sampler):
         self._drawn += 1
         return drawn
 
-    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]]:
+    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` rows, with rows and weights."""
         self._require_rows()
         assert self.tree is not None
-        tensors, weights, rows = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
+        made = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
+        if made is None:
+            return None
+        tensors, weights, rows = made
         self._drawn += 1
         return Drawn(rows, weights), tensors
 
@@ -304,6 +299,7 @@ class WindowSampler(PrioritySampler):
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
     """
 
+    can_fuse: ClassVar[bool] = False
     _windows: Windows
 
     def __init__(
@@ -322,10 +318,6 @@ class WindowSampler(PrioritySampler):
         """What it keeps in a mapped folder beside the rows, as JSON."""
         windows = ["windows", self._length, self._stride, self._across]
         return {"priorities": windows if self.alpha > 0 else None}
-
-    def can_fuse(self, gather: Gather) -> bool:
-        """False."""
-        return False
 
     def draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of ``count`` windows, ``[count, length]``, their weights if they have any, and their first rows."""

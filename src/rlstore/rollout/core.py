@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlstore.engine.batches.gather import KeptBatches, gather_batches
+from rlstore.engine.batches.gather import gather_batches
 from rlstore.engine.batches.select import epoch_orders
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
 from rlstore.storage import BatchDict, Sample, Storage
+
+_Any = TypeVar("_Any")
 
 
 class OnPolicyStorage(Storage):
@@ -236,8 +238,14 @@ class OnPolicyStorage(Storage):
         info["storage_size"] = len(self)
         return info
 
-    def generate_batches(
-        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
+    def generate_batches(  # type: ignore[override]
+        self,
+        num_mini_batch: int,
+        mini_batch_size: int | None = None,
+        num_epochs: int = 1,
+        shuffle: bool = True,
+        *,
+        reuse: bool = False,
     ) -> Iterator[BatchDict]:
         """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
 
@@ -246,10 +254,18 @@ class OnPolicyStorage(Storage):
             mini_batch_size: Rows in each; None shares the rows out. No row comes twice in an epoch.
             num_epochs: Epochs, each with an order of its own.
             shuffle: False serves the rows in the order of time.
+            reuse: Gather the first epoch only, and yield the same dicts and tensors, in the same order, in every
+                epoch. What you change in them in place you will meet again.
 
         Yields:
             Dicts, with the row ids as ``rows``.
         """
+        if reuse:
+            check_positive("generate_batches()", num_epochs=num_epochs)
+            yield from repeated(
+                OnPolicyStorage.generate_batches(self, num_mini_batch, mini_batch_size, 1, shuffle), num_epochs
+            )
+            return
         held = self._require_rows() * self._ready_ring().lanes
         size = self._batch_rows(held, num_mini_batch, mini_batch_size)
         check_positive("generate_batches()", num_epochs=num_epochs)
@@ -312,7 +328,7 @@ class OnPolicyStorage(Storage):
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
         anew = shuffle and reshuffle
-        rows, kept = None, KeptBatches(keep=num_epochs > 1 and not anew, device=ring.device)
+        rows = None
         epochs = num_epochs if anew else 1
         orders = epoch_orders(steps * ring.lanes, count * size, self._generator, epochs, shuffle=shuffle)
         for _ in range(num_epochs):
@@ -321,10 +337,8 @@ class OnPolicyStorage(Storage):
             if rows is None or anew:
                 rows = next(orders)
             blocks = sources(steps)
-            if kept.keeps:
-                kept.follow(ring.stamp())
             types = dtypes or [block.dtype for block in blocks]
-            yield rows, gather_batches(blocks, rows, count, types, kept, self._outputs.empty)
+            yield rows, gather_batches(blocks, rows, count, types, self._outputs.empty)
 
     # ---------------------------------------------------------------------------------------------- the whole
 
@@ -367,7 +381,6 @@ class OnPolicyStorage(Storage):
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are no part of a row back into the first ``rows`` of a block."""
         block = self._ready_ring().first(name, rows)
-        self._ready_ring().mark_written()
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(
@@ -408,6 +421,16 @@ class OnPolicyStorage(Storage):
         self._observation_view = None
         self._handed_lists = {}
         self.max_size = steps
+
+
+def repeated(batches: Iterator[_Any], epochs: int) -> Iterator[_Any]:
+    """The batches of one epoch, and the same ones in every further epoch."""
+    kept = []
+    for batch in batches:
+        kept.append(batch)
+        yield batch
+    for _ in range(epochs - 1):
+        yield from kept
 
 
 def _algorithm_discounts(algo: object, gamma: float, lam: float) -> tuple[float, float]:

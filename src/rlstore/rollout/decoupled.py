@@ -242,7 +242,6 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
 
     def _carry_flags(self) -> None:
         ring = self._ready_ring()
-        ring.mark_written()
         for block in (self.terminateds, self.truncateds):
             block[0].copy_(block[ring.size])
 
@@ -268,7 +267,6 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         last = self._fit_last_values(last_values)
         flags = returns.readable_flags(self.terminateds[1:]), returns.readable_flags(self.truncateds[1:])
         final = ring.blocks["final_values"]
-        ring.mark_written()
         out = {"advantages": self.advantages, "returns": self.returns}
         returns.fill_gae(self.rewards, self.values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=1e-5)
 

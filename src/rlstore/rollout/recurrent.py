@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
 
 from torch import Tensor
 
 from rlstore.engine.batches import trajectories as segments
-from rlstore.engine.batches.gather import KeptBatches
 from rlstore.engine.checks import check_positive
-from rlstore.engine.memory.tensors import Allocator, Arena, Made
+from rlstore.engine.memory.tensors import Allocator, Arena
 from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Structure
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -43,15 +41,13 @@ def recurrent_batches(
     check_positive("recurrent_mini_batch_generator()", num_mini_batches=count, num_epochs=num_epochs, **given)
     if count > ring.lanes:
         raise InvalidInputError(f"{count} mini-batches were asked for of {ring.lanes} environments")
-    kept = KeptBatches(keep=num_epochs > 1, device=ring.device)
     for _ in range(num_epochs):
         if ring.size < rows:
             raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
         epoch = _Epoch(ring, layout, sources(rows), rows, count, room, empty)
         states = [layout.groups.get(group, 0) for group in HIDDEN_STATES]
-        kept.follow(ring.stamp())
         for index in range(count):
-            yield _batch(kept.get(index, partial(epoch.make, index)), layout.observations, *states)
+            yield _batch(epoch.make(index), layout.observations, *states)
 
 
 class _Epoch:
@@ -69,22 +65,14 @@ class _Epoch:
     ) -> None:
         leaves = len(layout.observations.paths)
         self._observations, self._others = blocks[:leaves], blocks[leaves:]
-        self._ring, self._layout, self._rows = ring, layout, rows
         self._width, self._count, self._room, self._empty = ring.lanes // count, count, room, empty
+        self._dones = ring.first("dones", rows)
+        groups = [(group, layout.groups.get(group, 0)) for group in HIDDEN_STATES]
+        self._states = tuple([ring.first(name, rows) for own in groups for name in group_blocks(*own)])
         self._table: segments.TrajectoryTable | None = None
 
-    # Not needed for an epoch that is served what is kept.
-    @cached_property
-    def _dones(self) -> Tensor:
-        return self._ring.first("dones", self._rows)
-
-    @cached_property
-    def _states(self) -> tuple[Tensor, ...]:
-        groups = [(group, self._layout.groups.get(group, 0)) for group in HIDDEN_STATES]
-        return tuple([self._ring.first(name, self._rows) for own in groups for name in group_blocks(*own)])
-
-    def make(self, index: int) -> Made:
-        """The tensors of mini-batch ``index``, and their memory."""
+    def make(self, index: int) -> tuple[Tensor, ...]:
+        """The tensors of mini-batch ``index``."""
         if not self._dones.is_cuda:
             return self._make_here(index * self._width, (index + 1) * self._width)
         if self._table is None:
@@ -92,7 +80,7 @@ class _Epoch:
             self._table = segments.TrajectoryTable(self._dones, self._width, self._count, self._room, *fields)
         return self._table.make(index)
 
-    def _make_here(self, first: int, last: int) -> Made:
+    def _make_here(self, first: int, last: int) -> tuple[Tensor, ...]:
         rows, lanes = self._dones.shape[:2]
         trajectories = segments.split(self._dones, first, last, self._room)
         # Bytes of one environment's step in the observations with their mask, in the other fields, and in the states.
@@ -107,7 +95,7 @@ class _Epoch:
         padded, masks = segments.pad(self._observations, trajectories, rows, arena.empty)
         first_states = [segments.first_states(state, trajectories, arena.empty) for state in self._states]
         others = segments.cut(self._others, first, last, arena.empty)
-        return (*padded, masks, *first_states, *others), (arena.piece,)
+        return (*padded, masks, *first_states, *others)
 
 
 def _batch(tensors: tuple[Tensor, ...], structure: Structure, actor: int, critic: int) -> RolloutBatch:

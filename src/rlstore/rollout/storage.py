@@ -15,6 +15,7 @@ from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.rollout.attributes import BlockAttribute, BlockGroup, ObservationAttribute
+from rlstore.rollout.core import repeated
 from rlstore.rollout.recurrent import hidden_state, recurrent_batches
 from rlstore.rollout.saved import SavedRollout
 from rlstore.rollout.transition import (
@@ -243,7 +244,6 @@ class RolloutStorage(SavedRollout):
         last = self._fit_last_values(last_values)
         truncated = ring.first("truncated", rows) if "truncated" in ring.blocks else None
         final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
-        ring.mark_written()
         returns.fill_gae(
             ring.first("rewards", rows),
             ring.first("values", rows),
@@ -287,20 +287,29 @@ class RolloutStorage(SavedRollout):
             )
 
     def mini_batch_generator(
-        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False
+        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
     ) -> Iterator[RolloutBatch]:
         """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
 
         Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
-        A batch is yours: change it in place as you like. (Large ones are served again in the next epoch if torch's
-        version counters say that they are unchanged; ``.data`` and ``.numpy()`` get past those.)
+        Every batch of every epoch is gathered for you: change it in place as you like.
 
         Args:
             num_mini_batches: Batches in each epoch.
             num_epochs: Epochs.
             reshuffle: Draw a new order for every epoch; otherwise one order serves them all.
+            reuse: Gather the first epoch only, and yield the same batches and tensors in every epoch. What you change
+                in them in place you will meet again. Not together with ``reshuffle``.
         """
         self._require_mode("rl")
+        if reuse:
+            if reshuffle:
+                raise InvalidInputError(
+                    "reshuffle=True needs other batches in every epoch, and reuse=True the same; give one of the two"
+                )
+            check_positive("mini_batch_generator()", num_epochs=num_epochs)
+            yield from repeated(self.mini_batch_generator(num_mini_batches, 1), num_epochs)
+            return
         held = self._require_rows() * self._ready_ring().lanes
         size = self._batch_rows(held, num_mini_batches)
         check_positive("mini_batch_generator()", num_epochs=num_epochs)
@@ -322,7 +331,12 @@ class RolloutStorage(SavedRollout):
         return tuple([ring.first(name, steps) for name in names])
 
     def recurrent_mini_batch_generator(
-        self, num_mini_batches: int, num_epochs: int = 8, *, max_trajectories: int | None = None
+        self,
+        num_mini_batches: int,
+        num_epochs: int = 8,
+        *,
+        max_trajectories: int | None = None,
+        reuse: bool = False,
     ) -> Iterator[RolloutBatch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
@@ -337,8 +351,15 @@ class RolloutStorage(SavedRollout):
             max_trajectories: Trajectories in every batch, those that are not there all padding. On CUDA the host then
                 need not wait for the device, and the shapes are always the same, as a CUDA graph needs them. If there
                 are more it is an InvalidInputError; on CUDA nobody can tell, and the last ones are left out.
+            reuse: Make the batches of the first epoch only, and yield the same ones in every epoch. What you change in
+                them in place you will meet again.
         """
         self._require_mode("rl")
+        if reuse:
+            check_positive("recurrent_mini_batch_generator()", num_epochs=num_epochs)
+            batches = self.recurrent_mini_batch_generator(num_mini_batches, 1, max_trajectories=max_trajectories)
+            yield from repeated(batches, num_epochs)
+            return
         rows, ring = self._require_rows(), self._ready_ring()
         self._outputs.begin()
         counts = (rows, num_mini_batches, num_epochs, max_trajectories)
@@ -372,20 +393,23 @@ class RolloutStorage(SavedRollout):
         *,
         recurrent: bool = False,
         max_trajectories: int | None = None,
+        reuse: bool = False,
     ) -> Iterator[BatchDict]:
         """Batches in the words of the vocabulary.
 
         With ``recurrent`` they are those of :meth:`recurrent_mini_batch_generator`, which hold whole environments: then
-        ``mini_batch_size`` must be None, and they are never shuffled. ``max_trajectories`` is for these alone.
+        ``mini_batch_size`` must be None, and they are never shuffled. ``max_trajectories`` is for these alone. With
+        ``reuse`` the first epoch is gathered, and the same tensors, in the same order, come in every epoch.
         """
         if not recurrent:
             if max_trajectories is not None:
                 raise InvalidInputError("max_trajectories is for recurrent=True")
-            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle)
+            yield from super().generate_batches(num_mini_batch, mini_batch_size, num_epochs, shuffle, reuse=reuse)
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
-        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, max_trajectories=max_trajectories):
+        options: dict[str, Any] = {"max_trajectories": max_trajectories, "reuse": reuse}
+        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, **options):
             yield {VOCABULARY.get(name, name): value for name, value in vars(batch).items() if value is not None}
 
     def _insert(self, sample: Sample) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,21 +17,8 @@ from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Casts, Staged, Staging, converted, launched
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.kernels import kernel
-
-
-class Part(IntEnum):
-    """What one tensor of a batch of transitions holds."""
-
-    OBSERVATION = 0
-    NEXT_OBSERVATION = 1  # after the n-step window
-    COLUMN = 2
-    REWARDS = 3  # sum of gamma^i r_i over the window
-    DISCOUNTS = 4  # gamma^k after a window of k steps; 0 after a termination
-    TERMINATED = 5  # the window ends with a termination
-    TRUNCATED = 6
-    IS_FIRST = 7  # the row is the first of its episode
-    IS_HELD = 8  # there is a row
+from rlstore.kernels import kernel, protocol
+from rlstore.kernels.protocol import Part as Part  # exported: requests are made of it
 
 
 @dataclass(frozen=True)
@@ -78,24 +64,19 @@ class Gather:
         self._pin_memory = pin_memory
         self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
         self._outputs, self._served = Recycler(), 0
-        self._kernel: Any = None
-        self._bound_to: Any = None
+        self._kernel: protocol.ReplayGather | None = None
+        self._bound_to: protocol.EpisodeRing | None = None
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> protocol.ReplayGather:
         """The kernel, bound to the ring when it is first needed, and again to a ring that was copied."""
         ring = self._ring
-        if self._bound_to is None or self._bound_to is not ring._kernel:
+        if self._kernel is None or self._bound_to is not ring._kernel:
             dtypes = [*(leaf.field.dtype for leaf in ring.leaves)], [column.dtype for column in ring.columns]
             requests = tuple(_native_request(request, *dtypes) for request in self._requests)
             self._kernel = kernel("ReplayGather", ring.device.type)(ring.kernel, requests, *self._fold)
             self._bound_to = ring.kernel
         return self._kernel
-
-    @property
-    def draws_by_priority(self) -> bool:
-        """True if the kernel can draw by priority and gather in one call."""
-        return hasattr(kernel("ReplayGather", self._ring.device.type), "sample_by_priority")
 
     def is_small(self, count: int) -> bool:
         """True if results of ``count`` rows go into new memory: on a device, or if they are small."""
@@ -122,7 +103,7 @@ class Gather:
             if self._served % 256 == 0:
                 self._outputs.begin()  # drops what was not reused for so long
             outs = tuple(self._output(request, rows) for request in self._requests)
-        return self.kernel.gather(rows, outs)  # type: ignore[no-any-return]
+        return self.kernel.gather(rows, outs)
 
     def _output(self, request: Request, rows: Tensor) -> Tensor | None:
         """Page-locked memory, or memory that may have been used before; None lets the kernel make a small output."""
@@ -155,16 +136,17 @@ def _native_request(
 class Draws(Protocol):
     """What the pipeline asks of a sampler."""
 
-    def can_fuse(self, gather: Gather) -> bool:
-        """Whether there is a kernel that draws and gathers in one call."""
+    @property
+    def can_fuse(self) -> bool:
+        """Whether kernels can draw and gather in one call."""
         ...
 
     def draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of a batch of ``count``."""
         ...
 
-    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]]:
-        """The same rows and their tensors, in one call of that kernel."""
+    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
+        """The same rows and their tensors in one call; None, having drawn nothing, where the kernel cannot."""
         ...
 
 
@@ -277,7 +259,7 @@ class Pipeline:
         self._reader = reader(ahead=False)
         # Drawing and gathering in one call, where batches need nothing else and no other process writes meanwhile.
         can_fuse = device == ring.device and not casts and not others and not ring.is_shared
-        self._fuses = can_fuse and sampler.can_fuse(self._reader.gather)
+        self._fuses = can_fuse and sampler.can_fuse
         self.prefetch: Prefetch[Drawn] | None = None
         if depth:
             # The thread has a gather of its own: two threads must not share outputs. A device needs no thread: the work
@@ -299,7 +281,9 @@ class Pipeline:
             draw, would_admit = partial(self._draw, count, gate), partial(_would_admit, count, gate)
             return self._delivered(*self.prefetch.take(added, draw, would_admit), gate)
         if self._fuses and gate is None and self._reader.gather.is_small(count):
-            return self._sampler.draw_and_gather(self._reader.gather, count, self._random)
+            made = self._sampler.draw_and_gather(self._reader.gather, count, self._random)
+            if made is not None:
+                return made
         return self.read(count, gate)
 
     def read(self, count: int, gate: Gate | None) -> tuple[Drawn, tuple[Tensor, ...]]:

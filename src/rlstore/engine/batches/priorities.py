@@ -11,7 +11,7 @@ from rlstore.engine.batches.select import Windows
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.kernels import kernel
+from rlstore.kernels import kernel, protocol
 
 
 class Priorities:
@@ -33,7 +33,7 @@ class Priorities:
         self.alpha, self._stale = alpha, 0
         self._ring, self._windows = ring, windows
         leaves = -(-ring.steps * ring.lanes // 16) * 16
-        above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))  # type: ignore[attr-defined]
+        above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))
         make = ring.backing.zeros
         self._leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
@@ -42,11 +42,11 @@ class Priorities:
             windows.keep_priorities(self._leaves)
         with torch.inference_mode(False):
             self._seen = ring.written.clone()
-        self._kernel: Any = None
+        self._kernel: protocol.Priorities | None = None
         self.kernel.rebuild()
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> protocol.Priorities:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             if self._windows is not None:
@@ -58,14 +58,13 @@ class Priorities:
     @property
     def leaves(self) -> Tensor:
         """Every p, float32, by row: that of ``time`` in ``lane`` is at ``lane * steps + time % steps``."""
-        if hasattr(self.kernel, "settle"):  # it may give new rows theirs later
-            self.kernel.settle()
+        self.kernel.settle()
         return self._leaves
 
     @property
     def stale(self) -> int:
         """Priorities that came for rows overwritten since, and were dropped."""
-        return self._stale + (self.kernel.dropped() if hasattr(self.kernel, "dropped") else 0)
+        return self._stale + self.kernel.dropped()
 
     @stale.setter
     def stale(self, count: int) -> None:
@@ -74,7 +73,7 @@ class Priorities:
     @property
     def total(self) -> float:
         """The sum of all p."""
-        return float(self.kernel.total())
+        return self.kernel.total()
 
     @property
     def nbytes(self) -> int:
@@ -106,9 +105,8 @@ class Priorities:
         """
         rows = torch.empty(count, dtype=torch.int64, device=self._ring.device)
         weights = torch.empty((count, 1), dtype=torch.float32, device=self._ring.device)
-        if not hasattr(self.kernel, "settle") and not self.total > 0:  # one that has it waits for nothing
+        if not self.kernel.draw(random, beta, rows, weights):
             raise NotReadyError("every priority is 0, so no row can be drawn; give some row a priority above 0")
-        self.kernel.draw(random, beta, rows, weights)
         return rows, weights
 
     def update(self, rows: Any, priorities: Any) -> None:

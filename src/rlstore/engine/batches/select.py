@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlstore.engine.memory.tensors import allocate, allocate_empty
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.kernels import kernel
+from rlstore.kernels import kernel, protocol
 
 # The orders of so many epochs are made in one launch; and the longest permutation that is made so.
 _ORDER_BYTES = 32 << 20
@@ -102,12 +102,12 @@ class Windows:
         self._queue = allocate((ring.lanes, ring.steps), torch.int64, ring.device)
         self._counters = allocate((4, ring.lanes), torch.int64, ring.device)
         self._leaves: Tensor | None = None
-        self._kernel: Any = None
+        self._kernel: protocol.WindowIndex | None = None
         self._has_windows = False
         self.rebuild()
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> protocol.WindowIndex:
         """The index itself, bound to the ring when it is first needed."""
         if self._kernel is None:
             memory = (self._queue, *self._counters)
@@ -122,7 +122,7 @@ class Windows:
         self._hand_leaves()
 
     def _hand_leaves(self) -> None:
-        if self._leaves is not None and hasattr(self.kernel, "keep_priorities"):
+        if self._leaves is not None:
             self.kernel.keep_priorities(self._leaves)
 
     @property
@@ -136,7 +136,7 @@ class Windows:
 
     def __len__(self) -> int:
         """Windows that there are."""
-        return int(self.kernel.count())
+        return self.kernel.count()
 
     def follow(self) -> None:
         """Take in what was written since."""

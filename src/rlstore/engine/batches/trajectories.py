@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Made, Pieces, allocate, allocate_empty, pieces_for
+from rlstore.engine.memory.tensors import Allocator, Pieces, allocate, allocate_empty, pieces_for
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -126,7 +126,7 @@ class TrajectoryTable:
         kernel("tabulate_trajectories", device.type)(dones, width, self._table, self._totals)
         self._counts = self._totals.tolist() if most is None else [most] * count
 
-    def make(self, index: int) -> Made:
+    def make(self, index: int) -> tuple[Tensor, ...]:
         """The tensors of a mini-batch: padded observations, their mask, first states, and copies of the others."""
         count = self._counts[index]
         if count not in self._layouts:
@@ -137,7 +137,7 @@ class TrajectoryTable:
         targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
         fields = (self._observations, self._states, self._others, self._table, self._totals)
         kernel("fill_trajectories", mask.device.type)(*fields, index, self._width, targets, mask)
-        return tensors, pieces
+        return tensors
 
     def _layout(self, count: int) -> Pieces:
         """How the tensors of a mini-batch of ``count`` trajectories lie in memory."""

@@ -1,1 +1,1 @@
-"""What lies on disk: snapshots, mapped folders, episodes."""
+"""Everything on disk: snapshots, mapped files and episodes, each in a folder with a manifest."""

@@ -1,23 +1,29 @@
-"""Files that are there whole or not at all, on a disk that may be full."""
+"""Files: atomic writes, reserved space, and errors of a full disk."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlstore.engine.memory.capacity import free_disk
 from rlstore.errors import DiskFullError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
+def free_disk(path: Path) -> int:
+    """The bytes free on the disk of a path, which need not exist yet."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
 @contextmanager
-def telling_full_disk(path: Path, advice: str) -> Iterator[None]:
-    """Turn the system's error for a full disk (or quota) into a DiskFullError that says what to do."""
+def raising_disk_full(path: Path, advice: str) -> Iterator[None]:
+    """Raise the system's error for a full disk (or quota) as a DiskFullError with what to do about it."""
     try:
         yield
     except OSError as error:
@@ -26,24 +32,28 @@ def telling_full_disk(path: Path, advice: str) -> Iterator[None]:
         free = free_disk(path)
         raise DiskFullError(
             error.errno,
-            f"the disk is full: {free:,} bytes are free on it. {advice} What was there before is as it was",
+            f"the disk is full: {free:,} bytes are free on it. {advice} What was there before is unchanged",
             str(path),
         ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its old version and put it in its place: whatever happens, one of the two is there, whole."""
+    """Write a file atomically: after a crash at any moment the old version or the new one is there, complete."""
     beside = path.with_name(f"{path.name}.new")
-    with open(beside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, so that they survive a loss of power."""
+    """Write the names in a folder to the disk, so that they survive a power failure."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -54,7 +64,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def reserve(descriptor: int, start: int, end: int) -> None:
-    """Lengthen a file with zeros that really have their space: writing into them cannot fail for want of it."""
+    """Extend a file with zeros whose disk space is allocated: writing to them cannot fail for lack of it."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, start, end - start)

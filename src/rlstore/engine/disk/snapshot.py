@@ -1,16 +1,15 @@
-"""Save and restore: a folder with a JSON manifest and the tensors in the safetensors format.
+"""Snapshots: a folder with a manifest and the tensors in the safetensors format.
 
-The manifest names its file of tensors. A new save writes another file beside that one, then puts a new manifest in the
-place of the old one, in one step, and then removes the file that the old one named. So a crash at any moment leaves the
-old snapshot or the new one, whole; what an unfinished save leaves is removed by the next.
+The manifest names its file of tensors. A save writes another file beside that one, then replaces the manifest
+atomically, and then removes the file that the old one named. So a crash at any moment leaves the old snapshot or the
+new one, complete; what an unfinished save leaves is removed by the next.
 
-    manifest.json                "format": "rlstore snapshot", "version": 1, "contents": "whole", "class", "device",
-                                 "settings", "numbers", "file": {"name", "bytes"}, and
-                                 "tensors": {name: {"dtype", "shape", "crc32"}}
+    manifest.json                see manifest.py; "contents": "whole", "class", "device", "settings", "numbers",
+                                 "file": {"name", "bytes"}, and "tensors": {name: {"dtype", "shape", "crc32"}}
     tensors-000001.safetensors   the tensors; complex ones as pairs of real numbers
-    lock                         held while a save is under way
+    lock                         held during a save
 
-``contents`` says that all tensors are there. A journal, or what changed since an earlier save, would say otherwise.
+``contents`` says that the snapshot has all tensors. A journal or an incremental snapshot would have another value.
 """
 
 from __future__ import annotations
@@ -28,18 +27,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlstore.engine.disk.files import reserve, sync_folder, telling_full_disk, write_whole
-from rlstore.engine.disk.folder_lock import LOCK_NAME, FolderLock
+from rlstore.engine.disk import manifest
+from rlstore.engine.disk.files import raising_disk_full, reserve, sync_folder
+from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.space_json import from_json, to_json
-from rlstore.engine.memory.tensors import allocate_empty
 from rlstore.engine.rows.schema import dtype_name
 from rlstore.errors import InvalidInputError, SnapshotError
 
-FORMAT, VERSION = "rlstore snapshot", 1
-MANIFEST = "manifest.json"
 CHUNK_BYTES = 64 << 20
 
 _TENSOR_FILE = re.compile(r"tensors-(\d+)\.safetensors")
+_FIELDS = {
+    "contents": str,
+    "class": str,
+    "device": str,
+    "settings": dict,
+    "numbers": dict,
+    "file": {"name": str, "bytes": int},
+    "tensors": dict,
+}
+_TENSOR_FIELDS = {"dtype": str, "shape": list, "crc32": int}
+_IF_FULL = "Save to a larger disk."
 
 # What the safetensors format calls each dtype.
 _CODES = {
@@ -72,24 +80,21 @@ def write_snapshot(
     numbers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Save, in the place of the snapshot that is there, if there is one. No second copy of the tensors is made.
+    """Save, replacing the snapshot that is there, if any. No second copy of the tensors is made.
 
     Args:
         path: The folder.
-        class_name: What :class:`SnapshotReader` gives as ``class_name``.
-        device: Where the tensors lie.
-        settings: What the storage was made with (see :mod:`rlstore.engine.disk.space_json` for what it may hold).
-        numbers: The rest that is no tensor, likewise.
+        class_name: The ``class_name`` of :class:`SnapshotReader`.
+        device: The device of the tensors.
+        settings: The arguments of the storage (see :mod:`rlstore.engine.disk.space_json` for what they may hold).
+        numbers: The rest of its state that is not a tensor, likewise.
         tensors: By name; views are fine.
 
     Raises:
-        InvalidInputError: If the folder holds something else, or a save to it is under way.
-        DiskFullError: If there is no room. As after any other error, the snapshot that was there still is.
+        InvalidInputError: If the folder holds something else, or another save to it is in progress.
+        DiskFullError: If the disk is full. As after any other error, the snapshot that was there still is.
     """
-    folder = Path(path).absolute()
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "contents": "whole",
         "class": class_name,
         "device": device,
@@ -97,43 +102,22 @@ def write_snapshot(
         "numbers": to_json(numbers, "numbers"),
     }
     forms = {name: _storable(name, tensor) for name, tensor in tensors.items()}
-    _check_place(folder)
-    with telling_full_disk(folder, "Save to a larger disk."):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock("save()", folder)
-        try:
-            file = folder / f"tensors-{_last_save(folder) + 1:06}.safetensors"
+    folder = Folder("save()", path, "snapshot", _FIELDS, lambda name: not _TENSOR_FILE.fullmatch(name), _IF_FULL)
+    try:
+        with raising_disk_full(folder.path, _IF_FULL):
+            file = folder.path / f"tensors-{_last_save(folder.path) + 1:06}.safetensors"
             try:
                 checksums = _write_tensors(file, forms)
-                manifest["file"] = {"name": file.name, "bytes": file.stat().st_size}
-                manifest["tensors"] = {
+                content["file"] = {"name": file.name, "bytes": file.stat().st_size}
+                content["tensors"] = {
                     name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
                     for name, tensor in tensors.items()
                 }
-                write_whole(folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
+                folder.write_manifest(content)
             finally:
-                _remove_unnamed(folder)
-        finally:
-            lock.release()
-
-
-def _check_place(folder: Path) -> None:
-    """Refuse a place that holds anything but a snapshot."""
-    if folder.exists() and not folder.is_dir():
-        raise InvalidInputError(f"{folder} is a file; save() needs a folder. Nothing was changed.")
-    if (folder / MANIFEST).exists():
-        _read_manifest(folder, InvalidInputError, "It cannot be saved over. Nothing was changed.")
-    elif folder.exists():
-        strangers = sorted(entry.name for entry in folder.iterdir() if not _is_ours(entry.name))
-        if strangers:
-            raise InvalidInputError(
-                f"the folder {folder} holds no snapshot, and other things: {strangers[:5]}. Save to a new or an empty "
-                "one. Nothing was changed."
-            )
-
-
-def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, f"{MANIFEST}.new", LOCK_NAME) or bool(_TENSOR_FILE.fullmatch(name))
+                _remove_unnamed(folder.path)
+    finally:
+        folder.release()
 
 
 def _last_save(folder: Path) -> int:
@@ -142,10 +126,11 @@ def _last_save(folder: Path) -> int:
 
 
 def _remove_unnamed(folder: Path) -> None:
-    """Remove what the manifest does not name: the tensors of the save before, or of one that did not come to an end."""
-    named = _read_manifest(folder)["file"]["name"] if (folder / MANIFEST).exists() else None
+    """Remove what the manifest does not name: the tensors of the previous save, or of one that did not finish."""
+    is_saved = (folder / manifest.NAME).exists()
+    named = manifest.read_manifest(folder, "snapshot", _FIELDS)["file"]["name"] if is_saved else None
     for entry in folder.iterdir():
-        if entry.name == f"{MANIFEST}.new" or (_TENSOR_FILE.fullmatch(entry.name) and entry.name != named):
+        if entry.name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(entry.name) and entry.name != named):
             entry.unlink()
 
 
@@ -221,25 +206,34 @@ class SnapshotReader:
         path: The folder.
 
     Raises:
-        SnapshotError: If there is none, or it is of a newer version, or a file is missing, cut short or damaged.
+        SnapshotError: If there is none, or it is of a newer version, or a file is missing, truncated or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.folder = Path(path).absolute()
-        if not (self.folder / MANIFEST).is_file():
-            raise SnapshotError(f"there is no snapshot in {self.folder}: it has no {MANIFEST}")
-        manifest = _read_manifest(self.folder)
-        self.class_name: str = manifest["class"]
-        self.device: str = manifest["device"]
-        self.settings: dict[str, Any] = from_json(manifest["settings"])
-        self.numbers: dict[str, Any] = from_json(manifest["numbers"])
-        self._tensors: dict[str, Any] = manifest["tensors"]
-        self._file = self.folder / manifest["file"]["name"]
-        self._expect_size(manifest["file"]["bytes"])
+        found = manifest.read_manifest(self.folder, "snapshot", _FIELDS)
+        path = self.folder / manifest.NAME
+        if found["contents"] != "whole":
+            raise manifest.newer_version(path, "contents", found["contents"], "whole")
+        manifest.check_fields(path, found["tensors"], dict.fromkeys(found["tensors"], _TENSOR_FIELDS), "tensors.")
+        self.class_name: str = found["class"]
+        self.device: str = found["device"]
+        self.settings, self.numbers = (self._decoded(field, found[field]) for field in ("settings", "numbers"))
+        self._tensors: dict[str, Any] = found["tensors"]
+        self._file = self.folder / found["file"]["name"]
+        self._expect_size(found["file"]["bytes"])
         try:
             self._opened: Any = safe_open(self._file, framework="pt")
         except SafetensorError as error:
             raise self._damaged(str(error)) from error
+
+    def _decoded(self, field: str, form: Any) -> dict[str, Any]:
+        try:
+            decoded: dict[str, Any] = from_json(form)
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            path = self.folder / manifest.NAME
+            raise SnapshotError(f'{path} is damaged: "{field}" cannot be read ({error!r})') from error
+        return decoded
 
     def __enter__(self) -> SnapshotReader:
         return self
@@ -263,7 +257,8 @@ class SnapshotReader:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A tensor, in new memory. It is never an inference tensor."""
-        made = allocate_empty(self.shape(name), self.dtype(name), torch.device(device))
+        with torch.inference_mode(False):
+            made = torch.empty(self.shape(name), dtype=self.dtype(name), device=device)
         self.read_into(name, made)
         return made
 
@@ -308,30 +303,7 @@ class SnapshotReader:
             raise self._damaged(f"it has {found:,} bytes and should have {nbytes:,}")
 
     def _damaged(self, how: str) -> SnapshotError:
-        return SnapshotError(f"{self._file} is damaged: {how}. Load another snapshot, or begin anew.")
-
-
-def _read_manifest(
-    folder: Path, error: type[SnapshotError] | type[InvalidInputError] = SnapshotError, advice: str = ""
-) -> dict[str, Any]:
-    """The manifest, if it is one that this version can read."""
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        known = manifest["format"] == FORMAT
-        version = manifest["version"]
-        needed = {"contents", "class", "device", "settings", "numbers", "file", "tensors"}
-        whole = version != VERSION or needed <= manifest.keys()
-    except (ValueError, KeyError, TypeError):
-        known = whole = False
-    if not known or not whole:
-        raise error(f"{path} is not that of a snapshot, or is damaged. {advice}".rstrip())
-    if version != VERSION or manifest["contents"] != "whole":
-        raise error(
-            f"{path} was written by a newer rlstore (format version {version}); this one reads version {VERSION}. "
-            f"Update rlstore. {advice}".rstrip()
-        )
-    return manifest
+        return SnapshotError(f"{self._file} is damaged: {how}. Load another snapshot.")
 
 
 def generator_state(generator: torch.Generator) -> dict[str, Tensor]:

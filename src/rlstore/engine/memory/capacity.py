@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,12 +17,6 @@ def free_ram(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, str] | 
     """
     limits = [*_system_limit(proc), *_group_limits(proc, cgroups)]
     return min(limits, default=None)
-
-
-def free_disk(path: Path) -> int:
-    """The bytes free on the disk on which a path lies, or will lie."""
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return shutil.disk_usage(existing).free
 
 
 def free_device(device: torch.device) -> int | None:

@@ -7,22 +7,18 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from rlstore.kernels import unheld_state
-
-# The most that is kept for the next epoch or the next update; beyond it memory matters more than speed.
+# The most memory that a Recycler holds back for later outputs.
 KEEP_BYTES = 256 << 20
 _HUGE_PAGE = 2 << 20
-# The same for what lies on CUDA, and the most that is gathered there in one launch: these parts of the device's memory.
-_CUDA_KEEP_PART, _CUDA_AHEAD_PART = 16, 256
+# The part of a CUDA device's memory that is gathered in one launch, at most.
+_CUDA_AHEAD_PART = 256
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-# The tensors of a batch, and the tensors whose memory they lie in: themselves, or a piece that they were cut from.
-Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
@@ -55,12 +51,6 @@ def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         first = -whole.data_ptr() % _HUGE_PAGE
         made = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=first)
         return made.view(tuple(shape)).data  # no view of another tensor: those that hold the memory are counted
-
-
-@cache
-def keep_bytes_on_cuda(device: torch.device) -> int:
-    """:data:`KEEP_BYTES` for a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).total_memory) // _CUDA_KEEP_PART
 
 
 @cache
@@ -179,9 +169,7 @@ class Pieces:
                 self._cuts[place].append((gap,))
         self._lengths = [sum(map(math.prod, cuts)) for cuts in self._cuts]
         self.nbytes = sum(length * dtype.itemsize for length, dtype in zip(self._lengths, self._dtypes, strict=True))
-        # One piece without gaps is cut into the tensors as they are asked for.
-        self._in_order = [self._parts] == [[(0, index) for index in range(len(cuts))] for cuts in self._cuts]
-        self._cutters = [_cutter(cuts) for cuts in self._cuts]
+        self._sizes = [list(map(math.prod, cuts)) for cuts in self._cuts]
 
     def empty(self, device: torch.device, count: int = 1) -> list[tuple[Tensor, ...]]:
         """New pieces for the tensors ``count`` times over, flat."""
@@ -196,11 +184,12 @@ class Pieces:
         return list(zip(*by_place, strict=True))
 
     def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors, in the order of their shapes, no views of a piece: a caller may change each in any way."""
-        if self._in_order:
-            return tuple(self._cutters[0](pieces[0]))
-        parts = [cut(piece) for cut, piece in zip(self._cutters, pieces, strict=True)]
-        return tuple([parts[place][index] for place, index in self._parts])
+        """The tensors, in the order of their shapes; each has a version counter of its own and is no view."""
+        with torch.inference_mode(False):
+            parts = [
+                torch.unsafe_split_with_sizes(piece, sizes) for piece, sizes in zip(pieces, self._sizes, strict=True)
+            ]
+            return tuple([parts[place][index].view(self._cuts[place][index]).data for place, index in self._parts])
 
 
 _PIECE_ENTRIES = 16  # tensors of a piece begin at multiples of this
@@ -211,107 +200,6 @@ def pieces_for(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, .
     """:class:`Pieces`, made once for what is asked for again and again."""
     return Pieces(shapes, dtypes)
 
-
-def _cutter(shapes: list[tuple[int, ...]]) -> Callable[[Tensor], list[Tensor]]:
-    """What cuts a flat piece into tensors of these shapes, one after another."""
-    # What cuts at once gives a tensor without entries another shape.
-    if _AUTOGRAD is not None and all(map(math.prod, shapes)):
-        return partial(_cut_at_once, _AUTOGRAD, [_template(shape) for shape in shapes])
-    return partial(_cut_one_by_one, shapes)
-
-
-def _cut_one_by_one(shapes: list[tuple[int, ...]], piece: Tensor) -> list[Tensor]:
-    with torch.inference_mode(False):
-        parts = torch.unsafe_split_with_sizes(piece, list(map(math.prod, shapes)))
-        return [part.view(shape).data for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _cut_at_once(autograd: torch._C.DispatchKeySet, templates: list[Tensor], piece: Tensor) -> list[Tensor]:
-    # A compiler knows nothing of what follows, nor does a mode that makes tensors of another kind.
-    if torch.compiler.is_compiling() or type(piece) is not Tensor:
-        return _cut_one_by_one([tuple(template.shape) for template in templates], piece)
-    # Autograd does not look, and so makes nothing a view of the piece.
-    with torch._C._ExcludeDispatchKeyGuard(autograd):
-        return torch._C._nn.unflatten_dense_tensors(piece, templates)
-
-
-@lru_cache(1024)
-def _template(shape: tuple[int, ...]) -> Tensor:
-    """A tensor without memory that tells a shape. It is kept, so it is an ordinary one, whatever the caller's mode."""
-    with torch._C._DisableTorchDispatch():
-        return allocate_empty(shape, torch.float32, torch.device("meta"))
-
-
-def _find_autograd() -> torch._C.DispatchKeySet | None:
-    """What makes autograd look away from a call; None where torch, which promises none of it, has it no longer."""
-    try:
-        names = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
-        one, other, views = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
-        with torch._C._DisableTorchDispatch():  # tried with ordinary tensors, whatever mode this is imported in
-            piece = allocate_empty((2,), torch.float32, torch.device("cpu"))
-            tensors = _cut_at_once(one | other | views, [_template((1,))] * 2, piece)
-            tensors[0].zero_()
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    is_plain = all(tensor._base is None for tensor in tensors) and tensors[1]._version == piece._version == 0
-    return one | other | views if is_plain else None
-
-
-_AUTOGRAD = _find_autograd()
-
-
-class KeptBatch:
-    """The tensors of a batch, to be handed out again, the very same ones, as long as nobody could tell.
-
-    That is so if nobody holds any of them, nor a view of it, an array, a graph or its storage; if nobody has changed it
-    in place, as its version counter tells, or has given it another shape or other memory; and if nothing clings to it,
-    neither a gradient nor a hook nor an attribute.
-
-    Args:
-        tensors: The tensors, which nobody else holds yet.
-        pieces: The tensors whose memory they lie in.
-    """
-
-    def __init__(self, tensors: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> None:
-        self.nbytes = sum([piece.nbytes for piece in pieces])
-        self._tensors, self._pieces = tensors, pieces
-        self._storages = tuple([piece.untyped_storage() for piece in pieces])
-        self._state = unheld_state(tensors, self._storages)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, in a tuple of their own: who holds it is seen to hold them."""
-        return (*self._tensors,)
-
-    def is_untouched(self) -> bool:
-        """True if they may be handed out again."""
-        return self._state is not None and unheld_state(self._tensors, self._storages) == self._state
-
-
-def _tells_holders() -> bool:
-    """True if whoever holds a tensor is seen: Python and torch count holders, and neither promises how."""
-    ways: tuple[Callable[[Tensor], object], ...] = (
-        lambda tensor: tensor,
-        lambda tensor: tensor[:1],
-        lambda tensor: tensor.untyped_storage(),
-        lambda tensor: tensor * tensor.new_ones(1).requires_grad_(),
-    )
-    with torch.inference_mode(False), torch.enable_grad():
-        tensors = (torch.ones(2, device="cpu"),)
-        try:
-            kept = KeptBatch(tensors, tensors)
-        except (AttributeError, TypeError, RuntimeError):
-            return False
-        for hold in ways:
-            held = hold(tensors[0])
-            if kept.is_untouched():
-                return False
-            del held
-    return kept.is_untouched()
-
-
-# Where holders cannot be told nothing is handed out twice.
-CAN_KEEP = _tells_holders()
 
 # Not every torch tells how many hold a storage; without it nothing is used twice.
 _CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")

@@ -13,9 +13,8 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
-
-# What the kernel's write returns, besides the index of a value that does not fit.
-_DONE, _NEED_EPISODES, _DONE_WITH_BREAK = -1, -2, -4
+from rlstore.kernels import protocol
+from rlstore.kernels.protocol import NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
 
 
 class Appender:
@@ -33,7 +32,7 @@ class Appender:
     def __init__(self, ring: EpisodeRing, fields: StepFields) -> None:
         self.added, self.warned = 0, False
         self.ring, self.fields = ring, fields
-        self._kernel: Any = None
+        self._kernel: protocol.EpisodeRing | None = None
         self._is_leaf, self._named = fields.structure.is_leaf, fields.named
         self._no_final = (None,) * (len(fields.observations) + 1)
         self._columns_end = 2 * len(fields.observations) + len(fields.columns)
@@ -103,20 +102,21 @@ class Appender:
             InvalidInputError: If a value does not fit.
         """
         ring = self.ring
-        if self._kernel is None or ring.is_part:
-            self._kernel = ring.writing_kernel()
-        outcome = self._kernel.write(values)
-        if outcome != _DONE:
-            outcome = self._fit_and_write(values, outcome)
+        kernel = self._kernel
+        if kernel is None or ring.is_part:
+            kernel = self._kernel = ring.writing_kernel()
+        outcome = kernel.write(values)
+        if outcome != WRITTEN:
+            outcome = self._fit_and_write(kernel, values, outcome)
         self.added += 1
         if ring.is_shared:
             ring.catch_up()
-        return outcome == _DONE_WITH_BREAK  # type: ignore[no-any-return]
+        return outcome == WRITTEN_WITH_BREAK
 
-    def _fit_and_write(self, values: tuple[Any, ...], outcome: int) -> int:
+    def _fit_and_write(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
         """Write a step after a first attempt that wrote nothing: convert values, and make room in tables."""
         fitted = -1
-        while outcome not in (_DONE, _DONE_WITH_BREAK):
+        while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if possible, else refuse it.
                 if outcome == fitted:
@@ -124,8 +124,8 @@ class Appender:
                 fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             else:
-                self.ring.extend(episodes=outcome == _NEED_EPISODES)
-            outcome = self._kernel.write(values)
+                self.ring.extend(episodes=outcome == NEEDS_EPISODES)
+            outcome = kernel.write(values)
         return outcome
 
     def _place(self, index: int) -> Field:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
-from rlstore.kernels import kernel
+from rlstore.kernels import kernel, protocol
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
@@ -99,7 +99,7 @@ class EpisodeRing:
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
         if shared:
             self._make_starts()
-        self._kernel: Any = None
+        self._kernel: protocol.EpisodeRing | None = None
         self._known = 0  # rows of a device that are known to be held
         self._view_counters()
         if self.reopened:
@@ -185,8 +185,7 @@ class EpisodeRing:
 
     def catch_up(self) -> None:
         """Take notice of all rows that others have written by now."""
-        if self.is_shared or hasattr(self.kernel, "refresh"):  # one that counts what all lanes hold, when it writes
-            self.kernel.catch_up()
+        self.kernel.catch_up()
 
     def overrun(self) -> Tensor | None:
         """The lanes, int64, in which rows that are taken to be held may be overwritten since; None if in none."""
@@ -256,7 +255,7 @@ class EpisodeRing:
     # ---------------------------------------------------------------------------------------------- writing
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> protocol.EpisodeRing:
         """What writes into these blocks, bound to them when it is first needed."""
         if self._kernel is None:
             names = [column.name for column in self.columns]
@@ -285,7 +284,7 @@ class EpisodeRing:
         if self._kernel is not None:
             self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
-    def writing_kernel(self) -> Any:
+    def writing_kernel(self) -> protocol.EpisodeRing:
         """The kernel that writes steps of these lanes, with the tables as they are now."""
         if self._inner is not None:
             return self._inner.writing_kernel()

@@ -46,7 +46,6 @@ class Ring:
         self.blocks: dict[str, Tensor] = {}
         self.written = 0  # every row ever written; it never wraps
         self._begin = 0  # the count at which the present rollout began, at row 0
-        self._revision = 0  # blocks replaced or written by kernels, which torch's version counters do not tell
         self._writer: Any = None
         self.extend(columns)
 
@@ -112,7 +111,6 @@ class Ring:
             if tensor is not held:
                 self.blocks[block] = self._adopt(block, tensor, held)
                 self._writer = None
-        self._revision += 1
         return True
 
     def _adopt(self, block: str, tensor: Tensor, held: Tensor) -> Tensor:
@@ -177,21 +175,11 @@ class Ring:
         """Go on counting from where another ring was."""
         self.written = int(counters["written"][0])
         self._begin = int(counters["begin"])
-        self.mark_written()
 
     def first(self, block: str, rows: int) -> Tensor:
         """The first ``rows`` rows of a block."""
         held = self.blocks[block]
         return held if rows == held.size(0) else held[:rows]
-
-    def mark_written(self) -> None:
-        """Say that a kernel writes into blocks, which torch's version counters do not tell."""
-        self._revision += 1
-
-    def stamp(self) -> tuple[object, ...]:
-        """Differs from an earlier stamp if a block was replaced or written since, as far as torch counts that."""
-        versions = ((block.data_ptr(), block._version) for block in self.blocks.values())
-        return (self._revision, self.written, *versions)
 
     def _make_writer(self) -> Any:
         targets = [

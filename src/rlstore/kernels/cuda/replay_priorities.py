@@ -111,7 +111,7 @@ class Priorities:
         """Only rows at which a window begins have a priority: the index of windows sees to that when it follows."""
         self._seen = self._ring.written  # no row is new
 
-    def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> None:
+    def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
         count = rows.numel()
         if weights.numel() != count:
@@ -119,6 +119,7 @@ class Priorities:
         unfinished = self.begin_draw(generator, rows, weights)
         grid = (max(-(-count // _FINISHED), 1), 1, 1)
         self._finish(grid, self._ring.device, generator, weights, *unfinished, count, as_float(beta))
+        return True
 
     def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
         """Draw rows, and tell the leaf of each, float32: what is left to be done is the kernels' ``finish``.

@@ -1,0 +1,98 @@
+"""manifest.json: what a folder written by rlstore holds.
+
+Snapshots, mapped storages and episodes have the same kind of manifest, with one version number for all of them:
+
+    "format"    "rlstore snapshot", "rlstore mapped storage" or "rlstore episodes"
+    "version"   1; a larger number is refused
+    "crc32"     the checksum of the rest of the manifest; older manifests have none
+
+and the fields documented in snapshot.py, mapped.py and episode_files.py. A reader ignores fields it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlstore.engine.disk.files import write_whole
+from rlstore.errors import SnapshotError
+
+NAME = "manifest.json"
+VERSION = 1
+# By name the type of each field, or the fields of an object.
+Fields = Mapping[str, Any]
+_JSON_TYPES = {dict: "an object", list: "a list", str: "a string", int: "an integer"}
+
+
+def write_manifest(folder: Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Replace the manifest of a folder atomically.
+
+    Args:
+        folder: The folder.
+        kind: "snapshot", "mapped storage" or "episodes".
+        content: The fields of this kind, as JSON.
+    """
+    manifest = {"format": f"rlstore {kind}", "version": VERSION, **content}
+    manifest["crc32"] = _checksum(manifest)
+    write_whole(folder / NAME, json.dumps(manifest, indent=1, allow_nan=False).encode())
+
+
+def read_manifest(folder: Path, kind: str, fields: Fields) -> dict[str, Any]:
+    """The manifest of a folder.
+
+    Args:
+        folder: The folder.
+        kind: The kind that it must be.
+        fields: The fields that it must have.
+
+    Raises:
+        SnapshotError: If there is none, or it is damaged, of another kind, or of a newer version.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise SnapshotError(f"there is no {kind} in {folder}: it has no {NAME}")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise SnapshotError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != f"rlstore {kind}":
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise SnapshotError(f'{path} is not the manifest of a {kind}: "format" is {found!r}, not "rlstore {kind}"')
+    check_fields(path, manifest, {"version": int})
+    if manifest["version"] > VERSION:
+        raise newer_version(path, "version", manifest["version"], VERSION)
+    checksum = manifest.pop("crc32", None)
+    if checksum is not None and checksum != _checksum(manifest):
+        raise SnapshotError(
+            f'{path} is damaged: "crc32" is {checksum!r}, which is not the checksum of the rest. If it was edited on '
+            'purpose, remove its "crc32".'
+        )
+    check_fields(path, manifest, fields)
+    return manifest
+
+
+def newer_version(path: Path, field: str, found: object, known: object) -> SnapshotError:
+    """The error for a manifest that only a newer version of rlstore can read."""
+    return SnapshotError(
+        f'{path} was written by a newer rlstore: "{field}" is {found!r}, and this version reads {known!r}. '
+        "Update rlstore."
+    )
+
+
+def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str = "") -> None:
+    """Refuse a part of a manifest that lacks a field, or has one of another type."""
+    for name, kind in fields.items():
+        field, expected = where + name, dict if isinstance(kind, Mapping) else kind
+        if name not in part:
+            raise SnapshotError(f'{path} is damaged: "{field}" is missing')
+        if not isinstance(part[name], expected) or isinstance(part[name], bool):
+            raise SnapshotError(f'{path} is damaged: "{field}" is {part[name]!r}, not {_JSON_TYPES[expected]}')
+        if isinstance(kind, Mapping):
+            check_fields(path, part[name], kind, f"{field}.")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
