@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def counts(storage):
-    limiter = storage._control.limiter
+    limiter = storage._sharing.control.limiter
     return limiter.inserted, limiter.sampled
 
 
@@ -197,7 +197,7 @@ def test_limit_and_counts_go_on_where_they_were(kind, how, tmp_path):
     plan = kind.plan(range(2), 40)
     for step in plan[:20]:
         storage.add(**step)
-        if storage._control.limiter.inserted >= 20:
+        if storage._sharing.control.limiter.inserted >= 20:
             storage.sample()
     storage.set_rate_limit(RateLimit(4.0, 20, 100.0))
     before = counts(storage)

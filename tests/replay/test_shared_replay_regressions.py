@@ -27,7 +27,7 @@ from rlstore import (
     WaitTimeoutError,
 )
 from rlstore.engine.processes.lanes import LaneControl
-from rlstore.replay.base import Drawn
+from rlstore.engine.batches.pipeline import Drawn
 
 OBSERVATIONS = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
 ACTIONS = gym.spaces.Discrete(5)
@@ -132,8 +132,8 @@ def limited(memory: str = "ram", limit: RateLimit | None = LIMIT, **more: Any) -
 
 
 def counts(storage: ReplayStorage) -> tuple[int, int]:
-    assert storage._control is not None
-    return storage._control.limiter.inserted, storage._control.limiter.sampled
+    assert storage._sharing is not None
+    return storage._sharing.control.limiter.inserted, storage._sharing.control.limiter.sampled
 
 
 def test_a_sample_that_fails_is_not_counted() -> None:
@@ -141,8 +141,8 @@ def test_a_sample_that_fails_is_not_counted() -> None:
     put(storage, 0)
     with pytest.raises(NotReadyError):
         storage.sample()
-    assert storage._control is not None
-    assert storage._control.limiter.sampled == 0
+    assert storage._sharing is not None
+    assert storage._sharing.control.limiter.sampled == 0
 
 
 def test_reset_steps_are_not_counted() -> None:
@@ -260,8 +260,8 @@ def test_saved_while_a_batch_ahead_was_overwritten(tmp_path: Path) -> None:
     for time in range(16):
         put(storage, time)
     storage.sample()
-    assert storage._ahead is not None
-    storage._ahead.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
+    assert storage._pipeline.prefetch is not None
+    storage._pipeline.prefetch.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
     storage.save(tmp_path / "saved")
     resumed = Storage.load(tmp_path / "saved")
     assert len(resumed) == 16
