@@ -221,7 +221,7 @@ def test_batches_prepared_ahead_fit_into_the_tolerance() -> None:
 
 def test_the_first_row_is_waited_for_after_it_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = limited("shared", RateLimit(4, min_size=1))
-    writer, limiter = storage.writer(), storage._controlled().limiter
+    writer, limiter = storage.writer(), storage._sharing.control.limiter
     limiter.count_inserts(1)  # what add() does first, in another process
 
     def awaited(seconds: float) -> None:

@@ -113,12 +113,12 @@ class ReplayCore(Storage):
     def _allocate(self, num_envs: int) -> None:
         """Make the ring and bind the parts to it."""
         owner, options = type(self).__name__, self._options
+        if self._sharing is not None and self._sharing.control.has_writers:
+            raise InvalidInputError("the size cannot change while there are writers; close them. Nothing was changed.")
         steps = self.storage_size // num_envs
         if steps < 1:
             raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
         self._check_longest(steps, num_envs)
-        if self._sharing is not None and self._sharing.control.has_writers:
-            raise InvalidInputError("the size cannot change while there are writers; close them. Nothing was changed.")
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
         view.bind(self._fields, self.dtype, self._torch_device)
         on_device = options.memory == "device"
