@@ -1,6 +1,6 @@
 """The contenders for rollouts: each drives one buffer as its own library's training loop does, with data as used there.
 
-Libraries are imported when a contender is made, so that a missing one is reported and the others still run.
+Libraries are imported when a contender is created, so that a missing one is reported and the others still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CYCLE_OF_TRAINING = ("add", "returns", "batches")
 
 
 def rollout_phases(added: str, batches: str) -> tuple[Phase, ...]:
-    """The phases of rollouts; "returns again" finds its data in the cache and is no part of the cycle."""
+    """The phases of rollouts; "returns again" finds its data in the cache and is not part of the cycle."""
     return (
         Phase("add", added),
         Phase("returns", "GAE"),
@@ -36,7 +36,7 @@ def rollout_phases(added: str, batches: str) -> tuple[Phase, ...]:
 
 
 def same_batches_and_returns(batches: int, evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Refuse to compare contenders that served another number of batches, or computed other returns than the first."""
+    """Raise if a contender served a different number of batches, or computed different returns than the first."""
     first: tuple[str, torch.Tensor] | None = None
     for name, shown in evidence.items():
         if shown["batches"] != batches:
@@ -50,7 +50,7 @@ def same_batches_and_returns(batches: int, evidence: Mapping[str, Mapping[str, t
 
 
 class RolloutContender(Contender):
-    """A buffer for rollouts: one is added, returns are computed, and the mini-batches of all epochs are served."""
+    """A rollout buffer: a rollout is appended, returns are computed, and the mini-batches of all epochs are served."""
 
     @abstractmethod
     def add(self) -> None:
@@ -58,14 +58,14 @@ class RolloutContender(Contender):
 
     @abstractmethod
     def compute_returns(self) -> None:
-        """Compute returns and advantages of what was written."""
+        """Compute returns and advantages of the rollout."""
 
     @abstractmethod
     def serve(self) -> int:
         """Iterate over the mini-batches of all epochs and return their number."""
 
     def returns(self) -> torch.Tensor | None:
-        """The returns ``[steps, envs]`` of the last cycle, or None where they cannot be told."""
+        """The returns ``[steps, envs]`` of the last cycle, or None where they are not accessible."""
         return None
 
     def phases(self) -> Mapping[str, Callable[[], object]]:
@@ -79,7 +79,7 @@ class RolloutContender(Contender):
 
 
 def drain(batches: Iterable[object]) -> int:
-    """Iterate to the end and count."""
+    """Consume an iterable and return its length."""
     count = 0
     for _ in batches:
         count += 1
@@ -92,7 +92,7 @@ def box(size: int) -> Box:
 
 
 class Memcpy(RolloutContender):
-    """The floor: the bytes of each phase, copied flat between tensors that already exist."""
+    """The floor: a flat copy of the bytes of each phase between preallocated tensors."""
 
     role = "floor"
 
@@ -125,7 +125,9 @@ class Memcpy(RolloutContender):
 
 
 class TransitionLoop(RolloutContender):
-    """What rlstore and rsl_rl share: transitions added in inference mode, served outside it."""
+    """What rlstore and rsl_rl share: transitions appended in inference mode, served outside it."""
+
+    _options: Mapping[str, bool] = {}
 
     def __init__(self, name: str, storage_class: Any, rollout: Rollout) -> None:
         super().__init__(name)
@@ -141,7 +143,7 @@ class TransitionLoop(RolloutContender):
         transition.observations = TensorDict({"policy": step.obs}, batch_size=[len(step.obs)])
         transition.actions = step.actions
         transition.rewards = step.rewards
-        # Vectorised simulators hand over dones as integers.
+        # Vectorized simulators return dones as integers.
         transition.dones = step.dones.long()
         transition.values = step.values
         transition.actions_log_prob = step.log_probs
@@ -162,7 +164,7 @@ class TransitionLoop(RolloutContender):
     def _batches(self) -> Iterable[object]:
         storage, shape = self._storage, self._shape
         serve = storage.recurrent_mini_batch_generator if shape.hidden else storage.mini_batch_generator
-        batches: Iterable[object] = serve(shape.mini_batches, shape.epochs)
+        batches: Iterable[object] = serve(shape.mini_batches, shape.epochs, **self._options)
         return batches
 
     def returns(self) -> torch.Tensor:
@@ -171,30 +173,30 @@ class TransitionLoop(RolloutContender):
 
 
 class Rlstore(TransitionLoop):
-    """Our RolloutStorage; ``reshuffle`` asks for a new permutation in every epoch."""
+    """Our RolloutStorage.
+
+    Args:
+        rollout: The data.
+        reshuffle: Draw a new permutation in every epoch.
+        reuse: Gather the first epoch only, and yield its batches again in every epoch.
+    """
 
     role = "ours"
 
-    def __init__(self, rollout: Rollout, *, reshuffle: bool = False) -> None:
+    def __init__(self, rollout: Rollout, *, reshuffle: bool = False, reuse: bool = False) -> None:
         from rlstore import RolloutStorage
 
-        super().__init__("rlstore, reshuffled" if reshuffle else "rlstore", RolloutStorage, rollout)
-        self._reshuffle = reshuffle
+        name = "rlstore, reshuffled" if reshuffle else "rlstore, reuse" if reuse else "rlstore"
+        super().__init__(name, RolloutStorage, rollout)
+        self._options = {"reshuffle": True} if reshuffle else {"reuse": True} if reuse else {}
 
     def compute_returns(self) -> None:
         with torch.inference_mode():
             self._storage.compute_returns(self._last_values, GAMMA, LAMBDA)
 
-    def _batches(self) -> Iterable[object]:
-        if not self._reshuffle:
-            return super()._batches()
-        schedule = self._shape.mini_batches, self._shape.epochs
-        batches: Iterable[object] = self._storage.mini_batch_generator(*schedule, reshuffle=True)
-        return batches
-
 
 def rsl_rl_storage() -> Any:
-    """Import rsl_rl's storage without TensorBoard, from which its log writers, not its storage, want a base class."""
+    """Import rsl_rl's storage without TensorBoard, which only its log writers need."""
     if "torch.utils.tensorboard" not in sys.modules:
         stand_in: Any = ModuleType("torch.utils.tensorboard")
         stand_in.SummaryWriter = type("SummaryWriter", (), {})
@@ -205,7 +207,7 @@ def rsl_rl_storage() -> Any:
 
 
 class RslRl(TransitionLoop):
-    """rsl_rl's RolloutStorage. Its GAE lives in the algorithm, as a loop over the storage's tensors."""
+    """rsl_rl's RolloutStorage. Its GAE is part of the algorithm, as a loop over the storage's tensors."""
 
     def __init__(self, rollout: Rollout) -> None:
         super().__init__("rsl_rl", rsl_rl_storage(), rollout)
@@ -225,9 +227,9 @@ class RslRl(TransitionLoop):
 
 
 class Sb3(RolloutContender):
-    """Stable-Baselines3's RolloutBuffer: numpy from the environment, one get() an epoch, no distribution parameters.
+    """Stable-Baselines3's RolloutBuffer: numpy from the environment, one get() per epoch, no distribution parameters.
 
-    Its advantages are normalised by the algorithm in each mini-batch, which is not timed here.
+    The algorithm normalizes the advantages in each mini-batch, which is not timed here.
     """
 
     def __init__(self, rollout: Rollout) -> None:
@@ -274,7 +276,7 @@ class TorchRl(RolloutContender):
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         shape = rollout.shape
         self._shape = shape
-        # The faster of its two versions for the length of the rollout.
+        # The faster of its two versions for this rollout length.
         few_steps = shape.steps < 256
         self._gae: Any = (
             functional.generalized_advantage_estimate if few_steps else functional.vec_generalized_advantage_estimate
@@ -321,7 +323,7 @@ class TorchRl(RolloutContender):
 
 
 class Rllte(RolloutContender):
-    """rllte's VanillaRolloutStorage, which also is what its decoupled agent (DAAC) uses."""
+    """rllte's VanillaRolloutStorage, which its decoupled agent (DAAC) uses too."""
 
     def __init__(self, rollout: Rollout) -> None:
         from rllte.xploit.storage import VanillaRolloutStorage

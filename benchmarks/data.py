@@ -33,9 +33,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Step:
-    """What a network and an environment give in one step, over all environments.
+    """The outputs of a network and of all environments in one step.
 
-    ``dones`` are terminations: no step is cut by a time limit, so that all contenders agree on the returns.
+    ``dones`` are terminations: no episode is truncated, so that all contenders agree on the returns.
     """
 
     obs: torch.Tensor
@@ -59,7 +59,7 @@ class Rollout:
 
 
 def make_rollout(shape: Shape, episode_length: float = 100.0, seed: int = 0) -> Rollout:
-    """Random data of a shape; each step ends each episode with the chance ``1 / episode_length``."""
+    """Random data of a shape; each step ends an episode with probability ``1 / episode_length``."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def make_rollout(shape: Shape, episode_length: float = 100.0, seed: int = 0) -> 
 
     def step() -> Step:
         n = shape.envs
-        # A state-independent deviation reaches the storage as an expanded view, as in torch.distributions.
+        # A state-independent standard deviation is an expanded view, as in torch.distributions.
         deviation = normal(shape.actions).exp().expand(n, shape.actions)
         return Step(
             obs=normal(n, shape.obs),

@@ -23,7 +23,7 @@ SHAPE = Shape(steps=128, envs=16, obs=4, actions=2, epochs=10, mini_batches=8)
 
 
 class RlstoreDecoupled(RolloutContender):
-    """Our DecoupledRolloutStorage. Unlike rllte's it also keeps and serves predicted advantages."""
+    """Our DecoupledRolloutStorage. Unlike rllte's, it also stores and serves predicted advantages."""
 
     role = "ours"
 

@@ -1,6 +1,6 @@
-"""The pattern of DrQ-v2's loader: episodes as files, and worker processes that each hold their share of them.
+"""The pattern of DrQ-v2's loader: episodes as files, and worker processes that each hold a share of them.
 
-A worker draws an episode, then a window in it, folds its rewards, and yields it alone; a DataLoader makes batches.
+A worker samples an episode, then a window in it, and yields its n-step transition; a DataLoader collates batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Transition = tuple[Array, Array, Array, Array, Array]
 
 
 def save_episode(folder: Path, number: int, steps: Steps) -> None:
-    """Write an episode of one environment: an observation more than actions; the discount is 0 where it terminates."""
+    """Write an episode of one environment, with its final observation; the discount is 0 where it terminates."""
     episode = steps.flat()
     np.savez(
         folder / f"{number:06d}_{len(episode.rewards)}.npz",
@@ -29,9 +29,9 @@ def save_episode(folder: Path, number: int, steps: Steps) -> None:
 
 
 class EpisodeWindows(IterableDataset[Transition]):
-    """Endless n-step windows from the files of a folder, which is looked through again from time to time.
+    """An infinite stream of n-step windows from the files of a folder, which is scanned again from time to time.
 
-    ``size`` is the number of transitions that each worker may hold; the oldest episodes are dropped.
+    ``size`` is the number of transitions that each worker may hold; the oldest episodes are evicted.
     """
 
     def __init__(self, folder: Path, size: int, n_step: int, discount: float, fetch_every: int = 1000) -> None:

@@ -1,7 +1,8 @@
-"""Bytes a transition: by how much a process grows when a buffer is made and filled, over the transitions that it holds.
+"""Bytes per transition: the growth of a process when a buffer is created and filled, divided by its transitions.
 
-That counts all that a buffer really takes: trees, tables, flags and what the allocator adds. Each buffer has a process
-of its own, in which a smaller one of the same kind was made first, so that what it imports and compiles is not counted.
+This counts everything that a buffer allocates: trees, tables, flags and the overhead of the allocator. Each buffer has
+a separate process, in which a smaller one of the same kind is created first, so that imports and compiled code are not
+counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SMALLER = 20
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of transitions, the buffers that hold them, and how many bytes ours may take for each."""
+    """A kind of transition, the buffers that hold it, and the target for our bytes per transition."""
 
     name: str
     title: str
@@ -36,7 +37,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes a transition of one buffer."""
+    """Bytes per transition of one buffer."""
 
     buffer: str
     role: Role
@@ -45,7 +46,7 @@ class Footprint:
 
 @dataclass
 class Footprints:
-    """What the buffers of one kind take."""
+    """The footprints of all buffers of one kind."""
 
     kind: str
     title: str
@@ -99,7 +100,7 @@ def _made(make: Callable[[int], Buffer], capacity: int) -> Buffer:
 
 
 def _resident() -> int:
-    """Bytes of this process that lie in memory, without what is free in it."""
+    """The resident bytes of this process, after freed memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,7 +1,7 @@
 """Measures the storages on a GPU: ``python -m benchmarks.gpu [group ...] [--out FILE] [--profile-only] [--small]``.
 
-Each group is timed in one process and profiled in another. ``--small`` runs everything with small sizes on the CPU, to
-see that it runs: its figures mean nothing.
+Each group is timed in one process and profiled in another. ``--small`` runs everything with small sizes on the CPU, as
+a test: its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(name: str, *, small: bool) -> TrainingTimes:
 
 
 def _alone(work: Callable[[], Any]) -> Any:
-    """Run in a process of its own, which inherits nothing of what ran before."""
+    """Run in a separate process, which inherits no state."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work).result()
 
@@ -77,7 +77,7 @@ def _here(work: Callable[[], Any]) -> Any:
 
 
 def run(names: list[str], *, small: bool, profile_only: bool, console: Console) -> Iterator[dict[str, Any]]:
-    """Measure, show as it comes, and yield all that is known after each group, for the file."""
+    """Measure the groups in order, print each table, and yield all results so far after each group."""
     result: dict[str, Any] = {**gpu_report.environment(), "small": small, "groups": [], "trainings": [], "failed": {}}
     start = _here if small else _alone
     for name in names:
@@ -94,7 +94,7 @@ def run(names: list[str], *, small: bool, profile_only: bool, console: Console) 
                 times = start(partial(train, name, small=small))
                 console.print(gpu_report.training_table(times))
                 result["trainings"].append(gpu_report.training_json(times))
-        except Exception as error:  # what is left can still be measured
+        except Exception as error:  # the other groups can still be measured
             if small:
                 raise
             result["failed"][name] = f"{type(error).__name__}: {error}"
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="group", help=f"any of: {', '.join(known)}; all by default")
     parser.add_argument("--out", type=Path, default=OUTPUT)
     parser.add_argument("--profile-only", action="store_true", help="no times: launches, synchronisations, GPU time")
-    parser.add_argument("--small", action="store_true", help="small sizes on the CPU, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="small sizes on the CPU, as a test")
     given = parser.parse_args()
     unknown = [name for name in given.groups if name not in known]
     if unknown:

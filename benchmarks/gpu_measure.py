@@ -1,8 +1,8 @@
-"""Times calls on a GPU, and counts what they make it do.
+"""Times calls on a GPU, and counts their launches.
 
-A call is timed from an idle GPU until the GPU is idle again, host included. Launches, host synchronisations and the
-time for which the GPU is busy come from torch's profiler, in another process: one that has used it launches at half
-speed.
+A call is timed from an idle GPU until the GPU is idle again, including the host. Launches, host synchronizations and
+the busy time of the GPU come from torch's profiler, in another process: a process that has used the profiler launches
+at half speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 WARM_UP_CALLS = 5
-# A contender's turn: its first call finds the host's caches cold, full of what the other did.
+# The turn of a contender: its first call finds the host's caches filled by another contender.
 CALLS_A_TURN = 4
 SECONDS_OF_ROUNDS = 1.5
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 300
@@ -33,12 +33,12 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def nothing() -> None:
-    """What is done before a call that needs nothing."""
+    """The default of ``Work.before``."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A call that is measured; ``before`` is made before each, and not measured."""
+    """A call that is measured; ``before`` is called before each one and not measured."""
 
     call: Callable[[], object]
     before: Callable[[], object] = nothing
@@ -54,8 +54,8 @@ class Group:
     Attributes:
         name: Its name on the command line.
         title: Its name in the report.
-        floors: For each work, the bytes that must be read and written, whoever does it.
-        contenders: A maker for each, ours first.
+        floors: For each work, the bytes that every contender must read and write.
+        contenders: A function that creates each contender, ours first.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass
 class Counts:
-    """What one call made the GPU do; ``kernels`` has how often each ran, and for how many microseconds in all."""
+    """GPU work of one call; ``kernels`` has the number of runs and the total microseconds of each kernel."""
 
     launches: int = 0
     syncs: int = 0
@@ -76,7 +76,7 @@ class Counts:
 
 @dataclass
 class Measured:
-    """What a process found out about a group; by contender and work."""
+    """The measurements of a group in one process, by contender and work."""
 
     group: str = ""
     title: str = ""
@@ -89,13 +89,13 @@ class Measured:
 
 
 def synchronize() -> None:
-    """Wait until the GPU is idle; nothing on a machine without one."""
+    """Wait until the GPU is idle; does nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy within the device's memory, read and written; 0 on the CPU."""
+    """Bytes per second, read and written, of a large copy within the device's memory; 0 on the CPU."""
     if device.type != "cuda":
         return 0.0
     source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
@@ -112,7 +112,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _make(group: Group, measured: Measured) -> dict[str, Works]:
-    """The contenders that can be made; why the others cannot is noted."""
+    """Create the contenders; the reasons for missing ones are recorded."""
     made: dict[str, Works] = {}
     for name, make in group.contenders.items():
         try:
@@ -128,7 +128,7 @@ def _reason(error: Exception) -> str:
 
 
 def _warm_up(made: Mapping[str, Works], measured: Measured) -> dict[tuple[str, str], float]:
-    """The works that run, by work and contender, with the seconds of a call."""
+    """The seconds of a call, by work and contender, of the works that run."""
     running = {}
     for contender, works in made.items():
         for name, work in works.items():
@@ -151,7 +151,7 @@ def _timed(work: Work) -> float:
 
 
 def time_group(group: Group, device: torch.device, *, seconds: float = SECONDS_OF_ROUNDS) -> Measured:
-    """The times of all calls, contenders in turn, each work for about ``seconds``."""
+    """Time all calls, with the contenders in turn, each work for about ``seconds``."""
     measured = Measured(group.name, group.title, dict(group.floors))
     made = _make(group, measured)
     running = _warm_up(made, measured)
@@ -172,7 +172,7 @@ def time_group(group: Group, device: torch.device, *, seconds: float = SECONDS_O
 
 
 def profile_group(group: Group, device: torch.device) -> Measured:
-    """What each call makes the GPU do."""
+    """Count the GPU work of each call."""
     measured = Measured(group.name, group.title, dict(group.floors))
     made = _make(group, measured)
     for (name, contender), seconds in _warm_up(made, measured).items():
@@ -184,7 +184,7 @@ def profile_group(group: Group, device: torch.device) -> Measured:
 
 
 def _profiled(work: Work, calls: int) -> list[Counts]:
-    """The counts of some calls."""
+    """The counts of each of some profiled calls."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     on_cuda = torch.cuda.is_available()
@@ -207,8 +207,8 @@ def _profiled(work: Work, calls: int) -> list[Counts]:
 def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
     """The counts of each window of a trace, in order.
 
-    What ran on the device belongs to the window in which the host asked for it. Whatever was asked for in one call of
-    the host, such as all kernels of a CUDA graph, is one launch.
+    Work on the device belongs to the window in which the host launched it. Everything launched by one call of the host,
+    such as all kernels of a CUDA graph, is one launch.
     """
     events = list(events)
     spans = sorted(
@@ -221,11 +221,11 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
     def window_at(time: float) -> int | None:
         return next((i for i, (begin, end) in enumerate(spans) if begin <= time <= end), None)
 
-    asked_in: dict[int, int | None] = {}  # the window of each correlation id; None: in none
+    launched_in: dict[int, int | None] = {}  # the window of each correlation id; None: in none
     for event in events:
         if event.get("cat") in HOST_CALLS:
             window = window_at(event["ts"])
-            asked_in[event.get("args", {}).get("correlation", -1)] = window
+            launched_in[event.get("args", {}).get("correlation", -1)] = window
             if window is not None:
                 windows[window].syncs += event["name"] in SYNCS
     launches: dict[int, set[int]] = defaultdict(set)
@@ -234,9 +234,9 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
         correlation = event.get("args", {}).get("correlation", -2)
         if event.get("cat") not in DEVICE_WORK:
             continue
-        # Where the call of the host was not recorded, what ran belongs to the window that began last.
+        # Where the host call was not recorded, the work belongs to the window that began last.
         latest = max((i for i, (begin, _) in enumerate(spans) if begin <= event["ts"]), default=None)
-        window = asked_in.get(correlation, latest)
+        window = launched_in.get(correlation, latest)
         if window is None:
             continue
         launches[window].add(correlation)

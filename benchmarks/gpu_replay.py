@@ -21,7 +21,7 @@ FLOAT, FLAG, ROW_ID = 4, 1, 8
 
 @dataclass(frozen=True)
 class ReplaySizes:
-    """Sizes of the replay; every ``episode`` steps all episodes end."""
+    """Sizes of the replay; all episodes end every ``episode`` steps."""
 
     envs: int = 4096
     steps: int = 256
@@ -32,7 +32,7 @@ class ReplaySizes:
 
 
 class ReplayData:
-    """Steps that may follow each other for ever."""
+    """Steps that can be repeated in a cycle."""
 
     def __init__(self, sizes: ReplaySizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
@@ -58,7 +58,7 @@ class ReplayData:
         self.priorities = normal(sizes.batch).abs() + 1e-3
 
     def filled(self, storage: Any) -> Callable[[], None]:
-        """Fill a storage, and return what adds one step more."""
+        """Fill a storage, and return a function that appends one more step."""
         steps = cycle(self.steps)
 
         def add() -> None:
@@ -120,9 +120,9 @@ def _torchrl(data: ReplayData) -> Works:
 
 
 def replay(sizes: ReplaySizes, device: torch.device) -> Group:
-    """Adds of all environments and batches, uniform and by priority."""
+    """Adds of all environments, and batches, uniform and prioritized."""
     data = ReplayData(sizes, device)
-    # What follows a step is stored as the observation of the next one, and only once.
+    # The next observation of a step is stored once, as the observation of the next step.
     observed, rest = FLOAT * sizes.observations, FLOAT * (sizes.actions + 1) + 2 * FLAG
     served = 2 * observed + FLOAT * (sizes.actions + 2)
     drawn = sizes.batch * (2 * observed + rest + served)
@@ -133,7 +133,7 @@ def replay(sizes: ReplaySizes, device: torch.device) -> Group:
         floors={
             ADD: sizes.envs * 2 * (observed + rest),
             SAMPLE: drawn,
-            # Rows and weights go out; rows and priorities come back, and priorities are written.
+            # Rows and weights are served; rows and priorities are read, and priorities are written.
             PRIORITIZED: drawn + sizes.batch * (ROW_ID + FLOAT + ROW_ID + 2 * FLOAT),
         },
         contenders={"rlstore": partial(_ours, data), "TorchRL": partial(_torchrl, data)},

@@ -1,4 +1,4 @@
-"""Figures of the GPU as tables for people and as JSON for programs."""
+"""Reports the GPU figures as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks import report
 from benchmarks.gpu_measure import Counts, Measured
 from benchmarks.gpu_training import PARTS, TrainingTimes
 
-OURS = ("rlstore", "rlstore, bounded", "one graph")
+OURS = ("rlstore", "rlstore, bounded", "rlstore, reuse", "one graph")
 
 
 def environment() -> dict[str, Any]:
-    """The machine, its GPU, and the versions of all that takes part."""
+    """The machine, its GPU, and the versions of the packages."""
     gpu: dict[str, Any] = {}
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
@@ -36,7 +36,7 @@ def _version(package: str) -> str:
 
 
 def header() -> str:
-    """The same in a line."""
+    """The environment in one line."""
     known = environment()
     names = ("rlstore", "torch", "triton", "rsl-rl-lib", "torchrl", "tensordict")
     versions = ", ".join(f"{name} {known['versions'][name]}" for name in names)
@@ -45,7 +45,7 @@ def header() -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A work of a contender. Times are in microseconds; None where they were not measured."""
+    """One work of one contender. Times are in microseconds; None where they were not measured."""
 
     work: str
     contender: str
@@ -53,11 +53,11 @@ class Line:
     first_call: float | None  # of a turn
     quartiles: tuple[float, float] | None
     counts: Counts | None
-    floor: float | None  # what the bytes take at the bandwidth of a large copy
+    floor: float | None  # the time that the bytes take at the bandwidth of a large copy
 
 
 class Figures:
-    """What was measured of a group: the times, None if there are none, and the counts."""
+    """The measurements of a group: the times, None if there are none, and the counts."""
 
     def __init__(self, timed: Measured | None, profiled: Measured) -> None:
         self.group, self.title, self.floors = profiled.group, profiled.title, profiled.floors
@@ -95,7 +95,7 @@ class Figures:
         return Line(work, contender, middle * 1e6, first, (low * 1e6, high * 1e6), counts, floor)
 
     def peer(self, line: Line, time_of: Callable[[Line], float | None] = lambda line: line.call) -> float | None:
-        """How many times as long the fastest peer's call takes, for a line of ours."""
+        """The time of the fastest peer divided by the time of a line of ours; None for other lines."""
         peers = [time_of(other) for other in self.lines if other.work == line.work and other.contender not in OURS]
         times, own = [time for time in peers if time is not None], time_of(line)
         return min(times) / own if times and own and line.contender in OURS else None
@@ -106,7 +106,7 @@ def _first_call(line: Line) -> float | None:
 
 
 def table(figures: Figures) -> Table:
-    """A group: a line for each work and contender."""
+    """The table of a group: a line for each work and contender."""
     copied = f", {figures.bytes_a_second / 1e12:.2f} TB/s" if figures.bytes_a_second else ""
     drawn = Table(title=f"{figures.title}{copied}", title_justify="left")
     drawn.add_column("work")
@@ -142,7 +142,7 @@ def _number(value: float | None) -> str:
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """A group for the file."""
+    """A group as JSON."""
     return {
         "name": figures.group,
         "title": figures.title,
@@ -171,7 +171,7 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 
 def training_table(times: TrainingTimes) -> Table:
-    """A training: a line for each contender."""
+    """The table of a training: a line for each contender."""
     drawn = Table(title=f"{times.title}; milliseconds, medians of {times.iterations} iterations", title_justify="left")
     drawn.add_column("contender")
     for part in PARTS:
@@ -182,13 +182,13 @@ def training_table(times: TrainingTimes) -> Table:
 
 
 def training_json(times: TrainingTimes) -> dict[str, Any]:
-    """A training for the file."""
+    """A training as JSON."""
     medians = {name: {part: s * 1e3 for part, s in parts.items()} for name, parts in times.medians.items()}
     return {"title": times.title, "iterations": times.iterations, "milliseconds": medians}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All that is in the file, as tables for the documents."""
+    """All results as Markdown tables, for the documentation."""
     versions, gpu = result["versions"], result["gpu"].get("name", "no GPU")
     names = ("torch", "triton", "rsl-rl-lib", "tensordict")
     text = [f"{gpu}; " + ", ".join(f"{name} {versions[name]}" for name in names) + ".", ""]

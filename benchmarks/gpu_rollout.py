@@ -25,7 +25,7 @@ FLOAT, FLAG = 4, 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """A rollout's sizes; ``hidden`` is that of two GRUs, 0 for none."""
+    """Sizes of a rollout; ``hidden`` is the size of two GRUs, 0 for none."""
 
     envs: int
     steps: int = 24
@@ -46,12 +46,12 @@ class Sizes:
 
     @property
     def others(self) -> int:
-        """Bytes of the other fields of a batch: actions, two parameters of their distribution, and four numbers."""
+        """Bytes of the other fields of a batch: actions, two distribution parameters, and four numbers."""
         return FLOAT * (3 * self.actions + 4)
 
 
 class RolloutData:
-    """The same random steps for all contenders, each in tensors of its own, as a simulator gives them."""
+    """The same random steps for all contenders, as separate tensors, as a simulator returns them."""
 
     def __init__(self, sizes: Sizes, device: torch.device, episode_length: float = 100.0) -> None:
         self.sizes, self.device = sizes, device
@@ -69,10 +69,10 @@ class RolloutData:
                 "observations": TensorDict(observed, batch_size=[n], device=device),
                 "actions": normal(n, actions),
                 "rewards": normal(n),
-                "dones": ends.long(),  # simulators hand over integers
+                "dones": ends.long(),  # simulators return integers
                 "values": normal(n, 1),
                 "actions_log_prob": normal(n),
-                # A deviation that does not depend on the state comes as an expanded view.
+                # A state-independent standard deviation is an expanded view.
                 "distribution_params": (normal(n, actions), normal(actions).exp().expand(n, actions)),
                 "hidden_states": memory,
             }
@@ -81,17 +81,17 @@ class RolloutData:
         self.last_values = normal(sizes.envs, 1)
 
     def trajectories(self) -> int:
-        """Pieces of episodes in the rollout."""
+        """The number of trajectories in the rollout."""
         return sum(self.trajectories_of_batches())
 
     def trajectories_of_batches(self) -> list[int]:
-        """The same of each recurrent mini-batch."""
+        """The number of trajectories in each recurrent mini-batch."""
         ends = torch.stack([step["dones"] for step in self.steps[:-1]]).sum(0)
         return [int((own + 1).sum()) for own in ends.chunk(MINI_BATCHES)]
 
 
 class RolloutCalls:
-    """A storage of one class, driven as rsl_rl drives it: one that is being filled, and one that is full."""
+    """Two storages of one class, driven as rsl_rl drives it: one that is being filled, and one that is full."""
 
     def __init__(self, storage_class: Any, data: RolloutData) -> None:
         self.data = data
@@ -115,7 +115,7 @@ class RolloutCalls:
         return transition
 
     def make_room(self) -> None:
-        """Before an add: begin a new rollout if this one is full."""
+        """Called before an add: begin a new rollout if this one is full."""
         self._next %= len(self._transitions)
         if self._next == 0:
             self.adding.clear()
@@ -127,11 +127,11 @@ class RolloutCalls:
         self._next += 1
 
     def compute_returns(self) -> None:
-        """Returns and normalised advantages of the full rollout."""
+        """Compute returns and normalized advantages of the full rollout."""
         raise NotImplementedError
 
     def shuffled(self) -> int:
-        """All batches in one order."""
+        """All batches, with one permutation for all epochs."""
         return drain(self.full.mini_batch_generator(MINI_BATCHES, EPOCHS))
 
     def recurrent(self) -> int:
@@ -159,7 +159,7 @@ class Ours(RolloutCalls):
             self.full.compute_returns(self.data.last_values, GAMMA, LAMBDA)
 
     def reshuffled(self) -> int:
-        """All batches, each epoch in an order of its own."""
+        """All batches, with a new permutation for each epoch."""
         return drain(self.full.mini_batch_generator(MINI_BATCHES, EPOCHS, reshuffle=True))
 
     def works(self) -> dict[str, Work]:
@@ -167,8 +167,21 @@ class Ours(RolloutCalls):
         return found if self.data.sizes.hidden else {**found, RESHUFFLED: Work(self.reshuffled)}
 
 
+class OursReusing(Ours):
+    """The same with ``reuse=True``: the batches are gathered once and yielded in every epoch."""
+
+    def shuffled(self) -> int:
+        return drain(self.full.mini_batch_generator(MINI_BATCHES, EPOCHS, reuse=True))
+
+    def recurrent(self) -> int:
+        return drain(self.full.recurrent_mini_batch_generator(MINI_BATCHES, EPOCHS, reuse=True))
+
+    def works(self) -> dict[str, Work]:
+        return {RECURRENT: Work(self.recurrent)} if self.data.sizes.hidden else {SHUFFLED: Work(self.shuffled)}
+
+
 class OursBounded(Ours):
-    """The same, told how many trajectories a mini-batch has at most, so that nobody waits to know."""
+    """The same with ``max_trajectories``: the number of trajectories is bounded, so the host does not synchronize."""
 
     def __init__(self, data: RolloutData) -> None:
         super().__init__(data)
@@ -182,7 +195,7 @@ class OursBounded(Ours):
 
 
 class RslRl(RolloutCalls):
-    """rsl_rl's RolloutStorage. Its returns are made by its PPO, in a loop over the storage's tensors."""
+    """rsl_rl's RolloutStorage. Its PPO computes the returns, in a loop over the storage's tensors."""
 
     def __init__(self, data: RolloutData) -> None:
         super().__init__(rsl_rl_storage(), data)
@@ -203,12 +216,12 @@ class RslRl(RolloutCalls):
 
     def works(self) -> dict[str, Work]:
         found = super().works()
-        # It knows no reshuffling; what it does instead is what its users have.
+        # It cannot reshuffle; its only mode is shown instead.
         return found if self.data.sizes.hidden else {**found, RESHUFFLED: found[SHUFFLED]}
 
 
 def _floors(data: RolloutData) -> dict[str, int]:
-    """Bytes read and written by each work."""
+    """The bytes that each work must read and write."""
     sizes = data.sizes
     given = sizes.observed + FLOAT * (2 * sizes.actions + 3 + 2 * sizes.hidden) + 8  # the deviation is one row for all
     kept = sizes.observed + FLOAT * (3 * sizes.actions + 3 + 2 * sizes.hidden) + FLAG
@@ -217,7 +230,7 @@ def _floors(data: RolloutData) -> dict[str, int]:
     row = 2 * (sizes.observed + sizes.others)
     if not sizes.hidden:
         return floors | {SHUFFLED: sizes.rows * row, RESHUFFLED: EPOCHS * sizes.rows * row}
-    # Once for all epochs: what is read, and what is written, observations and masks with their padding.
+    # Once for all epochs: the bytes read, and the bytes written, observations and masks with their padding.
     pieces = data.trajectories()
     read = sizes.rows * (sizes.observed + sizes.others + FLAG)
     written = sizes.rows * sizes.others + pieces * sizes.steps * (sizes.observed + FLAG)
@@ -238,7 +251,12 @@ def rollouts(sizes: Sizes, device: torch.device) -> Group:
         title=f"{sizes.steps} x {sizes.envs}, observations {sizes.policy} and {sizes.critic}, actions {sizes.actions}"
         + memory,
         floors=_floors(data),
-        contenders={"rlstore": partial(works_of, Ours), **bounded, "rsl_rl": partial(works_of, RslRl)},
+        contenders={
+            "rlstore": partial(works_of, Ours),
+            **bounded,
+            "rlstore, reuse": partial(works_of, OursReusing),
+            "rsl_rl": partial(works_of, RslRl),
+        },
     )
 
 
@@ -258,11 +276,11 @@ def _eager_update(data: RolloutData) -> tuple[Ours, Callable[[], list[Any]]]:
 
 
 def _captured_update(data: RolloutData) -> Works:
-    """The update as a graph. Its batches live in the graph's memory, and each replay writes them anew."""
+    """The update as a graph. Its batches are in the graph's memory, and each replay overwrites them."""
     if data.device.type != "cuda":
         raise RuntimeError("CUDA graphs need CUDA")
     ours, update = _eager_update(data)
-    for _ in range(3):  # so that all kernels are compiled
+    for _ in range(3):  # compiles all kernels
         update()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -283,7 +301,7 @@ def _captured_update(data: RolloutData) -> Works:
 
 
 def captured(sizes: Sizes, device: torch.device) -> Group:
-    """What an update asks of the storage, call by call and as one graph."""
+    """The storage's part of an update, call by call and as one graph."""
     data = RolloutData(sizes, device)
     row = 2 * (sizes.observed + sizes.others)
     return Group(
@@ -304,7 +322,7 @@ PIXELS = "an epoch of batches of 256, as float32"
 
 @dataclass(frozen=True)
 class PixelSizes:
-    """A rollout of images, and the batches that it is cut into."""
+    """Sizes of a rollout of images, and the number of its batches."""
 
     steps: int = 128
     envs: int = 64
@@ -336,7 +354,7 @@ def _our_pixels(sizes: PixelSizes, device: torch.device) -> Works:
 
 
 def _plain_pixels(sizes: PixelSizes, device: torch.device) -> Works:
-    """Rows picked by index and converted, field by field, as rollout buffers do."""
+    """Rows indexed and converted field by field, as rollout buffers do."""
     rows = sizes.steps * sizes.envs
     observations = torch.randint(256, (rows, *sizes.image), device=device, dtype=torch.uint8)
     fields = [torch.randn(rows, 1, device=device) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Iterations of rsl_rl's PPO on a synthetic environment, with its own storage and with ours in its place."""
+"""Iterations of rsl_rl's PPO on a synthetic environment, with its own storage and with ours."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class TrainingSizes:
     hidden: int = 256
     warm_up: int = 3
     turns: int = 4
-    iterations: int = 5  # of a turn
+    iterations: int = 5  # per turn
 
 
 class SyntheticEnv:
-    """A linear system with noise, all of it in a few tensor operations; episodes end after 100 to 131 steps."""
+    """A linear system with noise, in a few tensor operations; episodes end after 100 to 131 steps."""
 
     def __init__(self, sizes: TrainingSizes, device: torch.device) -> None:
         self.num_envs, self.num_actions, self.device = sizes.envs, sizes.actions, device
         self.cfg: dict[str, Any] = {}
         self.max_episode_length = 100 + torch.arange(sizes.envs, device=device) % 32
-        # As if they had begun at different times, so that their ends fall on different steps.
+        # As if the episodes had begun at different times, so that they end at different steps.
         self.episode_length_buf = torch.arange(sizes.envs, device=device) % 100
         self._state = torch.randn(sizes.envs, sizes.observations, device=device)
         self._effect = torch.randn(sizes.actions, sizes.observations, device=device) / 10
@@ -53,7 +53,7 @@ class SyntheticEnv:
         return self
 
     def get_observations(self) -> TensorDict:
-        """What all environments show."""
+        """The observations of all environments."""
         return TensorDict({"policy": self._state}, batch_size=[self.num_envs], device=self.device)
 
     def step(self, actions: Tensor) -> tuple[TensorDict, Tensor, Tensor, dict[str, Tensor]]:
@@ -84,7 +84,7 @@ def _config(sizes: TrainingSizes, *, recurrent: bool) -> dict[str, Any]:
 
 @contextmanager
 def storage_in_rsl_rl(storage_class: Any) -> Iterator[None]:
-    """Let rsl_rl make storages of this class."""
+    """Make rsl_rl create storages of this class."""
     theirs = rsl_rl_storage()
     import rsl_rl.runners
 
@@ -101,14 +101,14 @@ def storage_in_rsl_rl(storage_class: Any) -> Iterator[None]:
 
 
 class Training:
-    """A training whose iterations are timed; the GPU is waited for between its parts.
+    """A training whose iterations are timed; the GPU is synchronized between its parts.
 
     Args:
-        storage_class: The storage in rsl_rl.
+        storage_class: The storage that rsl_rl uses.
         sizes: The sizes.
-        device: Where.
+        device: The device.
         recurrent: Whether actor and critic have a GRU.
-        own_returns: Whether the storage makes the returns, in the place of rsl_rl's loop over steps.
+        own_returns: Whether the storage computes the returns, instead of rsl_rl's loop over steps.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Training:
         self.algorithm.update = self._timed_update
 
     def learn(self, iterations: int) -> list[dict[str, float]]:
-        """The seconds of each part of some iterations."""
+        """Train for some iterations and return the seconds of each part of each iteration."""
         self._iterations = []
         self.runner.learn(iterations)
         return self._iterations
@@ -178,7 +178,7 @@ class TrainingTimes:
 
 
 def time_training(sizes: TrainingSizes, device: torch.device, *, recurrent: bool) -> TrainingTimes:
-    """The contenders in turn, a few iterations each."""
+    """Time the contenders in turn, a few iterations each."""
     from rlstore import RolloutStorage
 
     def training(storage_class: Any, *, own_returns: bool = False) -> Training:

@@ -1,11 +1,11 @@
-"""Rollouts handed from two actor processes to a learner, as for IMPALA: 80 steps of 4 x 84 x 84 frames, 8 a batch.
+"""Rollouts passed from two actor processes to a learner, as in IMPALA: 80 steps of 4 x 84 x 84 frames, 8 per batch.
 
-The learner takes batches one after the other and does nothing with them. In one workload the actors hand slots over as
-they are, so that the time is that of the hand-off and of making batches. In the other they write each rollout first,
-which takes them a copy; on a machine of few cores that time is the learner's too.
+The learner takes batches back to back and does nothing with them. In one workload the actors hand over slots that are
+already written, so that only the hand-off and the gathering of batches are timed. In the other they write each rollout
+first, with a copy; on a machine with few cores that costs the learner time too.
 
-Actors are processes of their own, so the clock is the wall's. They stop when every slot is full, and thus do not
-disturb the contenders whose turn it is.
+Actors are separate processes, so the wall clock is used. They block when every slot is full, and so do not disturb the
+contender whose turn it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.replay_contenders import keep_freed_memory
 from rlstore import DistributedStorage, SlotQueue, StorageClosedError
 
 STEPS, BATCH, ACTORS = 80, 8, 2
-# Three batches: one is taken while others become full.
+# Three batches: one is read while others are written.
 SLOTS = 3 * BATCH
 BATCHES = 10
 ACTIONS = 6
@@ -47,14 +47,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "baseline": ((), torch.float32),
     "action": ((), torch.int64),
 }
-# Rollouts that actors write have numbers from here on; those that lie in the slots at first have the slots' numbers.
+# Rollouts written by actors are numbered from here on; those initially in the slots have the numbers of the slots.
 FIRST_WRITTEN = 100
 
 Rollouts = Mapping[str, Tensor]
 
 
 def rollout(number: int) -> dict[str, Tensor]:
-    """A rollout ``[STEPS + 1, ...]`` that carries a number, from which all of it follows."""
+    """A rollout ``[STEPS + 1, ...]`` that contains its number, from which all of its values follow."""
     random = torch.Generator().manual_seed(number)
     values = {
         key: torch.randint(0, 2 if dtype == torch.bool else 256, (STEPS + 1, *shape), generator=random).to(dtype)
@@ -70,7 +70,7 @@ def copy_into(slot: Mapping[str, Tensor], values: Rollouts) -> None:
 
 
 class Handoff(Contender):
-    """Slots for rollouts, two actors that fill them, and a learner that takes batches of them."""
+    """Hand-off slots, two actors that fill them, and a learner that takes batches of them."""
 
     def __init__(self, name: str, writes: bool) -> None:
         super().__init__(name)
@@ -92,7 +92,7 @@ class Handoff(Contender):
 
     @abstractmethod
     def stop(self) -> None:
-        """Tell the actors to end."""
+        """Make the actors return."""
 
     def phases(self) -> Mapping[str, Callable[[], None]]:
         return {"batch": self._take_all}
@@ -179,7 +179,7 @@ class Queues(Handoff):
 
 
 class Documented(Queues):
-    """Our storage, driven as it is documented."""
+    """Our storage, driven through the documented interface with queues."""
 
     role = "ours"
 
@@ -220,7 +220,7 @@ def simple_queue() -> Any:
 
 
 class Copy(Contender):
-    """The bytes of a batch, copied flat: into memory that exists, or each time into new memory from the system."""
+    """A flat copy of the bytes of a batch: into preallocated memory, or each time into new memory from the system."""
 
     role = "floor"
 
@@ -240,11 +240,11 @@ class Copy(Contender):
             self._target.copy_(self._source)
 
     def rest(self) -> None:
-        time.sleep(REST)  # as the others do: whoever has rested is served first on a busy machine
+        time.sleep(REST)  # as the others do: a busy machine schedules a process first that has slept
 
 
 def check(writes: bool, evidence: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Refuse to compare contenders if a batch is not made of the rollouts whose numbers it carries."""
+    """Raise if a batch does not consist of the rollouts whose numbers it contains."""
     for name, batch in evidence.items():
         if not batch:
             continue
@@ -252,11 +252,11 @@ def check(writes: bool, evidence: Mapping[str, Mapping[str, Tensor]]) -> None:
         if len(numbers) != BATCH or (not writes and len(set(numbers)) != BATCH):
             raise RuntimeError(f"{name} served the rollouts {numbers}, not {BATCH} different ones")
         if writes and min(numbers) < FIRST_WRITTEN:
-            raise RuntimeError(f"{name} served a rollout that nobody wrote, of {numbers}")
+            raise RuntimeError(f"{name} served a rollout that was never written, of {numbers}")
         rollouts = [rollout(number) for number in numbers]
         for key in SHAPES:
             if not torch.equal(batch[key], torch.stack([values[key] for values in rollouts], dim=1)):
-                raise RuntimeError(f"{name} served another {key} than that of the rollouts {numbers}")
+                raise RuntimeError(f"{name} served a {key} that differs from that of the rollouts {numbers}")
 
 
 def workload(writes: bool = False) -> Workload:

@@ -1,13 +1,13 @@
-"""Times contenders side by side: in every round each has its turn of a few laps, in an order that rotates.
+"""Times contenders side by side: in every round each contender has a turn of a few laps, in a rotating order.
 
-A lap runs the phases of the workload one after the other and times each. The first lap of a turn finds the caches full
-of the others' data and is kept apart, as the cold one.
+A lap runs the phases of the workload in order and times each. The first lap of a turn finds the caches full of the
+others' data and is recorded separately, as the cold one.
 
-The clock is the processor time of the one thread that works, so that waiting for a processor does not count. Reading it
-costs up to a microsecond, which is part of each figure; so a phase that is as short as that makes many calls, and its
-figure is the time of one. It does not hide that other work takes cache and memory bandwidth: that slows contenders
-unequally, those that move most memory the most. So each result carries the load. Where contenders work in threads or
-processes of their own, a workload is timed by the wall instead.
+The clock is the CPU time of the one working thread, so that waiting for a processor does not count. Reading it takes up
+to a microsecond, which is part of each figure; so a phase that short makes many calls, and its figure is the time per
+call. CPU time still includes the effect of other processes on caches and memory bandwidth: it slows contenders
+unequally, most of all those that move the most memory. So each result records the load. Where contenders use their own
+threads or processes, a workload is timed with the wall clock instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLD_CYCLE = cold(CYCLE)
 
 
 class Contender(ABC):
-    """A buffer together with the way in which its own training loop drives it."""
+    """A buffer, driven as its own training loop drives it."""
 
     role: Role = "peer"
 
@@ -52,14 +52,14 @@ class Contender(ABC):
 
     @abstractmethod
     def phases(self) -> Mapping[str, Callable[[], object]]:
-        """What it does in each phase of a lap; a phase that it has no answer to may be left out."""
+        """The work of each phase of a lap; a phase that the buffer does not support is omitted."""
 
     def evidence(self) -> Mapping[str, torch.Tensor]:
-        """What it served or computed, under names that all contenders of a workload share, for the workload's check."""
+        """What it served or computed, by names that all contenders of a workload share, for the workload's check."""
         return {}
 
     def rest(self) -> None:  # noqa: B027
-        """Called after each turn: wait until nothing works in the background."""
+        """Called after each turn: wait until background work has finished."""
 
     def close(self) -> None:  # noqa: B027
         """Called once after all rounds."""
@@ -67,7 +67,7 @@ class Contender(ABC):
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a lap, timed by itself; it makes ``calls`` calls, and the figure is the time of one."""
+    """A part of a lap that is timed separately; it makes ``calls`` calls, and the figure is the time per call."""
 
     name: str
     label: str
@@ -76,9 +76,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Target:
-    """An aim of ours: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``.
+    """A target: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``.
 
-    It concerns all our contenders, or those that ``ours`` names.
+    It applies to all our contenders, or to those that ``ours`` names.
     """
 
     phase: str
@@ -87,7 +87,7 @@ class Target:
     ours: tuple[str, ...] = ()
 
     def concerns(self, timing: Timing) -> bool:
-        """Whether the aim is one for this timing."""
+        """Whether the target applies to this timing."""
         ours = timing.contender in self.ours if self.ours else timing.role == "ours"
         return ours and timing.phase == self.phase
 
@@ -97,10 +97,10 @@ class Workload:
     """A named set of contenders that do the same work.
 
     Attributes:
-        phases: what a lap is made of, in this order.
-        contenders: a maker for each, by name.
+        phases: the parts of a lap, in this order.
+        contenders: a function that creates each contender, by name.
         check: takes the evidence of each contender and raises RuntimeError if they did not do the same work.
-        cycle: the phases that together are one cycle of training, whose sum is a figure of its own; none if empty.
+        cycle: the phases that together are one training cycle, whose sum is reported too; none if empty.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """What one workload gave; ``load`` is the machine's load average before and after, our own work included."""
+    """The result of one workload; ``load`` is the load average before and after, including the benchmark itself."""
 
     name: str
     title: str
@@ -151,7 +151,7 @@ class Result:
 
 
 def run_alone(make_workload: Callable[[], Workload]) -> Result:
-    """Measure a workload in a process of its own, so that no workload inherits the memory of another."""
+    """Measure a workload in a separate process, so that no workload inherits the memory of another."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, make_workload).result()
 
@@ -216,9 +216,9 @@ def _time_rounds(workload: Workload, contenders: list[Contender]) -> dict[str, d
 
 @contextmanager
 def _collector_held() -> Iterator[None]:
-    """Switch the garbage collector off, but for calls of ``gc.collect()``, which then see only what is made inside."""
+    """Disable the garbage collector; calls of ``gc.collect()`` then only see objects created inside the block."""
     gc.collect()
-    # What lives now stays: without it each collection between the laps would walk all loaded modules.
+    # Without freezing, each collection between the laps would traverse all loaded modules.
     gc.freeze()
     gc.disable()
     try:

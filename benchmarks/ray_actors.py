@@ -1,4 +1,4 @@
-"""What the workloads with Ray run in the cluster's processes: writers, and the actors of those that are not ours."""
+"""The Ray actors of the workloads with Ray: writers, and the servers of the other contenders."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from benchmarks.replay_data import GAMMA, Array, Source, Steps
 
 Arrays = dict[str, Array]
-# Steps that a writer sends in one call, and calls that it may have under way.
+# Steps that a writer sends in one call, and calls that it may have in flight.
 STEPS_A_CALL, CALLS_UNDER_WAY = 32, 4
 
 
 class StepWriter(Protocol):
-    """What a writer process writes through; ours is one."""
+    """The interface of a writer; ours implements it."""
 
     def add(self, sample: Mapping[str, Any]) -> None: ...
     def flush(self) -> None: ...
 
 
 class Inserter:
-    """A Ray actor that plays an environment whose steps are prepared."""
+    """A Ray actor that inserts prepared steps."""
 
     def __init__(self, source: Source, make_writer: Callable[[], StepWriter]) -> None:
         torch.set_num_threads(1)
@@ -33,14 +33,14 @@ class Inserter:
         self._place = 0
 
     def fill(self, transitions: int) -> None:
-        """Insert a whole buffer."""
+        """Insert this many transitions."""
         for piece in self._source.fill(transitions):
             for step in piece.each():
                 self._writer.add(sample_of(step))
         self._writer.flush()
 
     def insert(self) -> None:
-        """Insert as many steps as go into one call."""
+        """Insert the steps of one call."""
         for _ in range(STEPS_A_CALL):
             self._writer.add(self._steps[self._place])
             self._place = (self._place + 1) % len(self._steps)
@@ -55,7 +55,7 @@ def sample_of(step: Steps) -> dict[str, torch.Tensor]:
 
 
 class CallingWriter:
-    """Gathers steps as ours does, and calls ``add`` of an actor with them."""
+    """Collects steps as ours does, and passes them to ``add`` of an actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -86,7 +86,7 @@ class CallingWriter:
 
 
 class ReadyMade:
-    """A Ray actor that gives batches which it has already, and drops what it is sent."""
+    """A Ray actor that returns batches prepared in advance, and drops the steps that it receives."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         steps = [piece.flat() for piece in source.fill(4 * batch_size)]
@@ -96,7 +96,7 @@ class ReadyMade:
         self._given = 0
 
     def add(self, arrays: Arrays) -> None:
-        """Take steps."""
+        """Drop the steps."""
 
     def batch(self) -> Arrays:
         self._given += 1
@@ -104,7 +104,7 @@ class ReadyMade:
 
 
 class OneReplay:
-    """A Ray actor with a replay buffer of numpy arrays, as many programs have it."""
+    """A Ray actor with a replay buffer of numpy arrays, as in many programs."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._written = capacity, 0

@@ -1,7 +1,7 @@
-"""Replay that is served from a Ray cluster: a learner takes batches of 256, while two writers insert.
+"""Replay served from a Ray cluster: a learner takes batches of 256, while two writers insert.
 
-The learner takes batches one after the other, without learning between them. For each batch a writer inserts 32
-transitions, whoever serves: the load is the same for all. The cluster is one machine. The clock is the wall's.
+The learner takes batches back to back, without learning in between. For each batch a writer inserts 32 transitions,
+whichever contender serves: the load is the same for all. The cluster is one machine. The wall clock is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.replay_data import GAMMA, PixelSource, Source, VectorSource, che
 BATCH = 256
 BATCHES = 10
 SHARDS = WRITERS = 2
-# Calls of the writers that may be open while batches are taken.
+# Calls of the writers that may be in flight while batches are taken.
 INSERTS = 4
 OBJECT_STORE = 256 << 20
 
@@ -35,7 +35,7 @@ Batch = Mapping[str, Tensor]
 
 
 class RayContender(Contender):
-    """Something that serves replay from a Ray cluster, which all contenders share, and writers that insert into it."""
+    """A contender that serves replay from the Ray cluster that all contenders share, and its writers."""
 
     _users: ClassVar[int] = 0
 
@@ -49,7 +49,7 @@ class RayContender(Contender):
         self._inserters: list[Any] = []
 
     def start_writers(self, make_writers: list[Callable[[], StepWriter]]) -> None:
-        """Start the writers, and fill the buffers with them."""
+        """Start the writers, which fill the buffers."""
         import ray
 
         inserter: Any = ray.remote(Inserter)
@@ -98,7 +98,7 @@ def _start_ray() -> None:
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray speaks of its own future
+        warnings.simplefilter("ignore")  # deprecation warnings of Ray
         ray.init(
             address="local",
             num_cpus=8,
@@ -139,7 +139,7 @@ class Rlstore(RayContender):
 
 
 class Own:
-    """Copies arrays, which lie in Ray's object store, into tensors: two sets of them, so that one batch can be held."""
+    """Copies arrays from Ray's object store into one of two sets of tensors, so that one batch can be kept."""
 
     def __init__(self) -> None:
         self._sets: deque[dict[str, Tensor]] = deque([{}, {}])
@@ -155,12 +155,12 @@ class Own:
 
 def _as_tensor(values: Any) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the arrays are read-only, and are only read
+        warnings.simplefilter("ignore")  # the arrays are read-only and are not written
         return torch.from_numpy(values)
 
 
 class Calls(RayContender):
-    """Ray alone: two actors give batches that are ready, as far ahead as ours."""
+    """Ray calls only: two actors return prepared batches, prefetched as far ahead as ours."""
 
     def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
         super().__init__(name, source, capacity, prefetch)
@@ -183,7 +183,7 @@ class Calls(RayContender):
 
 
 class OneActor(RayContender):
-    """One actor with a replay buffer, which the learner asks for a batch when it wants one."""
+    """One actor with a replay buffer, which the learner calls when it needs a batch."""
 
     def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
         super().__init__(name, source, capacity, prefetch)
@@ -224,14 +224,14 @@ def _workload(name: str, title: str, source: Source, capacity: int, served: int,
 
 
 def pixels() -> Workload:
-    """Stacks of four frames, both of them whole in each transition."""
+    """Stacks of four frames, both stacks complete in each transition."""
     served = 2 * 4 * PixelSource.SIDE**2 + 8 + 4 + 4
     source = PixelSource(4, channels=1, actions=0)
     return _workload("ray_pixels", "observations 4 x 84 x 84 in uint8", source, 4_000, served, prefetch=2)
 
 
 def vectors() -> Workload:
-    """Small batches, where calls are all there is."""
+    """Small batches, where the overhead of calls dominates."""
     return _workload(
         "ray_vector", "observations 17, actions 6", VectorSource(), 20_000, 4 * (2 * 17 + 6 + 2), prefetch=8
     )

@@ -29,6 +29,7 @@ def workload() -> Workload:
         cycle=CYCLE_OF_TRAINING,
         contenders={
             "rlstore": partial(Rlstore, rollout),
+            "rlstore, reuse": partial(Rlstore, rollout, reuse=True),
             "rsl_rl": partial(RslRl, rollout),
             "memcpy": partial(Memcpy, RECURRENT, served=padded_bytes(rollout)),
         },
@@ -39,9 +40,9 @@ def workload() -> Workload:
 
 
 def padded_bytes(rollout: Rollout) -> int:
-    """Bytes of all trajectories, written once: padded observations, masks and first hidden states.
+    """Bytes of all trajectories, written once: padded observations, masks and initial hidden states.
 
-    The other fields of a recurrent batch are slices of what is stored and need no copy.
+    The other fields of a recurrent batch are slices of the stored data and need no copy.
     """
     shape = rollout.shape
     ends = torch.stack([step.dones for step in rollout.steps[:-1]]).sum()

@@ -1,6 +1,6 @@
-"""The buffers that replay is measured with: how each library is filled, added to and sampled, with data as used there.
+"""The replay buffers: how each library's buffer is filled, appended to and sampled, with data as used there.
 
-Libraries are imported when a buffer is made, so that a missing one is reported and the others still run.
+Libraries are imported when a buffer is created, so that a missing one is reported and the others still run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Loop = Callable[[], object]
 
 
 def one_step_discounts(terminated: Array | torch.Tensor) -> torch.Tensor:
-    """Discounts, for buffers that serve flags in their place."""
+    """Discounts, for buffers that serve termination flags instead."""
     return GAMMA * (1.0 - torch.as_tensor(terminated).float())
 
 
@@ -30,7 +30,7 @@ class Buffer(ABC):
     """A buffer of one library, for the transitions of a source.
 
     Attributes:
-        sample: draws a batch; called with the arguments that ``arguments`` gives.
+        sample: draws a batch; called with the arguments from ``arguments``.
     """
 
     role: Role = "peer"
@@ -46,14 +46,14 @@ class Buffer(ABC):
 
     @abstractmethod
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
-        """A drawn batch under the names that all share."""
+        """Rename the fields of a drawn batch to the common names."""
 
     def arguments(self, batch_size: int, calls: int) -> Iterable[tuple[Any, ...]]:
-        """What ``sample`` is called with to draw that many batches."""
+        """The arguments of ``sample`` for each of these calls."""
         return repeat((batch_size,), calls)
 
     def sampling(self, batch_size: int, calls: int) -> Loop:
-        """A loop that draws batches and keeps each until the next one is there."""
+        """A loop that draws batches and keeps each until the next one is returned."""
 
         def draw() -> object:
             sample, drawn = self.sample, None
@@ -64,26 +64,26 @@ class Buffer(ABC):
         return draw
 
     def drawn(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """One batch under the names that all share."""
+        """One batch with the common names."""
         return self.batch(self.sampling(batch_size, 1)())
 
     def rest(self) -> None:  # noqa: B027
-        """Wait until nothing works in the background."""
+        """Wait until background work has finished."""
 
     def close(self) -> None:  # noqa: B027
         """Called once, at the end."""
 
 
 class AddableBuffer(Buffer):
-    """A buffer whose adds are timed too."""
+    """A buffer whose adds are also timed."""
 
     @abstractmethod
     def adding(self, steps: Steps, calls: int) -> Loop:
-        """A loop of so many calls, which adds steps one by one, over and over."""
+        """A loop of this many calls that appends the steps one by one, repeatedly."""
 
 
 def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls: int) -> Loop:
-    """A loop of so many calls, with prepared positional arguments, over and over."""
+    """A loop of this many calls with prepared positional arguments, used repeatedly."""
     prepared = list(islice(cycle(arguments), calls))
 
     def loop() -> None:
@@ -96,7 +96,7 @@ def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls:
 class Rlstore(AddableBuffer):
     """One of our storages, given tensors ``[envs, ...]``.
 
-    With ``from_gymnasium`` it is given what gymnasium's environments give: arrays, and of a single one plain numbers.
+    With ``from_gymnasium`` it is given what Gymnasium returns: arrays, and from a single environment plain numbers.
     """
 
     role = "ours"
@@ -203,7 +203,7 @@ class Sb3(AddableBuffer):
 class Cpprb(AddableBuffer):
     """cpprb's ReplayBuffer: numpy in and out.
 
-    ``compress`` keeps single frames, for which its stacks have to lie in the last axis.
+    ``compress`` stores single frames, for which the stack must be the last axis.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Cpprb(AddableBuffer):
         self.sample = self.buffer.sample
 
     def _fields(self, steps: Steps) -> dict[str, Array]:
-        """Fields of transitions in one axis."""
+        """The fields of transitions, flattened to one axis."""
         observations, following = steps.observations, steps.next_observations
         if self._compress:
             observations, following = np.moveaxis(observations, 1, -1), np.moveaxis(following, 1, -1)
@@ -271,7 +271,7 @@ class Cpprb(AddableBuffer):
 
 
 class Rlox(AddableBuffer):
-    """rlox's ReplayBuffer, for float32 vectors: numpy in and out; every draw is given a seed."""
+    """rlox's ReplayBuffer, for float32 vectors: numpy in and out; every draw takes a seed."""
 
     def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", *options: Any) -> None:
         import rlox
@@ -296,7 +296,7 @@ class Rlox(AddableBuffer):
 
     @staticmethod
     def single(step: Steps) -> tuple[Any, ...]:
-        """What ``push`` takes, of a step of one environment."""
+        """The arguments of ``push`` for a step of one environment."""
         flags = bool(step.terminated[0]), bool(step.truncated[0])
         return step.observations[0], step.actions[0], float(step.rewards[0]), *flags, step.next_observations[0]
 
@@ -312,7 +312,7 @@ class Rlox(AddableBuffer):
 
 
 class Tianshou(AddableBuffer):
-    """tianshou's buffers: numpy in and out, in a Batch. Several environments have a buffer each."""
+    """tianshou's buffers: numpy in and out, in a Batch. Each environment has its own buffer."""
 
     def __init__(self, source: Source, capacity: int, kind: str = "ReplayBuffer", **options: Any) -> None:
         import tianshou.data
@@ -343,7 +343,7 @@ class Tianshou(AddableBuffer):
             whole = self._data.Batch.cat([self._batch(steps.flat()) for steps in self.source.fill(self.capacity)])
             whole.done = whole.terminated | whole.truncated
             self.buffer.set_batch(whole)
-            # What its own from_data does.
+            # As its own from_data does.
             self.buffer._size = self.capacity
             return
         envs = np.arange(self.source.envs)
@@ -381,7 +381,7 @@ class TorchRl(AddableBuffer):
 
     @staticmethod
     def data(steps: Steps) -> TensorDict:
-        """Transitions in one axis, named as TorchRL's environments do."""
+        """Transitions flattened to one axis, with the names of TorchRL's environments."""
         tensors = {name: torch.from_numpy(values) for name, values in vars(steps).items()}
         ends = {name: tensors[name].unsqueeze(-1) for name in ("terminated", "truncated")}
         following = {

@@ -1,4 +1,4 @@
-"""What workloads with replay share: a contender that draws batches, the floor under it, and how memory behaves."""
+"""What the replay workloads share: a contender that samples batches, the memcpy floor, and the malloc setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.replay_buffers import Buffer, Loop
 
 
 class Sampling(Contender):
-    """A full buffer that batches are drawn from."""
+    """A full buffer from which batches are drawn."""
 
     def __init__(self, name: str, make: Callable[[], Buffer], draws: Mapping[str, tuple[int, int]]) -> None:
         """Take, for each phase, the size of a batch and the number of batches."""
@@ -38,7 +38,7 @@ class Sampling(Contender):
 
 
 class Copies(Contender):
-    """The floor: the bytes of each call, copied flat between tensors that exist already."""
+    """The floor: a flat copy of the bytes of each call between preallocated tensors."""
 
     role = "floor"
 
@@ -62,10 +62,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, calls: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep blocks of up to 31 MiB when they are freed, for all contenders alike.
+    """Make malloc keep freed blocks of up to 31 MiB, for all contenders.
 
-    glibc gives large blocks back to the system at once until it has seen one of that size freed, which in a training
-    process is soon. Here it would depend on the order of the contenders whether a batch of pixels pays for new pages,
-    and that takes longer than to copy it.
+    glibc returns large blocks to the system immediately until a block of that size has been freed, which soon happens
+    in a training process. Here the order of the contenders would decide whether a batch of pixels pays for new pages,
+    which takes longer than copying it.
     """
     np.ones(31 << 20, dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""Synthetic experience for replay: everything about a transition follows from its id, so that any batch can be checked.
+"""Synthetic experience for replay: all values of a transition follow from its id, so that any batch can be checked.
 
-An id counts observations: each episode has one more than it has steps, so what follows a step has the next id of the
-same environment, the final observation too. An observation carries its id.
+An id counts observations: each episode has one more observation than steps, so the next observation of a step, final
+observations included, has the next id of the same environment. An observation contains its id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOISE_ROWS = 4093
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of all environments, each array ``[steps, envs, ...]``; the arrays of single steps lie apart."""
+    """Steps of all environments, each array ``[steps, envs, ...]``; a step is one index of the first axis."""
 
     observations: Array
     actions: Array
@@ -33,19 +33,19 @@ class Steps:
     next_observations: Array
 
     def each(self) -> Iterator[Steps]:
-        """The steps one by one, ``[envs, ...]``, in memory of their own, as an environment gives them."""
+        """The steps one by one, ``[envs, ...]``, as separate copies, as an environment returns them."""
         for t in range(len(self.rewards)):
             yield Steps(*(values[t].copy() for values in vars(self).values()))
 
     def flat(self) -> Steps:
-        """The same, with steps and environments in one axis."""
+        """The same, with steps and environments flattened to one axis."""
         return Steps(*(values.reshape(-1, *values.shape[2:]) for values in vars(self).values()))
 
 
 class Source(ABC):
-    """An endless stream of steps from ``envs`` environments, ``chunk`` transitions at a time.
+    """An infinite stream of steps from ``envs`` environments, ``chunk`` transitions at a time.
 
-    All episodes are equally long, and those of different environments end at different steps. Every second one is
+    All episodes have the same length, and those of different environments end at different steps. Every second one is
     terminated, the others are truncated.
     """
 
@@ -63,18 +63,18 @@ class Source(ABC):
 
     @abstractmethod
     def observations(self, ids: Array) -> Array:
-        """The observations with some ids, in one more axis or more."""
+        """The observations of some ids, ``[*ids.shape, ...]``."""
 
     @abstractmethod
     def ids(self, observations: torch.Tensor) -> Array:
-        """The ids that observations carry."""
+        """The ids that observations contain."""
 
     @abstractmethod
     def actions(self, ids: Array) -> Array:
-        """What was done in each."""
+        """The actions of some ids."""
 
     def rewards(self, ids: Array) -> Array:
-        """What it brought."""
+        """The rewards of some ids."""
         return ((ids * 7) % 101 - 50).astype(np.float32)
 
     def place(self, ids: Array) -> Array:
@@ -83,7 +83,7 @@ class Source(ABC):
         return place
 
     def steps_left(self, ids: Array) -> Array:
-        """The number of steps that the episode still has, that from this observation included."""
+        """The number of steps left in the episode, including the one from this observation."""
         left: Array = self.episode_length - self.place(ids)
         return left
 
@@ -93,7 +93,7 @@ class Source(ABC):
         return terminates
 
     def fill(self, transitions: int) -> Iterator[Steps]:
-        """A number of transitions, in pieces. The last step is an end for every environment."""
+        """This many transitions, in pieces. The last step ends the episode of every environment."""
         steps = transitions // self.envs
         size = max(1, self._chunk // self.envs)
         for first in range(0, steps, size):
@@ -104,9 +104,9 @@ class Source(ABC):
             yield piece
 
     def loop(self, length: int = 40) -> Steps:
-        """Steps that may follow those of ``fill`` and then themselves, over and over: the ends of two episodes.
+        """Steps that may follow those of ``fill`` and then be repeated: the ends of two episodes.
 
-        They are few, so that they stay in the cache, as what an environment has just made is.
+        They are few, so that they stay in the cache, like data that an environment has just produced.
         """
         episode, place = np.divmod(np.arange(2 * length)[:, None] + self._ahead, length)
         return self._steps(episode % 2, place + self.episode_length - length)
@@ -124,7 +124,7 @@ class Source(ABC):
         )
 
     def expected(self, ids: Array, n_step: int = 1) -> dict[str, torch.Tensor]:
-        """The batch that belongs to some ids."""
+        """The batch that is correct for some ids."""
         taken = np.minimum(n_step, self.steps_left(ids))
         rewards = np.zeros(ids.shape)
         for i in range(n_step):
@@ -168,9 +168,9 @@ class VectorSource(Source):
 
 
 class PixelSource(Source):
-    """Stacks of the last frames, ``(stack * channels, 84, 84)`` uint8; an episode begins with its first frame repeated.
+    """Frame stacks, ``(stack * channels, 84, 84)`` uint8; an episode begins with its first frame repeated.
 
-    ``actions`` is the length of a vector of float32, or 0 for one of 18 discrete actions.
+    ``actions`` is the length of a float32 vector, or 0 for 18 discrete actions.
     """
 
     SIDE = 84
@@ -211,9 +211,9 @@ class PixelSource(Source):
 def check_batches(
     source: Source, shape: tuple[int, ...], n_step: int, evidence: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Refuse to compare contenders whose batches differ in shape or type, or hold another value than their ids say.
+    """Raise if a batch has a wrong shape or dtype, or a value that does not match its id.
 
-    Rows for which "compared" is False are left out: a contender answers for the others only.
+    Rows for which "compared" is False are not checked.
     """
     for name, batch in evidence.items():
         if not batch:
@@ -222,7 +222,7 @@ def check_batches(
         if ids.shape != shape:
             raise RuntimeError(f"{name} served {ids.shape} transitions, not {shape}")
         if len(np.unique(ids)) < ids.shape[0] // 2:
-            raise RuntimeError(f"{name} served the same transitions over and over")
+            raise RuntimeError(f"{name} served the same transitions repeatedly")
         compared = batch.get("compared", torch.ones(shape, dtype=torch.bool))
         for field, values in source.expected(ids, n_step).items():
             served = batch[field]
@@ -231,4 +231,4 @@ def check_batches(
                     f"{name} served {field} {served.shape} {served.dtype}, not {values.shape} {values.dtype}"
                 )
             if not torch.allclose(served[compared].double(), values[compared].double(), rtol=1e-5, atol=1e-5):
-                raise RuntimeError(f"{name} served other {field} than those of its ids")
+                raise RuntimeError(f"{name} served {field} that do not match its ids")

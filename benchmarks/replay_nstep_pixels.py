@@ -1,7 +1,7 @@
 """Three-step replay of pixels, as for DrQ-v2: three stacked RGB frames of 84 x 84, batches of 256, served in uint8.
 
-Some contenders work in processes or threads of their own, so the clock is the wall's, and batches are drawn one after
-the other, without a learner between them: what counts is how many come in a second.
+Some contenders use their own processes or threads, so the wall clock is used, and batches are drawn back to back,
+without a learner in between: throughput is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORKERS = 4
 SAMPLES = 10
 # Bytes of a transition as it is served: two stacks, an action, a reward and a discount.
 SERVED = 2 * STACK * CHANNELS * PixelSource.SIDE**2 + 4 * ACTIONS + 4 + 4
-# Longer than it takes to prepare all batches that may wait.
+# Longer than it takes to fill the queues of prefetched batches.
 REST = 0.5
 
 
@@ -115,7 +115,7 @@ class TorchRlNStep(TorchRl):
 
 
 class Loader(Buffer):
-    """What DrQ-v2 does: episodes in files, and a DataLoader with four worker processes."""
+    """The pattern of DrQ-v2: episodes in files, and a DataLoader with four worker processes."""
 
     def __init__(self) -> None:
         super().__init__(source(), CAPACITY)
@@ -150,7 +150,7 @@ class Loader(Buffer):
 
 
 class Rllte(Buffer):
-    """rllte's NStepReplayStorage, the same pattern; it serves float32, and takes every window for one that goes on."""
+    """rllte's NStepReplayStorage, the same pattern; it serves float32, and bootstraps in every window."""
 
     def __init__(self) -> None:
         from rllte.xploit.storage import NStepReplayStorage
@@ -174,7 +174,7 @@ class Rllte(Buffer):
             )
         finally:
             os.chdir(home)
-        # Its own function hands random.seed a numpy integer, which Python 3.11 refuses.
+        # Its own function passes a numpy integer to random.seed, which Python 3.11 rejects.
         self._storage.replay_loader.worker_init_fn = None
         self.sample = self._storage.sample
 
@@ -206,7 +206,7 @@ class Rllte(Buffer):
         shutil.rmtree(self._folder)
 
 
-# Those that hold their data in this process.
+# The buffers that hold their data in this process.
 BUFFERS: dict[str, Callable[[int], Buffer]] = {
     "rlstore": RlstoreNStep,
     "cpprb": CpprbNStep,

@@ -20,12 +20,12 @@ from benchmarks.replay_vector import ADDS, BATCH, CAPACITY, EPISODE, GIVEN, SERV
 
 ALPHA, BETA = 0.6, 0.4
 CALLS = 50
-# A priority and a row are given for each; a row and a weight are served with each transition.
+# An update takes a priority and a row each; a row and a weight are served with each transition.
 UPDATED = DRAWN = 8 + 4
 
 
 def spread(size: int, seed: int) -> Array:
-    """Priorities as errors are: few are large."""
+    """Priorities that are distributed like TD errors: few are large."""
     return np.random.default_rng(seed).exponential(size=size).astype(np.float32) + np.float32(1e-3)
 
 
@@ -213,7 +213,7 @@ class Prioritized(Contender):
 
 
 def check(evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Check the batches, and that they have weights as they should."""
+    """Check the batches and their importance weights."""
     check_batches(source(), (BATCH,), 1, evidence)
     for name, batch in evidence.items():
         weights = batch.get("weights", torch.ones(BATCH))

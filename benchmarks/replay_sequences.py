@@ -40,9 +40,9 @@ class RlstoreSequences(Rlstore):
 
 
 class TorchRlSequences(TorchRl):
-    """TorchRL's SliceSampler with the settings that it names as fast: ends by flag, found once and kept.
+    """TorchRL's SliceSampler with the settings that it documents as fast: ends by flag, searched once and cached.
 
-    A buffer that is added to between the batches finds them anew for each batch; that is not timed here.
+    A buffer that is appended to between batches searches for every batch; this is not timed here.
     """
 
     def __init__(self) -> None:
@@ -77,14 +77,14 @@ class RloxSequences(Rlox):
 
 
 def check(evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Check the transitions, and that each follows the one before it."""
+    """Check the transitions, and that the steps of a window are consecutive."""
     check_batches(source(), (WINDOWS, LENGTH), 1, evidence)
     for name, batch in evidence.items():
         if (
             batch
             and (source().ids(batch["observations"])[:, 1:] != source().ids(batch["next_observations"])[:, :-1]).any()
         ):
-            raise RuntimeError(f"{name} served steps that do not follow one another")
+            raise RuntimeError(f"{name} served steps that are not consecutive")
 
 
 def workload() -> Workload:

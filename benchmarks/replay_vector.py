@@ -16,7 +16,7 @@ OBS, ACTIONS = 17, 6
 ENVS = 16
 EPISODE = 200
 ADDS, SAMPLES = 400, 100
-# Bytes of a transition as it is given, with two flags, and as it is served, with a discount.
+# Bytes of a transition as it is appended, with two flags, and as it is served, with a discount.
 GIVEN = 4 * (2 * OBS + ACTIONS + 1) + 2
 SERVED = 4 * (2 * OBS + ACTIONS + 2)
 
@@ -37,7 +37,7 @@ BUFFERS: dict[str, Callable[[Source, int], AddableBuffer]] = {
 
 
 class Uniform(Sampling):
-    """Two full buffers of a library: one environment adds to the first, which is sampled, and 16 to the second."""
+    """Two full buffers of a library: one environment appends to the first, which is sampled, and 16 to the second."""
 
     def __init__(self, name: str, make: Callable[[Source, int], AddableBuffer]) -> None:
         single, self._shared = make(source(), CAPACITY), make(source(ENVS), CAPACITY)

@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for programs."""
+"""Reports results as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The version of each package that takes part, or "not installed"."""
+    """The version of each package, or "not installed"."""
 
     def version_of(package: str) -> str:
         try:
@@ -99,7 +99,7 @@ def _ratio(time: float, other: float | None) -> str:
 
 
 def _targets(result: Result, timing: Timing) -> str:
-    """Our aims for a phase, each beside what was measured."""
+    """The targets of a phase, each with the measured ratio."""
     measured = [(target, _to_peer(result, timing, target)) for target in result.targets]
     return ", ".join(
         f"{ratio:.3f} of {_named(target)} (at most {target.ratio})" for target, ratio in measured if ratio is not None
@@ -111,13 +111,13 @@ def _named(target: Target) -> str:
 
 
 def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
-    """The ratio that a target speaks of; None where it does not concern this timing."""
+    """The ratio that a target limits; None where it does not apply to this timing."""
     peer = result.best_of(target.phase, target.peers)
     return timing.median / peer if peer is not None and target.concerns(timing) else None
 
 
 def footprint_table(result: Footprints) -> Table:
-    """Bytes a transition: a line per buffer."""
+    """Bytes per transition: a line per buffer."""
     drawn = Table(title=f"Bytes a transition, {result.title} ({result.capacity:,} held)", title_justify="left")
     drawn.add_column("buffer")
     drawn.add_column("bytes", justify="right")
@@ -130,7 +130,7 @@ def footprint_table(result: Footprints) -> Table:
 
 
 def as_json(results: list[Result], footprints: list[Footprints]) -> dict[str, Any]:
-    """Everything measured, with the machine and the versions."""
+    """All measurements, with the machine and the versions."""
     return {
         "machine": machine(),
         "versions": versions(),

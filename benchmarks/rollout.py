@@ -1,4 +1,4 @@
-"""PPO on a vectorised simulator: 24 steps of 512 environments, 5 epochs of 4 mini-batches."""
+"""PPO on a vectorized simulator: 24 steps of 512 environments, 5 epochs of 4 mini-batches."""
 
 from functools import partial
 
@@ -28,6 +28,7 @@ def workload() -> Workload:
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rlstore, reshuffled": partial(Rlstore, rollout, reshuffle=True),
+            "rlstore, reuse": partial(Rlstore, rollout, reuse=True),
             "rsl_rl": partial(RslRl, rollout),
             "SB3": partial(Sb3, rollout),
             "TorchRL": partial(TorchRl, rollout),

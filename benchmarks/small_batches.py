@@ -28,6 +28,7 @@ def workload() -> Workload:
         contenders={
             "rlstore": partial(Rlstore, rollout),
             "rlstore, reshuffled": partial(Rlstore, rollout, reshuffle=True),
+            "rlstore, reuse": partial(Rlstore, rollout, reuse=True),
             "SB3": partial(Sb3, rollout),
             "rllte": partial(Rllte, rollout),
             "TorchRL": partial(TorchRl, rollout),

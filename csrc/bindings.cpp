@@ -1,7 +1,7 @@
-// What Python calls: tensors in, raw pointers out. Only the files named bindings know Python.
+// The Python module: converts tensors to raw pointers. Only the files named bindings* depend on Python.
 //
-// Shapes and dtypes are checked by the callers in rlstore/engine; what is checked again here is what would otherwise
-// read or write outside a tensor's memory.
+// Shapes and dtypes are checked by the callers in rlstore/engine; checks are repeated here where an error would cause an
+// access outside of a tensor's memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -104,7 +104,7 @@ Rollout<Real> make_rollout(const DLTensor& shape, nb::handle rewards, nb::handle
   return rollout;
 }
 
-// Calls body with a Rollout of float or of double, as the rewards are.
+// Calls body with a Rollout of float or double, by the dtype of the rewards.
 template <typename Body>
 void scan(nb::handle rewards, nb::handle values, nb::handle last_values, nb::handle terminated, nb::handle truncated,
           nb::handle final_values, Body body) {
@@ -218,7 +218,7 @@ struct LanesView {
   size_t steps, lanes, row_bytes;
 };
 
-// Every pair of source and target, each target to be of `rows(source)` rows of its source's size and dtype.
+// All pairs of source and target; each target must have `rows(source)` rows with the size and dtype of its source.
 template <typename Rows>
 std::vector<LanesView> lanes_views(nb::tuple sources, nb::tuple targets, Rows rows) {
   if (sources.size() != targets.size()) throw nb::value_error("as many targets as sources");
@@ -271,7 +271,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // a storage may well live until the interpreter ends
+  nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
   nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence>()).def("write", &RowWriter::write);
   nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);

@@ -1,4 +1,4 @@
-// Looks at the values of a time row for a kernel that runs elsewhere.
+// Checks the values of a time row that a CUDA kernel will write.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,7 @@
 
 namespace rlstore {
 
-// Checks a row as RowWriter does, and tells apart the rows that need kernels of their own.
+// Checks a row as RowWriter does, and returns a key of the kernel variant that the row needs.
 class RowChecker {
  public:
   // Each target is (block, lead, is_flag, optional).
@@ -18,9 +18,9 @@ class RowChecker {
     kinds_.resize(fields_.size());
   }
 
-  // Returns bytes, equal for rows whose values are read in the same way: by their dtypes, by the strides of their first
-  // dimensions, by which are None. Or, having looked no further, the index i of a value that must be converted or
-  // refused, or ~i for one that fits once it is copied into plain memory.
+  // Returns bytes that are equal for rows whose values are read in the same way: same dtypes, same strides of the first
+  // dimension, same values None. Or returns, for the first value that does not fit, its index i if it must be converted or
+  // refused, or ~i if it fits once it is copied into contiguous memory.
   nb::object look(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
     for (size_t i = 0; i < fields_.size(); i++) {
@@ -39,14 +39,14 @@ class RowChecker {
   }
 
  private:
-  // All of it is compared, so it has no padding.
+  // Compared as bytes, so it has no padding.
   struct Kind {
-    int32_t code, bits;  // of the dtype; no bits where there is no value
+    int32_t code, bits;  // of the dtype; 0 bits where there is no value
     int64_t stride;      // of the first dimension; -1 for contiguous memory
   };
   static_assert(sizeof(Kind) == 16);
 
-  // True if the first dimension alone makes a tensor not contiguous.
+  // True if only the stride of the first dimension makes a tensor non-contiguous.
   static bool has_plain_entries(const DLTensor& tensor) {
     int64_t expected = 1;
     for (int i = tensor.ndim; i-- > 1;) {

@@ -1,4 +1,4 @@
-// Priorities and windows as Python holds them, on the memory of tensors that Python owns.
+// Python bindings of priorities and windows, in the memory of tensors that Python owns.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,7 +22,7 @@ class WindowIndex {
   WindowIndex(nb::object ring, int64_t length, int64_t stride, bool across, nb::tuple memory)
       : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), windows_(bind(length, stride, across)) {}
 
-  // Takes in what was written since. The rows of new and of dropped windows are kept for priorities.
+  // Adds the rows written since the last call. The rows of new and of dropped windows are kept for the priorities.
   void follow() {
     ring_->require_tables();
     added_.clear(), dropped_.clear();
@@ -80,7 +80,7 @@ class Priorities {
   double total() const { return tree_.total(); }
   void rebuild() { tree_.rebuild(); }
 
-  // New rows take the largest priority there is.
+  // New rows get the largest priority so far.
   void follow() {
     const Lanes& lanes = ring_->lanes();
     indices_.clear();
@@ -97,8 +97,8 @@ class Priorities {
     set_rows(windows.added(), largest > 0 ? largest : 1.0f);
   }
 
-  // Draws one row in each of `rows` equal parts of the total, and its weight (P(i) * size)^-beta / the largest of them.
-  // False, having drawn nothing, if every priority is 0.
+  // Draws one row from each of `rows` equal parts of the total, with its weight (P(i) * size)^-beta / the largest weight.
+  // Returns false, and draws nothing, if every priority is 0.
   bool draw(nb::handle generator, double beta, nb::handle rows_tensor, nb::handle weights_tensor) {
     const size_t count = element_count(describe(rows_tensor));
     int64_t *state = typed<int64_t>(generator, 2), *rows = typed<int64_t>(rows_tensor, count);
@@ -117,11 +117,11 @@ class Priorities {
     return true;
   }
 
-  // What the version for CUDA puts off is done at once here: follow() sets first priorities, update() counts what it drops.
+  // The CUDA version defers this work; here follow() sets initial priorities and update() counts dropped rows immediately.
   void settle() const {}
   int64_t dropped() const { return 0; }
 
-  // Sets priorities, or none if any is refused: (what is wrong, at which index, rows dropped because they are overwritten).
+  // Sets all priorities, or none if one is refused. Returns (error, its index, number of stale rows dropped).
   std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_tensor, nb::handle priorities_tensor, double alpha, WindowIndex* windows) {
     const size_t count = element_count(describe(rows_tensor));
     const int64_t* rows = typed<int64_t>(rows_tensor, count);
@@ -156,11 +156,11 @@ class Priorities {
     for (size_t leaf = rows; leaf < count; leaf++)
       if (leaves[leaf] != 0) throw nb::value_error("priorities: a leaf beyond the last row");
     SumTree tree(typed<float>(memory_[0], count), count, typed<double>(memory_[1], above), typed<float>(memory_[2], above));
-    tree.rebuild();  // what leads to the leaves must not lead beside them
+    tree.rebuild();  // the sums must match the leaves
     return tree;
   }
 
-  // A priority above 0 stays above 0, however small it becomes.
+  // A priority above 0 stays above 0 after rounding.
   static float raised(float priority, float alpha) {
     return priority > 0 ? std::max(std::pow(priority, alpha), FLT_MIN) : alpha == 0.0f ? 1.0f : 0.0f;
   }

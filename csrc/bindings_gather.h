@@ -1,4 +1,4 @@
-// Batches gathered from a ring of episodes, as Python asks for them.
+// Python bindings that gather batches from a ring of episodes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,7 +11,7 @@
 
 namespace rlstore {
 
-// What a batch consists of, bound to a ring.
+// The fields of a batch, bound to a ring.
 class ReplayGather {
  public:
   // requests: (part, leaf, as_float, shape of one row).
@@ -30,8 +30,9 @@ class ReplayGather {
     }
   }
 
-  // One tensor [*rows.shape, ...] for each request, in those given or (None, for one or for all) in new ones. A row of -1 gives zeros. Rows
-  // [windows, length] are windows of rows that follow one another. None if another process overwrote some of them meanwhile.
+  // Returns one tensor [*rows.shape, ...] for each request, in the given tensors or (where None) in new ones. A row of -1
+  // gives zeros. Rows [windows, length] are windows of consecutive rows. Returns None if another process has overwritten
+  // some of the rows in the meantime.
   nb::object gather(nb::handle rows, nb::object given) const {
     const DLTensor row_view = describe(rows);
     const std::vector<int64_t> lead(row_view.shape, row_view.shape + row_view.ndim);
@@ -40,7 +41,7 @@ class ReplayGather {
     return gather_into(ids, count, lead, given);
   }
 
-  // gather() of `count` rows drawn as EpisodeRing::draw draws them, which nobody needs to see.
+  // gather() of `count` rows, drawn as by EpisodeRing::draw, without returning the rows.
   nb::object sample(nb::handle generator, int64_t count) const {
     if (count < 0 || count >= kCountLimit) throw nb::value_error("sample: a count of rows");
     std::vector<int64_t> rows(static_cast<size_t>(count));
@@ -88,8 +89,8 @@ class ReplayGather {
     return nb::tuple(made);
   }
 
-  // The lanes as they are now. Where other processes write, a ring may take notice of more while a thread gathers; what was
-  // drawn before it did is still to be had as long as the writers leave it alone.
+  // A copy of the lanes' state. Where other processes write, the ring may observe more rows while a thread gathers; rows that
+  // were drawn before remain valid until the writers overwrite them.
   Lanes settled(std::vector<int64_t>* written) const {
     Lanes lanes = ring_->lanes();
     if (!lanes.written_now) return lanes;
@@ -99,7 +100,7 @@ class ReplayGather {
     return lanes;
   }
 
-  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; what a cache would not keep anyway
+  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; too large to stay in a cache
 
   // Bytes of one row of an output.
   size_t row_bytes(const Output& output) const {

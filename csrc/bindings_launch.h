@@ -1,4 +1,4 @@
-// Launches a compiled kernel for CUDA. The functions of the driver come as addresses, so that this module is built without CUDA.
+// Launches a compiled CUDA kernel. The driver functions are passed as addresses, so that this module builds without CUDA.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,14 +19,14 @@ using CtxGetDevice = int (*)(int* device);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
                              unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
 
-// A kernel as Triton loaded it for one device, with everything bound that does not change between two launches.
+// A kernel that Triton loaded for one device, with everything bound that does not change between launches.
 class BoundKernel {
  public:
-  // Triton's kernels end with the addresses of two kinds of scratch memory, which those that are bound do not use. All
-  // together may fill the 4 KiB that any device has for parameters.
+  // The last parameters of Triton's kernels are the addresses of two kinds of scratch memory, which bound kernels do not
+  // use. All parameters together may take the 4 KiB that every device supports.
   static constexpr size_t kScratchAddresses = 2, kMostParameters = 4096 / 8 - kScratchAddresses;
 
-  // Every parameter has 8 bytes and is of a kind: 'p' the address of a tensor, 'i' an int64, 'f' a float64.
+  // Every parameter has 8 bytes and one of these kinds: 'p' the address of a tensor, 'i' an int64, 'f' a float64.
   BoundKernel(uintptr_t ctx_get_device, uintptr_t launch_kernel, uintptr_t function, unsigned threads, unsigned shared_bytes,
               std::string kinds, int32_t device, int32_t device_type)
       : ctx_get_device_(reinterpret_cast<CtxGetDevice>(ctx_get_device)),
@@ -40,9 +40,9 @@ class BoundKernel {
     if (kinds_.find_first_not_of("pif") != std::string::npos) throw nb::value_error("a parameter is of kind p, i or f");
   }
 
-  // Launches on the current stream, and returns true; or returns false, having launched nothing, where this kernel is not
-  // the one for these arguments: the thread is at another device or at none, a tensor lies elsewhere, or does not begin
-  // at a multiple of 16 bytes, which the kernel was compiled for.
+  // Launches on the current stream and returns true. Returns false, without a launch, if this kernel does not support the
+  // arguments: the thread's current device is another one or none, a tensor is on another device, or the address of a tensor
+  // is not a multiple of 16 bytes, for which the kernel was compiled.
   bool launch(unsigned x, unsigned y, unsigned z, nb::tuple arguments) const {
     int current = -1;
     if (ctx_get_device_(&current) || current != device_.id) return false;
@@ -54,7 +54,7 @@ class BoundKernel {
     if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
     int error;
     {
-      nb::gil_scoped_release released;  // a full queue holds up the caller
+      nb::gil_scoped_release released;  // a full launch queue blocks the caller
       error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters.addresses, nullptr);
     }
     if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));

@@ -1,4 +1,4 @@
-// The ring of episodes as Python holds it: pointers into tensors that Python owns, bound once.
+// Python bindings of the ring of episodes: pointers into tensors that Python owns, bound once.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,14 +15,14 @@
 
 namespace rlstore {
 
-// The parts of a tuple, which has to have `count` of them: its own access by number does not look.
+// The items of a tuple that must have `count` items: nanobind does not check the index.
 inline nb::tuple parts(nb::handle object, size_t count, const char* message) {
   nb::tuple tuple = nb::cast<nb::tuple>(object);
   if (tuple.size() != count) throw nb::value_error(message);
   return tuple;
 }
 
-// A view [lanes, rows, ...] whose rows are contiguous in themselves.
+// A view [lanes, rows, ...] in which each row is contiguous.
 inline Block bind_block(nb::handle object, int64_t* lanes, int64_t* rows) {
   DLTensor view;
   if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
@@ -46,7 +46,7 @@ inline std::vector<int64_t> bind_shape(nb::handle object) {
   return shape;
 }
 
-// True if `bytes` bytes are that many elements of this dtype.
+// True if `bytes` is the size of this many elements of this dtype.
 inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, size_t bytes) {
   size_t count = dtype.bits / 8;
   for (int64_t size : shape)
@@ -56,12 +56,12 @@ inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, si
 
 class EpisodeRing {
  public:
-  // What write() returns, besides the index of a value that does not fit.
+  // Return values of write(), besides the index of a value that does not fit.
   enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4 };
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
-  // each leaf of the observations, shape that of a whole stack. columns: (block, shape), `reward` the place of the rewards.
-  // first: of the lanes that the tables serve, the one that is the first here.
+  // each leaf of the observations, with the shape of a whole stack. columns: (block, shape), `reward` is the index of the
+  // rewards. first: the index of this ring's first lane among the lanes of the tables.
   EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets,
               int64_t first)
       : reward_(reward), resets_(static_cast<ResetSteps>(resets)), first_(first) {
@@ -93,8 +93,8 @@ class EpisodeRing {
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
 
-  // The tables that grow: episodes int64 [slots, 4], free slots int32 [slots / lanes, lanes] of all lanes that they serve,
-  // finals and (or None) starts of each leaf.
+  // The tables that grow: episodes int64 [episodes, 4], free episode indices int32 [episodes / lanes, lanes] of all lanes of
+  // the tables, finals and (or None) starts of each leaf.
   void set_tables(nb::object episodes, nb::object free_slots, nb::tuple finals, nb::tuple starts) {
     const DLTensor described = describe(episodes);
     if (described.ndim != 2 || described.shape[1] != 4) throw nb::value_error("episodes are int64 [slots, 4]");
@@ -115,13 +115,13 @@ class EpisodeRing {
       leaf.finals = table(finals[k], slots * leaf.frame_bytes());
       leaf.starts = starts[k].is_none() ? nullptr : table(starts[k], slots * (leaf.stack - 1) * leaf.frame_bytes());
     }
-    lanes_ = lanes, leaves_ = leaves;  // all of them or, if one was refused, none
+    lanes_ = lanes, leaves_ = leaves;  // only after all were checked
     tables_ = nb::make_tuple(episodes, free_slots, finals, starts);
   }
 
   // values: observation leaves, next observation leaves, columns, terminated, truncated, mask, final observation leaves, and
-  // where those are given; the last three groups may be None. Returns kDone or kDoneWithBreak (an episode was broken off);
-  // or, having written nothing, the index of the first value that has to be converted or refused, or what is needed first.
+  // where those are given; the last three groups may be None. Returns kDone or kDoneWithBreak (a broken episode was closed);
+  // or, with nothing written, the index of the first value that must be converted or refused, or what is needed first.
   int64_t write(nb::tuple values) {
     const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
     if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
@@ -153,20 +153,20 @@ class EpisodeRing {
     return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
   }
 
-  // Other processes write: `written` int64 [lanes] is their count, and that of this ring what it has taken notice of.
+  // Other processes write: `written` int64 [lanes] is their count; the count of this ring is what it has observed so far.
   void watch(nb::object written) {
     lanes_.written_now = typed<int64_t>(written, static_cast<size_t>(lanes_.lanes));
     watched_ = written;
   }
 
-  // Reads how many rows other processes have written; nothing to do if watch() was never called.
+  // Observes the rows that other processes have written; does nothing if watch() was never called.
   void catch_up() {
     if (!lanes_.written_now) return;
     for (int64_t lane = 0; lane < lanes_.lanes; lane++)
       lanes_.written[lane] = __atomic_load_n(lanes_.written_now + lane, __ATOMIC_ACQUIRE);
   }
 
-  // Flags, uint8 [lanes]: where rows that this ring still takes to be held may have been overwritten.
+  // Flags, uint8 [lanes]: lanes in which rows that this ring still counts as held may have been overwritten.
   bool overrun(nb::handle flags) const {
     uint8_t* out = typed<uint8_t>(flags, static_cast<size_t>(lanes_.lanes));
     bool any = false;
@@ -228,7 +228,7 @@ class EpisodeRing {
       throw nb::value_error("a lane has written fewer rows than none, or more than can be");
   }
 
-  // What a write takes for places in tables, which is the caller's memory.
+  // Checks the table indices that a write uses, which are in the caller's memory.
   void check_counters() const {
     require_tables();
     const int64_t deep = lanes_.slots / lanes_.table_lanes;
@@ -241,7 +241,7 @@ class EpisodeRing {
     }
   }
 
-  // A block of as many lanes and rows as the ring.
+  // A block with the lanes and rows of the ring.
   Block bind_lanes(nb::handle object) const {
     int64_t lanes, rows;
     const Block block = bind_block(object, &lanes, &rows);
@@ -260,7 +260,7 @@ class EpisodeRing {
     leaf.block = bind_lanes(item[0]);
     leaf.stack = nb::cast<size_t>(item[2]), leaf.outer = nb::cast<size_t>(item[3]);
     if (leaf.outer < 1 || leaf.frame_bytes() % leaf.outer) throw nb::value_error("a frame falls into `outer` pieces");
-    // Beyond the steps there is room for what follows the newest, and for the older frames of the oldest one's stack.
+    // In addition to the steps: the next observation of the newest row, and the older frames of the oldest row's stack.
     if (leaf.stack < 1 || leaf.stack > static_cast<size_t>(lanes_.rows) || lanes_.rows - static_cast<int64_t>(leaf.stack) < lanes_.steps)
       throw nb::value_error("a ring has at least steps + stack rows");
     leaf.inner = leaf.frame_bytes() / leaf.outer;
@@ -295,7 +295,7 @@ class EpisodeRing {
     for (size_t k = 0; k < columns_.size(); k++) {
       const Given& given = givens_[leaves * 2 + k];
       step_.columns[k] = given.memory;
-      if (is_number(given)) {  // for the one lane
+      if (is_number(given)) {  // with a single lane
         numbers_[k] = static_cast<float>(given.number);
         step_.columns[k] = reinterpret_cast<const char*>(&numbers_[k]);
       }
@@ -317,8 +317,8 @@ class EpisodeRing {
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   std::vector<Given> givens_;
-  std::vector<float> numbers_;  // of columns that were given as plain numbers
-  nb::object kept_, tables_, watched_;  // what the pointers point into
+  std::vector<float> numbers_;  // columns that were given as plain numbers
+  nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
 };
 
 }  // namespace rlstore

@@ -1,4 +1,4 @@
-// Rollouts of several slots, joined into a batch.
+// Gathers the rollouts of several hand-off slots into a batch.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,14 +12,14 @@
 
 namespace rlstore {
 
-// A source [slots, rows, ...]: contiguous, but that a slot may be followed by a gap.
+// A source [slots, rows, ...]: each slot is contiguous; there may be a gap after each.
 inline SlotField describe_slots(nb::handle object, DLDataType* dtype) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
   if (tensor.ndim < 2) throw nb::value_error("gather_slots: a source is [slots, rows, ...]");
   const size_t bytes = element_bytes(tensor), slot_elements = element_count(tensor, 1);
-  DLTensor slot = tensor;  // what one slot holds
+  DLTensor slot = tensor;  // one slot
   slot.ndim--;
   slot.shape++;
   if (slot.strides) slot.strides++;

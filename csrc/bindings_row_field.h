@@ -1,4 +1,4 @@
-// What a value of a time row must be, to go into its block as it is.
+// The conditions under which a value of a time row can be copied into its block without conversion.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,18 +17,18 @@ inline bool can_be_flag(const DLDataType& dtype) {
   return dtype.bits == 8 && (dtype.code == kUInt || dtype.code == kBool);
 }
 
-// True for a tensor whose memory holds something else than its values, which DLPack does not tell: a lazily negated or
-// conjugated one. But for a single element, a negated one cannot be contiguous, and only complex ones are conjugated.
+// True for a tensor whose memory differs from its values, which DLPack does not report: a lazily negated or conjugated one.
+// Except for a single element, a negated tensor is never contiguous, and only complex tensors are conjugated.
 inline bool is_lazy(nb::handle value, const DLTensor& tensor) {
   if ((!is_contiguous(tensor) || element_count(tensor) == 1) && nb::cast<bool>(value.attr("is_neg")())) return true;
   return tensor.dtype.code == kComplex && nb::cast<bool>(value.attr("is_conj")());
 }
 
-// One field of a time row, made from (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
+// One field of a time row, from (block, lead, is_flag, optional): a value given for row t is written to block[t + lead].
 struct RowField {
   DLDevice device;
   DLDataType dtype;
-  std::vector<int64_t> shape;  // of one time row
+  std::vector<int64_t> shape;  // shape of one time row
   size_t count, rows, lead;
   bool is_flag, optional;
 
@@ -64,7 +64,7 @@ struct RowField {
   }
 
  private:
-  // Equal; or both are rows of scalars, (n,) or (n, 1).
+  // True if equal, or if both are rows of scalars, (n,) or (n, 1).
   bool same_shape(const DLTensor& tensor) const {
     const size_t given = static_cast<size_t>(tensor.ndim);
     if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];

@@ -1,4 +1,4 @@
-// Slots, the rate limiter and shared words as Python holds them, on shared memory that Python owns.
+// Python bindings of hand-off slots, the rate limiter and atomic words, in shared memory that Python owns.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,7 +12,7 @@
 
 namespace rlstore {
 
-// An int64 tensor of at least `least` words that stays where it is.
+// The words of an int64 tensor that has at least `least` of them; its memory must not move.
 inline int64_t* shared_words(nb::handle memory, size_t least, size_t* count) {
   *count = element_count(describe(memory));
   if (*count < least) throw nb::value_error("shared words: too few of them");
@@ -71,7 +71,7 @@ class SlotTableObject {
   SlotTable table_;
 };
 
-// Memory, int64: two counts, four doubles of the rule, two events.
+// Memory, int64: two counts, the four doubles of the rule, two events.
 class LimiterObject {
  public:
   explicit LimiterObject(nb::object memory) : memory_(memory), limiter_(bind(memory)) {}
@@ -105,13 +105,13 @@ inline int64_t* shared_word(nb::handle memory, int64_t index) {
   return words + index;
 }
 
-// memory[index] += value for all processes at once; what it was before.
+// Atomically memory[index] += value; returns the value before.
 inline int64_t add_to_word(nb::handle memory, int64_t index, int64_t value) {
   return __atomic_fetch_add(shared_word(memory, index), value, __ATOMIC_ACQ_REL);
 }
 
-// memory[index] = value if it was `expected`, for all processes at once. What the caller reads next is read after it: of two
-// who each set a word and then look at the other's, at least one sees it.
+// Atomically memory[index] = value if it was `expected`. Sequentially consistent: if two processes each set a word and then
+// read the other's, at least one of them sees the other's new value.
 inline bool exchange_shared_word(nb::handle memory, int64_t index, int64_t expected, int64_t value) {
   const bool exchanged =
       __atomic_compare_exchange_n(shared_word(memory, index), &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -119,7 +119,7 @@ inline bool exchange_shared_word(nb::handle memory, int64_t index, int64_t expec
   return exchanged;
 }
 
-// Events are words of shared memory too: how often one happened, a wait until it has happened again, and its happening.
+// Events are words of shared memory too: read the count, wait until it changes, signal.
 inline uint32_t event_count(nb::handle memory, int64_t index) { return reinterpret_cast<Event*>(shared_word(memory, index))->seen(); }
 
 inline void await_event(nb::handle memory, int64_t index, uint32_t seen, double seconds) {

@@ -1,4 +1,4 @@
-// From Python's tensors to raw pointers, through torch's DLPack exchange table (see dlpack.h).
+// Converts Python tensors to raw pointers, through torch's DLPack exchange table (see dlpack.h).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,13 +39,13 @@ inline bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
-// False for a tensor that has entries and no memory to read them from: one of zeros that were never made, or one that
-// stands for other tensors, as a DTensor does. Torch describes them like any other.
+// False for a tensor that has elements but no memory: zeros that were never allocated, or a tensor that represents other
+// tensors, such as a DTensor. Torch describes them like any other tensor.
 inline bool has_memory(const DLTensor& tensor) { return tensor.data || element_count(tensor) == 0; }
 
 inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-// A contiguous CPU tensor, or an exception.
+// Returns the description of a contiguous CPU tensor; throws for any other.
 inline DLTensor describe(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
@@ -68,7 +68,7 @@ T* typed_or_null(nb::handle object, size_t count) {
   return object.is_none() ? nullptr : typed<T>(object, count);
 }
 
-// True if gather_as_float (or, of the same dtype, a copy) makes the one of the other.
+// True if gather_as_float (or, for equal dtypes, a copy) converts one to the other.
 inline bool convertible(const DLDataType& from, const DLDataType& to) {
   if (from == to) return true;
   if (!(to == DLDataType{kFloat, 32, 1}) || from.lanes != 1) return false;
@@ -81,7 +81,7 @@ inline bool convertible(const DLDataType& from, const DLDataType& to) {
   }
 }
 
-// A new CPU tensor with whatever was in its memory before.
+// A new, uninitialized CPU tensor.
 inline nb::object make_tensor(DLDataType dtype, const std::vector<int64_t>& shape, char** memory) {
   DLTensor prototype{};
   prototype.device = {kCpu, 0};

@@ -1,4 +1,4 @@
-// What a caller gives for a field of one step: a tensor, a numpy array, or with a single lane a plain number.
+// Reads the value of a field of one step: a tensor, a numpy array, or with a single lane a plain number.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 
 namespace rlstore {
 
-// A value as it was given, if its memory can be read as it is.
+// A given value whose memory can be read without conversion.
 struct Given {
   const char* memory = nullptr;
   DLDataType dtype{};
@@ -45,7 +45,7 @@ inline bool read_array(PyObject* value, Given* given) {
     given->ndim = view.ndim;
     for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
   }
-  PyBuffer_Release(&view);  // the caller's tuple keeps the array
+  PyBuffer_Release(&view);  // the caller's tuple keeps the array alive
   return readable;
 }
 
@@ -57,7 +57,7 @@ inline bool read_tensor(PyObject* value, Given* given) {
   }
   if (tensor.device.type != kCpu || !has_memory(tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
     return false;
-  // A lazily negated tensor looks like any other here; its last stride is 2, also where a single element hides that.
+  // A lazily negated tensor is not marked as such; its last stride is 2, even if it has a single element.
   if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
@@ -66,7 +66,7 @@ inline bool read_tensor(PyObject* value, Given* given) {
   return true;
 }
 
-// False if the value has to be converted first.
+// Returns false if the value must be converted first.
 inline bool read_value(PyObject* value, Given* given) {
   if (PyObject_CheckBuffer(value)) return read_array(value, given);
   if (PyFloat_CheckExact(value) || PyBool_Check(value)) {
@@ -79,7 +79,7 @@ inline bool read_value(PyObject* value, Given* given) {
   return read_tensor(value, given);
 }
 
-// True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); a single lane's axis may be left out.
+// True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); with a single lane its axis may be omitted.
 inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64_t>& shape) {
   const size_t ndim = static_cast<size_t>(given.ndim);
   const auto same = [&](const int64_t* dims, size_t count) {

@@ -1,4 +1,4 @@
-// Writes one time row of a storage. It looks at Python objects itself, because that is most of its work.
+// Writes one time row of a storage. It inspects Python objects itself, because that is most of the work.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,14 +13,14 @@
 
 namespace rlstore {
 
-// One value of a row, found to fit: where it is and what it holds.
+// One value of a row that fits: its memory and its description.
 struct Source {
   const char* memory = nullptr;  // null: nothing to write
   DLDataType dtype{};
   DLTensor strided{};  // the tensor itself, if it is not contiguous
 };
 
-// Copies a tensor that is not contiguous into contiguous memory, the inner dimensions that are so in one piece.
+// Copies a non-contiguous tensor into contiguous memory; contiguous inner dimensions are copied in one piece.
 inline void copy_strided(char* target, const char* source, const DLTensor& tensor, int dim) {
   size_t whole = element_bytes(tensor) * element_count(tensor, dim);
   int64_t expected = 1;
@@ -58,12 +58,12 @@ void write_flags(Target* target, const Source& source, size_t count) {
   }
 }
 
-// Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused
-// row leaves no trace. Shapes are bound once; addresses are asked for at every write, because a caller may move a
-// block's memory (share_memory_(), set_data) under the same tensor.
+// Writes one time row into several blocks [rows, ...] at once: checks every value first, then copies, so a refused row
+// changes nothing. Shapes are bound once; addresses are read at every write, because a caller may replace the memory of a
+// tensor (share_memory_(), set_data).
 class RowWriter {
  public:
-  // Each target is (block, lead, is_flag, optional): a value given for row t goes to block[t + lead].
+  // Each target is (block, lead, is_flag, optional): a value given for row t is written to block[t + lead].
   explicit RowWriter(nb::sequence targets) {
     for (nb::handle target : targets) {
       Field field{RowField(target), nb::borrow(target[0])};
@@ -75,8 +75,8 @@ class RowWriter {
     sources_.resize(fields_.size());
   }
 
-  // Returns -1 when the row was written, else the index of the first value that does not fit as it is (nothing is
-  // written then). None leaves an optional field's row as it was.
+  // Returns -1 if the row was written, else the index of the first value that does not fit without conversion (nothing is
+  // written then). None leaves the row of an optional field unchanged.
   int64_t write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
     for (size_t i = 0; i < fields_.size(); i++) {
@@ -112,22 +112,22 @@ class RowWriter {
   struct Field : RowField {
     nb::object block;
     char* base = nullptr;
-    size_t bytes = 0;  // of one time row
+    size_t bytes = 0;  // size of one time row
   };
 
-  // Where the value lies, if it can be copied as it is; false if it must be converted or refused.
+  // Finds the memory of a value that can be copied without conversion; returns false if it must be converted or refused.
   static bool find_source(PyObject* value, const Field& field, const char* target, Source* found) {
     DLTensor tensor;
     if (!field.describe_fitting(value, &tensor)) return false;
     const bool contiguous = is_contiguous(tensor);
     if ((field.is_flag && !contiguous) || is_lazy(value, tensor)) return false;
     if (!contiguous && overlaps(tensor, target, field.bytes)) return false;
-    static const char empty = 0;  // a row of no bytes has no memory, and is still a row
+    static const char empty = 0;  // an empty row has no memory, and is still written
     *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype, contiguous ? DLTensor{} : tensor};
     return !field.is_flag || is_nan_free(*found, field.count);
   }
 
-  // True if a strided tensor lies in the row that is to be written, and would be read after being written over.
+  // True if a strided tensor overlaps the row that is to be written, and would be overwritten before it is read.
   static bool overlaps(const DLTensor& tensor, const char* target, size_t bytes) {
     int64_t last = 0;
     for (int i = 0; i < tensor.ndim; i++) last += (tensor.shape[i] - 1) * tensor.strides[i];

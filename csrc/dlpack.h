@@ -1,5 +1,5 @@
-// The part of the DLPack C interface that this module uses: how a tensor describes its memory, and the table of
-// functions through which torch describes a tensor in tens of nanoseconds without our linking to it.
+// The part of the DLPack C interface that this module uses: the description of a tensor, and the table of functions
+// through which torch describes a tensor in tens of nanoseconds, without linking to torch.
 // Layouts are fixed by DLPack 1.x (https://dmlc.github.io/dlpack/latest/).
 #pragma once
 
@@ -52,7 +52,7 @@ struct DLManagedTensor {
   DLTensor tensor;
 };
 
-// What is not called here keeps its place in the table.
+// Functions that are not called here are placeholders in the table.
 struct DLExchangeApi {
   DLExchangeHeader header;
   int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* context, void (*fail)(void* context, const char* kind, const char* message));

@@ -12,7 +12,7 @@ void take_frame(char* frame, const char* stack, const Observation& leaf, size_t 
 }
 
 void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index) {
-  if (leaf.inner == 1) {  // a byte of each pixel, channels last
+  if (leaf.inner == 1) {  // one byte per pixel, channels last
     for (size_t o = 0; o < leaf.outer; o++) stack[o * leaf.stack + index] = frame[o];
     return;
   }
@@ -42,8 +42,8 @@ bool is_zero(const char* stack, const Observation& leaf, size_t index) {
   return true;
 }
 
-// True if a stack is the one that follows the lane's newest row, whose episode is `slot`: every frame of it. The newest
-// is given, the others are looked up.
+// True if all frames of a stack continue the lane's newest row, whose episode is `slot`. The newest frame is given, the
+// others are read from the ring.
 bool stack_continues(const Lanes& lanes, const Observation& leaf, const char* stack, int64_t lane, int64_t slot, const char* newest) {
   if (!frame_equals(newest, stack, leaf, leaf.stack - 1)) return false;
   const int64_t count = lanes.written[lane];
@@ -74,7 +74,7 @@ bool continues(const Lanes& lanes, const std::vector<Observation>& leaves, const
   return true;
 }
 
-// In next-step autoreset the step after an end shows the final observation once more, with a reward of 0 and no flag.
+// In next-step autoreset the step after an end repeats the final observation, with a reward of 0 and no flag.
 bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
   if (step.terminated[lane] || step.truncated[lane]) return false;
   for (size_t i = 0; i < step.reward_width; i++)
@@ -87,7 +87,7 @@ bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, c
   return true;
 }
 
-// Which of the two usual paddings the older frames of a first stack are, or kKept if they are neither.
+// Which of the two usual paddings the older frames of a first stack have, or kKept if neither.
 Padding padding_of(const char* stack, const Observation& leaf) {
   bool repeated = true, zeros = true;
   for (size_t o = 0; o < leaf.outer; o++) {
@@ -103,7 +103,7 @@ Padding padding_of(const char* stack, const Observation& leaf) {
   return repeated ? kRepeated : kZeros;
 }
 
-// The padding of all leaves together: one word for the episode, so leaves that differ are kept.
+// The padding of all leaves: the episode has one value for it, so leaves that differ are stored.
 Padding padding_of_all(const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
   Padding padding = kRepeated;
   bool first = true;
@@ -141,12 +141,12 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
                ResetSteps resets, int64_t lane, Move move) {
   const int64_t count = lanes.written[lane], place = lanes.by_rows.remainder(count);
   if (move == Move::kBreak) {
-    // What was to follow stands where the new observation goes: it becomes the final observation.
+    // The expected next observation is where the new one will be written: it becomes the final observation.
     const int64_t slot = lanes.current[lane];
     for (const Observation& leaf : leaves)
       memcpy(leaf.finals + slot * leaf.frame_bytes(), leaf.block.at(lane, place), leaf.frame_bytes());
     __atomic_store_n(&lanes.episodes[slot].stop, count, __ATOMIC_RELEASE);
-    __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that meets the new observation there will see that it was broken off
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that reads the new observation also sees that the episode was closed
   }
   if (count - lanes.begun[lane] >= lanes.kept) free_oldest(lanes, lane);
   if (move != Move::kContinue) {
@@ -171,7 +171,7 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     const char* next = (given ? step.finals[k] : step.next_observations[k]) + lane * leaf.stack_bytes();
     take_newest(ended ? leaf.finals + slot * leaf.frame_bytes() : leaf.block.at(lane, after), next, leaf);
   }
-  // The row after next: by the time it is written it is in the cache.
+  // Prefetches the row after next, so that it is in the cache when it is written.
   for (const Observation& leaf : leaves) __builtin_prefetch(leaf.block.at(lane, after) + leaf.block.row_stride, 1);
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
@@ -180,7 +180,7 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
   }
   __atomic_store_n(lanes.written + lane, count + 1, __ATOMIC_RELEASE);
-  __atomic_thread_fence(__ATOMIC_RELEASE);  // it is told before the next row overwrites anything
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // published before the next row overwrites anything
 }
 
 }  // namespace
@@ -214,7 +214,7 @@ int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, c
     if (moves[lane] != Move::kSkip)
       write_row(lanes, leaves, columns, step, resets, lane, moves[lane]);
     else if (!(step.mask && !step.mask[lane]))
-      lanes.after_end[lane] = -1;  // the reset step: it is let go, and the next one is a step again
+      lanes.after_end[lane] = -1;  // the reset step is dropped; the next step is a transition again
   }
   return broken;
 }

@@ -1,4 +1,4 @@
-// A ring of lanes whose rows belong to episodes: one copy of each observation, final observations apart, by episode.
+// A ring of lanes whose rows belong to episodes: one copy of each observation; final observations are stored by episode.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,18 @@ namespace rlstore {
 
 // How an episode ended, as bits.
 enum EpisodeEnd : int64_t { kTerminated = 1, kTruncated = 2 };
-// What stood before the first frame of an episode in its frame stack; from 0 on: kept in the table of starts.
+// The older frames of the first frame stack of an episode; 0 and above: stored in the table of starts.
 enum Padding : int64_t { kKept = 0, kRepeated = -1, kZeros = -2 };
 
-// One entry of the table of episodes. Rows are counted from the lane's first one and never wrap.
+// One entry of the table of episodes. Rows are counted from the first row of the lane and never wrap.
 struct Episode {
   int64_t start;
-  int64_t stop;  // one past its last row; -1 while it goes on
-  int64_t end;   // EpisodeEnd bits; 0 with a stop: broken off, the observations did not go on
+  int64_t stop;  // one past its last row; -1 while it is open
+  int64_t end;   // EpisodeEnd bits; 0 with a stop: a broken episode, whose observations were not continued
   int64_t padding;
 };
 
-// Division by a number that stays the same, through its reciprocal: exact for numbers below kCountLimit.
+// Division by a constant through its reciprocal: exact for numbers below kCountLimit.
 constexpr int64_t kCountLimit = int64_t{1} << 52;
 
 class Divider {
@@ -45,24 +45,24 @@ class Divider {
   double inverse_;
 };
 
-// The counters and tables of all lanes, or of some that lie one after another. All memory is the caller's. Each lane has
-// one writer at a time. Where other processes write, a reader has counters of its own: `written` is what it has taken
-// notice of, and the writers' count stands in `written_now`.
+// The counters and tables of all lanes, or of some consecutive lanes. All memory belongs to the caller. Each lane has one
+// writer at a time. Where other processes write, a reader has its own counters: `written` is what it has observed so far,
+// and `written_now` is the count of the writers. "Slot" here is the index of an episode in the table.
 struct Lanes {
-  int64_t lanes = 0, steps = 0, rows = 0;  // rows: places in memory, more than the steps held
-  int64_t kept = 0;  // rows that a writer leaves alone, at least the steps held: the rest is a reader's time to read them
+  int64_t lanes = 0, steps = 0, rows = 0;  // rows: capacity in memory, more than the steps held
+  int64_t kept = 0;  // rows that a writer does not overwrite, at least the steps held: the margin gives readers time
   Divider by_lanes, by_rows, by_steps;
-  int64_t* written = nullptr;    // [lanes] rows ever written; the last thing that a write changes, with release order
-  const int64_t* written_now = nullptr;  // [lanes] the same as its writers have it, or null if there are none elsewhere
+  int64_t* written = nullptr;    // [lanes] rows ever written; a write changes it last, with release order
+  const int64_t* written_now = nullptr;  // [lanes] the count of the writers, or null if no other process writes
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
-  int64_t* current = nullptr;    // [lanes] the slot of the episode that goes on, or -1
-  int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended with the row before, if a reset step may follow; or -1
-  int64_t slots = 0;             // episodes that there is room for
+  int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1
+  int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended in the previous row, if a reset step may follow
+  int64_t slots = 0;             // capacity of the table
   Episode* episodes = nullptr;   // [slots]
-  int32_t* free_slots = nullptr; // [slots / table_lanes, table_lanes] a stack of free slots for each lane, from the first of these on
-  int64_t table_lanes = 0;       // lanes that the tables serve, which may be more than these
+  int32_t* free_slots = nullptr; // [slots / table_lanes, table_lanes] a stack of free slots per lane, from the first of these
+  int64_t table_lanes = 0;       // lanes of the tables, which may be more than these
   int64_t* free_count = nullptr; // [lanes]
-  char* episode_of = nullptr;    // int32 [lanes, rows] with strides: the slot of each row's episode
+  char* episode_of = nullptr;    // int32 [lanes, rows] with strides: the slot of the episode of each row
   size_t lane_stride = 0, row_stride = 0;
 
   int32_t& slot_at(int64_t lane, int64_t place) const {
@@ -72,16 +72,16 @@ struct Lanes {
     return written[lane] - begun[lane] > steps ? written[lane] - steps : begun[lane];
   }
   int32_t& free_slot(int64_t lane, int64_t depth) const { return free_slots[depth * table_lanes + lane]; }
-  // Where an episode ends, as far as it was written.
+  // One past the last row of an episode that has been written.
   int64_t stop_of(const Episode& episode, int64_t lane) const {
     const int64_t stop = __atomic_load_n(&episode.stop, __ATOMIC_ACQUIRE);
     return stop < 0 || stop > written[lane] ? written[lane] : stop;
   }
-  // True if every byte of a row, and of its episode, can still be what it was.
+  // True if no writer can have overwritten a row or its episode.
   bool is_intact(int64_t lane, int64_t time) const {
     return __atomic_load_n(written_now + lane, __ATOMIC_ACQUIRE) - time < kept;
   }
-  // The lane and time of a row id; false if no ring has such a row.
+  // Splits a row id into lane and time; false if the id is out of range.
   bool part(int64_t row, int64_t* lane, int64_t* time) const {
     if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(kCountLimit)) return false;
     *lane = by_lanes.remainder(row, time);
@@ -99,8 +99,8 @@ struct Block {
   char* at(int64_t lane, int64_t place) const { return base + lane * lane_stride + place * row_stride; }
 };
 
-// One leaf of the observations. A row of its block is one frame; a caller gives and gets stacks of `stack` frames, which
-// lie as [outer, stack, inner bytes].
+// One leaf of the observations. A row of its block is one frame; a caller passes and receives stacks of `stack` frames, with
+// the layout [outer, stack, inner bytes].
 struct Observation {
   Block block;
   char* finals = nullptr;  // [slots, frame]
@@ -110,17 +110,17 @@ struct Observation {
   size_t stack_bytes() const { return block.bytes * stack; }
 };
 
-// The frame at position `index` of a stack, out of it or into it.
+// Copies the frame at position `index` out of a stack, or into it.
 void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index);
 void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index);
 
-// What a write does with a lane.
+// The effect of a write on a lane.
 enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };
 
-// One step of all lanes, every value contiguous [lanes, ...] and known to fit.
+// One step of all lanes; every value is contiguous [lanes, ...] and has been checked.
 struct Step {
   std::vector<const char*> observations, next_observations, columns;
-  std::vector<const char*> finals;  // of final observations given apart, or empty
+  std::vector<const char*> finals;  // separate final observations, or empty
   const uint8_t* terminated = nullptr;
   const uint8_t* truncated = nullptr;
   const uint8_t* mask = nullptr;       // null: all take part
@@ -131,13 +131,13 @@ struct Step {
 
 enum class ResetSteps { kTell, kAlways, kNever };
 
-// What must be there before a planned step can be written.
+// What must be allocated before a planned step can be written.
 enum class Need { kNothing, kSlots, kStarts };
 
-// Decides what happens to each lane, and changes nothing.
+// Plans the effect on each lane, and changes nothing.
 Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, Move* moves);
 
-// Writes the step as planned; returns the number of episodes that were broken off.
+// Writes the step as planned; returns the number of broken episodes that were closed.
 int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                    const Step& step, ResetSteps resets, const Move* moves);
 

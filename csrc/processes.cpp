@@ -39,7 +39,7 @@ int64_t process_start(int64_t pid) {
   const size_t length = fread(text, 1, sizeof text - 1, file);
   fclose(file);
   text[length] = 0;
-  // The second field is the command in parentheses, which may hold spaces and parentheses itself.
+  // The second field is the command in parentheses, which may contain spaces and parentheses.
   const char* rest = strrchr(text, ')');
   if (!rest || strlen(rest) < 3) return 0;
   const char state = rest[2];

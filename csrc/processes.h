@@ -1,4 +1,4 @@
-// What processes of one machine need to work together: waiting on a word of shared memory, and whether another one lives.
+// Process synchronization on one machine: waiting on a word of shared memory, and detecting dead processes.
 #pragma once
 
 #include <chrono>
@@ -6,7 +6,7 @@
 
 namespace rlstore {
 
-// A point in time until which to wait.
+// The point in time at which a wait ends.
 class Deadline {
  public:
   explicit Deadline(double seconds)
@@ -22,20 +22,20 @@ class Deadline {
   Clock::time_point end_;
 };
 
-// Something that processes wait for, in shared memory; all zero at first.
+// An event in shared memory that processes wait for; initially zero.
 struct Event {
-  uint32_t count;    // times that it happened; written by whoever makes it happen, with release order
-  uint32_t waiters;  // processes that wait now (too many if some were killed: that costs a system call, nothing else)
+  uint32_t count;    // times that it was signalled; incremented by the signalling process, with release order
+  uint32_t waiters;  // waiting processes (too many if some were killed, which only costs a system call)
 
   uint32_t seen() const { return __atomic_load_n(&count, __ATOMIC_ACQUIRE); }
-  // Returns when the event has happened since `seen`, or when the deadline has passed, or now and then for no reason.
+  // Returns when the event was signalled since `seen`, or when the deadline has passed; may also wake up spuriously.
   void wait(uint32_t seen, const Deadline& deadline);
-  // It has happened: wakes `sleepers` of those that wait.
+  // Signals the event and wakes `sleepers` of the waiting processes.
   void happen(int sleepers);
 };
 
-// When a process began, in ticks since the machine did: with its number this names it for good. 0 if it is gone, or
-// dead and only not yet noticed by its parent.
+// The start time of a process, in ticks since boot: together with the pid it identifies the process uniquely. 0 if the
+// process is gone, or is a zombie.
 int64_t process_start(int64_t pid);
 
 }  // namespace rlstore

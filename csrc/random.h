@@ -1,4 +1,4 @@
-// Random numbers as a pure function of a seed and a counter, so that every device and every thread can draw the same.
+// Random numbers as a pure function of a seed and a counter, so that every device and thread draws the same numbers.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline double random_unit(uint64_t seed, uint64_t counter) {
   return static_cast<double>(random_bits(seed, counter) >> 11) * 0x1.0p-53;
 }
 
-// Uniform over 0 .. n-1, for n of up to 2^52 or so.
+// Uniform over 0 .. n-1, for n up to about 2^52.
 inline int64_t random_below(uint64_t seed, uint64_t counter, int64_t n) {
   const int64_t drawn = static_cast<int64_t>(random_unit(seed, counter) * static_cast<double>(n));
   return drawn < n ? drawn : n - 1;

@@ -12,18 +12,18 @@ namespace rlstore {
 
 namespace {
 
-// How many rows ahead a row's record, and then its episode, are sent for: far enough to hide a cache miss.
+// How many rows ahead the record of a row, and then its episode, are prefetched: far enough to hide a cache miss.
 constexpr size_t kRecordAhead = 8, kEpisodeAhead = 3, kPipeline = 16;
 
-// Where a row lies and what followed it.
+// The location of a row and of its n-step window.
 struct Found {
   int64_t lane, time, place;
   int64_t slot;
   const Episode* episode;
-  int64_t start;  // of its episode, which may become that of another one while a writer goes on elsewhere
+  int64_t start;  // of its episode; a writer in another process may replace the table entry
   int64_t stop;   // of its episode, as far as it was written
   int64_t taken;  // steps of its n-step window
-  bool at_end;    // the window ends with the episode: what followed is its final observation
+  bool at_end;    // the window ends with the episode: the next observation is its final observation
 };
 
 void convert_row(float* target, const char* source, const DLDataType& dtype, size_t width) {
@@ -49,7 +49,7 @@ class Gather {
          const Fold& fold)
       : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold) {}
 
-  // Where a row is not held there are zeros.
+  // Rows that are not held give zeros.
   RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count, const Output* outputs, size_t output_count) {
     Found found[kPipeline];
     for (size_t i = 0; i < count + kRecordAhead; i++) {
@@ -64,8 +64,8 @@ class Gather {
     return outcome(rows, count);
   }
 
-  // The same for windows of `length` rows one after another, each possibly ending in rows of -1. kNotHeld also if the rows
-  // of a window do not follow one another.
+  // The same for windows of `length` consecutive rows, each possibly padded with -1. Returns kNotHeld also if the rows of a
+  // window are not consecutive.
   RLSTORE_INLINE Gathered run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
     for (size_t w = 0; w < windows; w++) {
       const int64_t* window = rows + w * length;
@@ -102,7 +102,7 @@ class Gather {
     return all_held_ ? Gathered::kAll : Gathered::kNotHeld;
   }
 
-  // True if something that was read may have been overwritten before it was. To be asked when all is read.
+  // True if something may have been overwritten before it was read. Call it after everything was read.
   bool was_overrun(const int64_t* rows, size_t count) const {
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     for (const auto& [episode, stop] : fronts_) {
@@ -116,7 +116,7 @@ class Gather {
     return false;
   }
 
-  // Rows of one episode that lie one after another in memory: `f` is the first.
+  // Rows of one episode that are contiguous in memory; `f` is the first.
   RLSTORE_INLINE void write_run(Found f, size_t count, const Output& output, size_t index) {
     const bool plain = !output.as_float && !output.streamed;
     if (plain && output.part == Part::kColumn) {
@@ -127,7 +127,7 @@ class Gather {
     if (plain && observed && leaves_[output.leaf].stack == 1 && fold_.n_step == 1) {
       const Observation& leaf = leaves_[output.leaf];
       const size_t bytes = leaf.frame_bytes(), shift = output.part == Part::kNext;
-      // What follows a row is the row behind it, but for the last of an episode or of the memory.
+      // The next observation is that of the following row, except at the end of an episode or of the memory.
       const size_t in_a_row = shift ? count - 1 : count;
       copy_run(output.memory + index * bytes, leaf.block.at(f.lane, f.place) + shift * leaf.block.row_stride, leaf.block.row_stride, bytes, in_a_row);
       f.time += static_cast<int64_t>(in_a_row), f.place += static_cast<int64_t>(in_a_row), index += in_a_row, count -= in_a_row;
@@ -146,7 +146,7 @@ class Gather {
     int64_t lane, time;
     if (!lanes_.part(row, &lane, &time)) return;
     const char* slot = reinterpret_cast<const char*>(&lanes_.slot_at(lane, lanes_.by_rows.remainder(time)));
-    const char* end = slot + std::min<size_t>(count * lanes_.row_stride, 4096);  // the hardware sees the rest coming
+    const char* end = slot + std::min<size_t>(count * lanes_.row_stride, 4096);  // the hardware prefetches the rest
     for (const char* line = slot - lanes_.row_stride; line < end; line += 64) __builtin_prefetch(line);
   }
 
@@ -155,7 +155,7 @@ class Gather {
     f.lane = -1;
     const Found& before = found[(i + kPipeline - 1) % kPipeline];
     int64_t lane;
-    if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the row after it: no division
+    if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the next row: no division needed
       lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
     } else if (lanes_.part(rows[i], &lane, &f.time)) {
       f.place = lanes_.by_rows.remainder(f.time);
@@ -170,12 +170,12 @@ class Gather {
     f.lane = lane;
     __builtin_prefetch(&lanes_.slot_at(lane, f.place));
     for (const Observation& leaf : leaves_) {
-      if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware to see
-      // The observation that follows lies right behind it.
+      if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware prefetcher
+      // The next observation is directly behind it.
       const char* row = leaf.block.at(lane, f.place);
       const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
       for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
-      __builtin_prefetch(row + reach - 1);  // it may reach into one line more
+      __builtin_prefetch(row + reach - 1);  // it may span one more cache line
     }
   }
 
@@ -197,11 +197,11 @@ class Gather {
     const bool is_over = told >= 0 && told <= written;
     f.stop = is_over ? told : written;
     f.start = __atomic_load_n(&f.episode->start, __ATOMIC_RELAXED);
-    // Tables that came from a damaged file, or are overwritten at this moment, must not lead out of memory.
+    // Tables from a damaged file, or being overwritten at this moment, must not cause accesses out of bounds.
     if (f.time < f.start || f.time >= f.stop) return refuse(f);
     f.taken = std::min(fold_.n_step, f.stop - f.time);
     f.at_end = is_over && f.time + f.taken == f.stop;
-    // What follows the newest row stands where the next row goes: if that breaks the episode off, it is overwritten.
+    // The next observation of the newest row is where the next row will be written: a broken episode overwrites it.
     if (lanes_.written_now && !is_over && f.time + f.taken == f.stop) fronts_.emplace_back(f.episode, told);
   }
 
@@ -261,7 +261,7 @@ class Gather {
     reinterpret_cast<float*>(output.memory)[index] = over ? 0.0f : fold_.powers[static_cast<size_t>(f.taken)];
   }
 
-  // The observation before the row's step (after = 0), or the one after its n-step window (after = 1).
+  // The observation of the row (after = 0), or the next observation of its n-step window (after = 1).
   RLSTORE_INLINE void write_observation(const Found& f, const Output& output, size_t index, int after) {
     const Observation& leaf = leaves_[output.leaf];
     const size_t bytes = bytes_out(output, leaf.block, leaf.stack_bytes());
@@ -292,7 +292,7 @@ class Gather {
     if (!in_a_row) scratch_.resize(leaf.stack_bytes());
     for (int64_t j = 0; j < depth;) {
       const int64_t at = time - (depth - 1 - j);
-      int64_t run = 1;  // frames that lie one after another
+      int64_t run = 1;  // contiguous frames
       const char* frame;
       if (at < f.start) {
         frame = padding_frame(f, leaf, at);
@@ -313,7 +313,7 @@ class Gather {
     if (!in_a_row) copy_out(output, target, scratch_.data(), leaf.block, leaf.stack_bytes());
   }
 
-  // The frame that stood before the episode's first one, at time `at` < start.
+  // The frame before the first frame of the episode, at time `at` < start.
   const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
     const size_t bytes = leaf.frame_bytes();
     if (f.episode->padding == kKept && leaf.starts) {
@@ -332,7 +332,7 @@ class Gather {
   const Block& rewards_;
   const Fold& fold_;
   bool all_held_ = true;
-  std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, and the stop they had
+  std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
   std::vector<char> scratch_, zeros_;
 };
 
@@ -373,7 +373,7 @@ void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64
 
 void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
   const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
-  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));  // rows held by this lane and those before it
+  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));  // rows held by this lane and all lanes before it
   int64_t total = 0, oldest = lanes.oldest(0);
   bool alike = true;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {

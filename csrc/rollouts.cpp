@@ -8,7 +8,7 @@ namespace rlstore {
 
 namespace {
 
-// Outputs of this size do not stay in the cache until they are read: their rows are written past it.
+// Outputs of this size do not stay in the cache until they are read: they are written with non-temporal stores.
 constexpr size_t kLargeOutput = 1 << 20;
 constexpr size_t kLargeRow = 1 << 10;
 
@@ -21,7 +21,7 @@ void gather_fixed(const SlotField& field, const int64_t* slots, size_t count) {
   }
 }
 
-// Slot by slot, so that a slot is read from end to end.
+// Slot by slot, so that each slot is read sequentially.
 template <typename Copy>
 void gather_with(const SlotField& field, const int64_t* slots, size_t count, Copy copy) {
   const size_t bytes = field.row_bytes;

@@ -1,4 +1,4 @@
-// Rollouts of separate slots, put side by side.
+// Joins the rollouts of several hand-off slots into a batch.
 #pragma once
 
 #include <cstddef>

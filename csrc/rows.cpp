@@ -11,9 +11,9 @@ namespace rlstore {
 namespace {
 
 constexpr size_t kPrefetchAhead = 12;   // rows; far enough to hide a cache miss, near enough to stay in L1
-constexpr size_t kSmallRow = 512;       // bytes; beyond this the library's memcpy wins
+constexpr size_t kSmallRow = 512;       // bytes; above this the library's memcpy is faster
 
-// A row of a size known only at run time, in chunks, the last one overlapping the one before: no byte loop, no call.
+// Copies a row whose size is known only at run time, in chunks; the last one overlaps the one before: no byte loop, no call.
 template <size_t Chunk>
 RLSTORE_INLINE void copy_chunks(char* target, const char* source, size_t bytes) {
   for (size_t i = 0; i + Chunk < bytes; i += Chunk) memcpy(target + i, source + i, Chunk);
@@ -140,8 +140,8 @@ RLSTORE_INLINE float float_of(uint32_t bits) {
 
 RLSTORE_INLINE BrainHalf::operator float() const { return float_of(static_cast<uint32_t>(bits) << 16); }
 
-// Moved into a float's place, a half is too small by 2^112, which a product puts right, subnormals too; infinities and
-// NaNs have all exponent bits set in either form.
+// With its bits shifted into those of a float, a half is too small by 2^112, which a multiplication corrects, also for
+// subnormals; infinities and NaNs have all exponent bits set in both formats.
 RLSTORE_INLINE Half::operator float() const {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(bits & 0x7fff) << 13;
   const uint32_t special = (bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;

@@ -10,21 +10,22 @@
 
 namespace rlstore {
 
-// A row as it is. A large one goes past the cache: it is not read again soon, and would be fetched only to be written over.
+// Copies a row. A large row is written with non-temporal stores: it is not read again soon, and would otherwise be loaded
+// into the cache only to be overwritten.
 void copy_row(char* target, const char* source, size_t bytes);
 
-// The same past the cache whatever its size; the two do not overlap.
+// The same with non-temporal stores whatever the size; source and target must not overlap.
 void copy_streamed(char* target, const char* source, size_t bytes);
 
 // The same for a row of a few hundred bytes, without a call.
 RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {
-  // In chunks, the last one overlapping the one before: no byte loop.
+  // In chunks; the last chunk overlaps the one before: no byte loop.
   const auto chunks = [&](auto chunk) {
     size_t i = 0;
     for (; i + chunk <= bytes; i += chunk) memcpy(target + i, source + i, chunk);
     if (bytes - i > 16)
       memcpy(target + bytes - chunk, source + bytes - chunk, chunk);
-    else if (i < bytes)  // a short rest: one store that seldom spans two cache lines
+    else if (i < bytes)  // a short rest: one store that rarely spans two cache lines
       memcpy(target + bytes - (chunk < 16 ? chunk : 16), source + bytes - (chunk < 16 ? chunk : 16), chunk < 16 ? chunk : 16);
   };
   if (bytes > 1024)
@@ -43,14 +44,14 @@ RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {
 template <typename Target, typename Source>
 void copy_flags(Target* target, const Source* source, size_t count);
 
-// True if a NaN is among the values: neither yes nor no.
+// True if one of the values is NaN, which is not a valid flag.
 template <typename Source>
 bool has_nan(const Source* source, size_t count);
 
 // target[i] = source[rows[i]], rows of `row_bytes` bytes.
 void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);
 
-// The two 16-bit floats, as they lie in memory.
+// The bits of the two 16-bit floating types.
 struct Half {
   uint16_t bits;
   operator float() const;
@@ -60,7 +61,7 @@ struct BrainHalf {
   operator float() const;
 };
 
-// As gather_rows, each of the `width` elements of a row converted to float.
+// Like gather_rows, with each of the `width` elements of a row converted to float.
 template <typename Source>
 void gather_as_float(float* target, const Source* source, const int64_t* rows, size_t count, size_t width);
 

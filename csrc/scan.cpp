@@ -9,7 +9,7 @@ namespace rlstore {
 
 namespace {
 
-// What the end flags say of one step. Flags that a rollout does not have are compiled away.
+// The end flags of one step. Flags that a rollout does not have are removed at compile time.
 template <typename Real, bool HasTruncated, bool HasFinal>
 struct Ends {
   const uint8_t* terminated;
@@ -21,7 +21,7 @@ struct Ends {
         truncated(HasTruncated ? rollout.truncated + t * rollout.lanes : nullptr),
         final_values(HasFinal ? rollout.final_values + t * rollout.lanes : nullptr) {}
 
-  // No short-circuit in these: a load that always happens can be vectorised, one behind a branch cannot.
+  // No short-circuit evaluation here: an unconditional load can be vectorized, one behind a branch cannot.
 
   RLSTORE_INLINE bool cut(size_t i) const {
     bool result = terminated[i] != 0;
@@ -29,7 +29,7 @@ struct Ends {
     return result;
   }
 
-  // Truncated, not terminated, and nobody said what the final observation was worth.
+  // Truncated, not terminated, and the value of the final observation is not known.
   RLSTORE_INLINE bool unknown(size_t i) const {
     if constexpr (!HasTruncated) return false;
     bool result = (truncated[i] != 0) & (terminated[i] == 0);
@@ -70,7 +70,7 @@ template <typename Real>
 RLSTORE_INLINE void gae_scan(const Rollout<Real>& rollout, Real gamma, Real lam, Real* advantages, Real* returns) {
   const size_t lanes = rollout.lanes;
   const Real decay = gamma * lam;
-  const std::vector<Real> nothing(lanes, Real(0));  // what follows the last step
+  const std::vector<Real> nothing(lanes, Real(0));  // after the last step
   with_ends(rollout, [&](size_t t, auto ends) __attribute__((always_inline)) {
     const Real* __restrict reward = rollout.rewards + t * lanes;
     const Real* __restrict value = rollout.values + t * lanes;
@@ -90,7 +90,7 @@ RLSTORE_INLINE void gae_scan(const Rollout<Real>& rollout, Real gamma, Real lam,
   });
 }
 
-// One step of a target: what row t is worth when the step after it is worth `after`.
+// One step of a target: the target of row t, given the target `after` of the next step.
 template <typename Real, typename EndsT>
 RLSTORE_INLINE void fold_step(const Rollout<Real>& rollout, size_t t, const EndsT& ends, Real gamma, const Real* after,
                               Real* target) {
@@ -113,7 +113,7 @@ RLSTORE_INLINE void discounted_scan(const Rollout<Real>& rollout, Real gamma, Re
 
 template <typename Real>
 RLSTORE_INLINE void n_step_scan(const Rollout<Real>& rollout, Real gamma, size_t n, Real* returns) {
-  // For each row its own window, folded from its far end; `start` walks the rows, `t` the window.
+  // Each row has its own window, accumulated backward; `start` iterates over the rows, `t` over the window.
   for (size_t start = 0; start < rollout.steps; start++) {
     const size_t stop = n < rollout.steps - start ? start + n : rollout.steps;
     Real* target = returns + start * rollout.lanes;
@@ -130,7 +130,7 @@ RLSTORE_INLINE void n_step_scan(const Rollout<Real>& rollout, Real gamma, size_t
   }
 }
 
-// A NaN stays one: a broken ratio must show.
+// NaN is kept: an invalid ratio must stay visible.
 template <typename Real>
 RLSTORE_INLINE Real clipped(Real ratio, Real bound) {
   return ratio > bound ? bound : ratio;
@@ -163,7 +163,7 @@ RLSTORE_INLINE void vtrace_scan(const Rollout<Real>& rollout, const Real* log_rh
 
 template <typename Real>
 RLSTORE_INLINE void normalize_all(Real* x, size_t count, double epsilon) {
-  // Seen from its first entry, so that equal entries are exactly equal, whatever a sum of them is rounded to.
+  // Relative to the first entry, so that equal entries give exactly 0, however their sum is rounded.
   const double base = x[0];
   double sum = 0;
 #pragma omp simd reduction(+ : sum)

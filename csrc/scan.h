@@ -1,10 +1,10 @@
 // Backward scans over [steps, lanes]: targets and advantages from rewards, values and the two end flags.
 //
-// One meaning of an episode's end in all of them, step by step and lane by lane:
-//   terminated                 no bootstrap, and nothing flows in from later steps
-//   truncated (and only that)  bootstrap from final_values, and nothing flows in from later steps;
-//                              where the final value is not known (null, or NaN) the target is the step's own value
-//   neither                    bootstrap from the next step's value; after the last step from last_values
+// All of them treat the end of an episode in the same way, for each step and lane:
+//   terminated                 no bootstrap, and no contribution from later steps
+//   truncated (and only that)  bootstrap from final_values, and no contribution from later steps;
+//                              where the final value is unknown (null, or NaN) the target is the step's own value
+//   neither                    bootstrap from the next step's value; in the last step from last_values
 #pragma once
 
 #include <cstddef>

@@ -53,7 +53,7 @@ void mask_segments(uint8_t* mask, const Segments& segments, size_t steps) {
 
 void first_states(char* target, const char* states, const int64_t* segment_lanes, const int64_t* starts, size_t count,
                   size_t layers, size_t lanes, size_t state_bytes) {
-  constexpr size_t kAhead = 4;  // states are far apart in memory: ask for the next ones early
+  constexpr size_t kAhead = 4;  // states are far apart in memory: prefetch the next ones
   const auto state = [&](size_t layer, size_t s) {
     return states + ((starts[s] * layers + layer) * lanes + segment_lanes[s]) * state_bytes;
   };

@@ -1,4 +1,4 @@
-// Trajectories: the stretches of a lane between two episode ends, in lane-major order.
+// Trajectories: the parts of a lane between episode ends, in lane-major order.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace rlstore {
 
-// How the lanes [first, last) of `dones` [steps, lanes] fall into trajectories.
+// The trajectories of the lanes [first, last) of `dones` [steps, lanes].
 size_t count_segments(const uint8_t* dones, size_t steps, size_t lanes, size_t first, size_t last);
 void split_segments(const uint8_t* dones, size_t steps, size_t lanes, size_t first, size_t last, int64_t* segment_lanes,
                     int64_t* starts, int64_t* lengths);

@@ -36,7 +36,7 @@ int64_t SlotTable::try_take(SlotState from, SlotState to, uint64_t owner) {
   uint64_t word = 0, again = 0;
   int64_t slot = oldest(from, &word);
   while (slot >= 0) {
-    // Two looks that agree: nothing older came in behind the first one's back, so the order holds.
+    // Two scans that agree: no older slot appeared during the first one, so the order is correct.
     const int64_t second = oldest(from, &again);
     if (second == slot && again == word && exchange_word(words_ + slot, word, make_word(ticket_of(word), owner, to))) return slot;
     slot = second, word = again;
@@ -59,7 +59,7 @@ bool SlotTable::give(int64_t slot, SlotState from, SlotState to, uint64_t owner)
   const uint64_t here = __atomic_load_n(word, __ATOMIC_ACQUIRE);
   if (state_of(here) != from || owner_of(here) != owner) return false;
   const uint64_t ticket = __atomic_add_fetch(ticket_, 1, __ATOMIC_ACQ_REL);
-  // Counted right before, and not after the wake-up, at which this process may well be put aside, and killed.
+  // Counted before the wake-up: during it this process may be preempted, and killed.
   const bool written = from == SlotState::kWriting && to == SlotState::kFull, read = from == SlotState::kReading && to == SlotState::kFree;
   uint64_t* done = written ? done_ : read ? done_ + 1 : nullptr;
   if (done) __atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL);

@@ -9,7 +9,7 @@ namespace {
 constexpr size_t kWidth = SumTree::kWidth;
 constexpr size_t kAhead = 16;  // entries; far enough to hide a cache miss
 
-// Four running sums, so that the order is fixed and four additions can be under way.
+// Four running sums: the order of additions is fixed, and four are independent of each other.
 template <typename Real>
 RLSTORE_INLINE double sum_group(const Real* group) {
   double sums[4] = {0, 0, 0, 0};
@@ -28,7 +28,7 @@ RLSTORE_INLINE float max_group(const float* group) {
   return a > b ? a : b;
 }
 
-// The first of four whose running sum passes the target; what the sums came to before it is taken off the target.
+// The first of four whose running sum exceeds the target; the sum before it is subtracted from the target.
 RLSTORE_INLINE int64_t pick_of_four(double a, double b, double c, double* target) {
   const double ab = a + b, abc = ab + c, t = *target;
   const int64_t passed = static_cast<int64_t>(a <= t) + (ab <= t) + (abc <= t);
@@ -37,7 +37,7 @@ RLSTORE_INLINE int64_t pick_of_four(double a, double b, double c, double* target
   return passed;
 }
 
-// The child in which the target falls; the target is then counted from the beginning of that child.
+// The child that contains the target; the target becomes relative to the beginning of that child.
 template <typename Real>
 RLSTORE_INLINE int64_t pick_child(const Real* group, double* target) {
   double quarters[4];
@@ -49,7 +49,7 @@ RLSTORE_INLINE int64_t pick_child(const Real* group, double* target) {
   const Real* four = group + quarter * 4;
   int64_t child = quarter * 4 + pick_of_four(four[0], four[1], four[2], target);
   if (group[child] > 0) return child;
-  // Rounding put the target past the end: the last child before it that holds anything, or else the first after it.
+  // Rounding moved the target past the end: take the last non-zero child before it, or else the first after it.
   *target = 0;
   int64_t held = child;
   while (held > 0 && !(group[held] > 0)) held--;
@@ -94,7 +94,7 @@ std::vector<size_t> SumTree::level_sizes(size_t leaves) {
   std::vector<size_t> sizes;
   size_t entries = leaves;
   do {
-    entries = (entries + kWidth - 1) / kWidth;                     // one for each group of 16 below
+    entries = (entries + kWidth - 1) / kWidth;                     // one per group of 16 below
     sizes.push_back((entries + kWidth - 1) / kWidth * kWidth);     // rounded up to whole groups
   } while (entries > kWidth);
   return sizes;
@@ -122,7 +122,7 @@ void SumTree::set(const int64_t* indices, const float* values, size_t count) {
     parents_[i] = indices[i];
   }
   for (size_t level = 0; level < sizes_.size(); level++) {
-    // Neighbours share their parent: one refresh for a run of them.
+    // Neighbors share their parent: one refresh for a run of them.
     size_t distinct = 0;
     for (size_t i = 0; i < count; i++) {
       const int64_t parent = parents_[i] / static_cast<int64_t>(kWidth);
@@ -130,7 +130,7 @@ void SumTree::set(const int64_t* indices, const float* values, size_t count) {
     }
     count = distinct;
     const size_t groups = (level == 0 ? count_ : sizes_[level - 1]) / kWidth;
-    if (count > groups) {  // the top of the tree: cheaper to refresh as a whole than once for each leaf
+    if (count > groups) {  // the top of the tree: cheaper to refresh completely than once per leaf
       count = groups;
       for (size_t i = 0; i < count; i++) parents_[i] = static_cast<int64_t>(i);
     }

@@ -1,4 +1,4 @@
-// Priorities by leaf: sums and maxima over groups of 16, so that a draw or an update walks a handful of cache lines.
+// Priorities by leaf: sums and maxima over groups of 16, so that a draw or an update touches a few cache lines.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace rlstore {
 
-// Leaves are float; the sums above them are double, so that a draw among millions of leaves is not rounded to its
-// neighbour. A parent is always recomputed from its 16 children, never adjusted: there is no drift.
+// Leaves are float; the sums above them are double, so that a draw among millions of leaves is not rounded to a
+// neighbor. A parent is always recomputed from its 16 children, never adjusted: there is no drift.
 class SumTree {
  public:
   static constexpr size_t kWidth = 16;
@@ -16,16 +16,16 @@ class SumTree {
   // Entries of each level above the leaves, each a multiple of 16; the last has 16, whose sum is the total.
   static std::vector<size_t> level_sizes(size_t leaves);
 
-  // leaves: a multiple of 16 entries; sums and maxima: the levels above one after another. Zero memory is an empty tree.
+  // leaves: a multiple of 16 entries; sums and maxima: the levels above, concatenated. Zero memory is an empty tree.
   SumTree(float* leaves, size_t count, double* sums, float* maxima);
 
   double total() const;
   float maximum() const;
   // leaf[indices[i]] = values[i], in order, and their parents.
   void set(const int64_t* indices, const float* values, size_t count);
-  // The leaf in which each target falls, 0 <= target < total(); never a leaf of 0 unless all are.
+  // The leaf that contains each target, 0 <= target < total(); never a leaf of 0 unless all are 0.
   void find(double* targets, int64_t* indices, size_t count) const;
-  // Every parent from its children.
+  // Recomputes every parent from its children.
   void rebuild();
 
  private:

@@ -13,7 +13,7 @@ void Windows::push(const Lanes& lanes, int64_t lane, int64_t start, int64_t olde
   added->push_back(start * lanes.lanes + lane);
 }
 
-// The episode that was open ended before `stop`.
+// Closes the open episode, whose last row is the one before `stop`.
 void Windows::finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t oldest, std::vector<int64_t>* added) {
   const int64_t start = open_[lane] - 1, taken = stop - start;
   if (taken < length_)
@@ -24,7 +24,7 @@ void Windows::finish(const Lanes& lanes, int64_t lane, int64_t stop, int64_t old
 }
 
 void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vector<int64_t>* added, std::vector<int64_t>* dropped) {
-  // Of all that is written, not up to this row: what is dropped again in the same go must not be added.
+  // Relative to everything written, not to this row: a window that this call would drop again must not be added.
   const int64_t stop = time + 1, oldest = lanes.oldest(lane);
   while (heads_[lane] < tails_[lane] && start_at(lanes, lane, heads_[lane]) < oldest)
     dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
@@ -36,7 +36,7 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
   const int64_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(time));
   if (!lanes.has_slot(slot)) return;
   const Episode& episode = lanes.episodes[slot];
-  if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was broken off
+  if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was closed as broken
   open_[lane] = episode.start + 1;
   const int64_t taken = stop - episode.start;
   if (taken >= length_ && (taken - length_) % stride_ == 0) push(lanes, lane, stop - length_, oldest, added);
@@ -50,7 +50,7 @@ void Windows::follow(const Lanes& lanes, std::vector<int64_t>* added, std::vecto
   }
 }
 
-// More was written than is held, so none of what was known is there any more.
+// More rows were written than are held: all known windows are overwritten.
 void Windows::begin_anew(const Lanes& lanes, int64_t lane, std::vector<int64_t>* dropped) {
   while (heads_[lane] < tails_[lane]) dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
   open_[lane] = 0;
@@ -77,7 +77,7 @@ void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t
   std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));
   int64_t total = 0;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) ends[static_cast<size_t>(lane)] = total += tails_[lane] - heads_[lane];
-  std::vector<std::pair<const int64_t*, int64_t>> chosen(count);  // where the window's start stands, and its lane
+  std::vector<std::pair<const int64_t*, int64_t>> chosen(count);  // the address of the window's start, and its lane
   for (size_t i = 0; i < count; i++) {
     const int64_t drawn = random_below(seed, counter + i, total);
     const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();

@@ -1,4 +1,4 @@
-// Which windows of a fixed length there are: for each lane a queue of the rows at which they begin.
+// An index of the windows of a fixed length: for each lane, a queue of the rows at which they begin.
 #pragma once
 
 #include <cstddef>
@@ -9,18 +9,18 @@
 
 namespace rlstore {
 
-// Windows of `length` rows, beginning every `stride` rows of an episode (or, `across`, of a lane). An episode that is over
-// gives one more, that ends with it, if none does; one that is shorter than a window gives a single, shorter one.
-// Both ends of a queue only move forward, so adding, dropping and drawing take the same time however many there are.
+// Windows of `length` rows that begin every `stride` rows of an episode (or, with `across`, of a lane). A finished episode
+// has one more window that ends with it, if none does; an episode shorter than a window has a single, shorter one.
+// Both ends of a queue only move forward, so adding, dropping and drawing take constant time.
 class Windows {
  public:
-  // starts: [lanes, steps] times; heads, tails, seen, open: [lanes], zero memory is an index of nothing.
+  // starts: [lanes, steps] times; heads, tails, seen, open: [lanes]. Zero memory is an empty index.
   Windows(int64_t length, int64_t stride, bool across, int64_t* starts, int64_t* heads, int64_t* tails, int64_t* seen, int64_t* open)
       : length_(length), stride_(stride), across_(across), starts_(starts), heads_(heads), tails_(tails), seen_(seen), open_(open) {}
 
-  // Takes in what was written since; gives the rows of windows that are new and of those that are gone.
+  // Adds the rows written since the last call; returns the rows of new windows and of dropped ones.
   void follow(const Lanes& lanes, std::vector<int64_t>* added, std::vector<int64_t>* dropped);
-  // Forgets everything and takes in all rows that are held.
+  // Rebuilds the index from all rows that are held.
   void rebuild(const Lanes& lanes);
   int64_t count(const Lanes& lanes) const;
   void draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) const;
@@ -38,7 +38,7 @@ class Windows {
   int64_t length_, stride_;
   bool across_;
   int64_t *starts_, *heads_, *tails_, *seen_;
-  int64_t* open_;  // one more than the start of the episode that the newest row belongs to; 0: it is over
+  int64_t* open_;  // one more than the start of the newest row's episode; 0: it has ended
 };
 
 }  // namespace rlstore

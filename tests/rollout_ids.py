@@ -198,15 +198,18 @@ def recurrent_batch(dones, envs, states, offset=0, num_envs=ENVS):
     steps = len(dones)
     ids = torch.stack([ids_of_step(step, offset, num_envs) for step in range(steps)])
     pieces = trajectories(dones, envs)
-    observations = observations_of(ids)
-    padded = torch.zeros_like(observations[:, :1]).expand(steps, len(pieces)).clone()
     masks = torch.zeros(steps, len(pieces), dtype=torch.bool)
-    for column, (env, start, stop) in enumerate(pieces):
-        for step in range(start, stop):
-            padded[step - start, column] = observations[step, env]
-            masks[step - start, column] = True
+    for column, (_, start, stop) in enumerate(pieces):
+        masks[: stop - start, column] = True
+
+    def padded(rollout):
+        columns = torch.zeros(steps, len(pieces), *rollout.shape[2:], dtype=rollout.dtype)
+        for column, (env, start, stop) in enumerate(pieces):
+            columns[: stop - start, column] = rollout[start:stop, env]
+        return columns
+
     return RolloutStorage.Batch(
-        observations=padded,
+        observations=observations_of(ids).apply(padded, batch_size=masks.shape),
         hidden_states=tuple(first_states(pieces, states, side) for side in (0, 1)),
         masks=masks,
         **fields_of(ids[:, slice(*envs)]),

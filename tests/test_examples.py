@@ -2,7 +2,7 @@
 
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -66,13 +66,13 @@ def test_ppo_stops_at_its_threshold():
 def test_ppo_is_repeatable():
     import ppo
 
-    first, second = ppo.train(3000, seed=5), ppo.train(3000, seed=5)
+    first, second = ppo.train(2000, seed=5), ppo.train(2000, seed=5)
     assert first.curve == second.curve
     assert first.losses == second.losses
-    assert ppo.train(3000, seed=6).curve != first.curve
+    assert ppo.train(2000, seed=6).curve != first.curve
 
 
-@pytest.mark.parametrize("memory", ["gru", "lstm", "none"])
+@pytest.mark.parametrize("memory", ["gru", "none"])
 def test_recurrent_ppo_runs_with_each_memory(memory):
     import recurrent_ppo
 
@@ -203,25 +203,17 @@ def test_stopwatch_counts_the_arrival_of_items_and_not_their_use(monkeypatch):
         ("her.py", "her_plain", ["--plain", "--threshold", "1.1"]),
     ],
 )
-def test_command_line_writes_curve_and_result(script, name, options, tmp_path):
-    command = [
-        sys.executable,
-        str(EXAMPLES / script),
-        "--steps",
-        "2000",
-        "--seed",
-        "4",
-        "--out",
-        str(tmp_path / "a" / "b"),
-    ]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "environment steps" in done.stdout
-    assert "share of it in storage calls" in done.stdout
+def test_command_line_writes_curve_and_result(script, name, options, tmp_path, monkeypatch, capsys):
+    command = [str(EXAMPLES / script), "--steps", "1040", "--seed", "4", "--out", str(tmp_path / "a" / "b")]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    runpy.run_path(command[0], run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "environment steps" in shown
+    assert "share of it in storage calls" in shown
     written = sorted(path.name for path in (tmp_path / "a" / "b").iterdir())
     assert written == [f"{name}.json", f"{name}.png"]
     assert (tmp_path / "a" / "b" / f"{name}.png").read_bytes().startswith(PNG_SIGNATURE)
     result = json.loads((tmp_path / "a" / "b" / f"{name}.json").read_text(encoding="utf-8"))
     assert result["name"] == name
     assert result["episodes"] == len(result["curve"])
-    assert result["env_steps"] >= 2000
+    assert result["env_steps"] >= 1040

@@ -44,11 +44,10 @@ def test_every_work_of_every_contender_is_timed_and_profiled(result):
     found = {
         group["name"]: {(line["work"], line["contender"]) for line in group["lines"]} for group in result["groups"]
     }
-    assert found["rollout_8"] == {
-        (work, name) for work in (ADD, RETURNS, SHUFFLED, RESHUFFLED) for name in ("rlstore", "rsl_rl")
-    }
+    flat = {(work, name) for work in (ADD, RETURNS, SHUFFLED, RESHUFFLED) for name in ("rlstore", "rsl_rl")}
+    assert found["rollout_8"] == flat | {(SHUFFLED, "rlstore, reuse")}
     both = {(work, name) for work in (ADD, RETURNS, RECURRENT) for name in ("rlstore", "rsl_rl")}
-    assert found["recurrent_8"] == both | {(RECURRENT, "rlstore, bounded")}
+    assert found["recurrent_8"] == both | {(RECURRENT, "rlstore, bounded"), (RECURRENT, "rlstore, reuse")}
     assert {name for _, name in found["pixels"]} == {"rlstore", "torch, indexed"}
     assert len({work for work, _ in found["replay"]}) == 3
     for group in result["groups"]:

@@ -4,9 +4,9 @@ import copy
 from collections import Counter
 from itertools import chain, product
 
-import numpy as np
 import pytest
 import torch
+from combinations import each
 from rollout_ids import (
     ACTIONS,
     ENVS,
@@ -78,11 +78,25 @@ def test_reshuffle_asks_for_a_new_permutation_every_epoch():
         assert len(set(epoch)) == 28
 
 
+def narrow(steps, seed):
+    """One environment and one number for each field, so that many draws take little time; values are row + 0.5."""
+    example = TensorDict({"policy": torch.zeros(1, 1)}, batch_size=[1])
+    storage = RolloutStorage("rl", 1, steps, example, [ACTIONS], "cpu", seed=seed)
+    for step in range(steps):
+        transition = transition_of(ids_of_step(step, envs=1))
+        transition.observations = example
+        storage.add_transition(transition)
+    return storage
+
+
+def rows_of(batch):
+    return (batch.values.flatten() - 0.5).long().tolist()
+
+
 def test_rows_that_do_not_fill_a_mini_batch_are_chosen_at_random():
-    storage = fill(build(envs=1, steps=7, seed=0))
-    left_out = Counter()
+    storage, left_out = narrow(7, seed=0), Counter()
     for _ in range(140):
-        drawn = chain(*(ids_in(batch) for batch in storage.mini_batch_generator(2, 1)))
+        drawn = chain(*(rows_of(batch) for batch in storage.mini_batch_generator(2, 1)))
         left_out.update(set(range(7)) - set(drawn))
     # 20 expected for each row; 5 deviations of a binomial are 21.
     assert set(left_out) == set(range(7))
@@ -90,13 +104,11 @@ def test_rows_that_do_not_fill_a_mini_batch_are_chosen_at_random():
 
 
 def test_every_row_is_as_likely_as_any_other_at_every_place():
-    storage = fill(build(envs=1, steps=5, seed=1))
-    places = Counter()
+    storage, places = narrow(5, seed=1), Counter()
     for _ in range(500):
-        drawn = ids_in(next(storage.mini_batch_generator(1, 1)))
-        places.update(enumerate(drawn))
-    assert len(places) == 25
-    assert 55 < min(places.values()) <= max(places.values()) < 145
+        places.update(enumerate(rows_of(next(storage.mini_batch_generator(1, 1)))))
+    # 100 expected for each of 25 pairs. Anderson's statistic has 16 degrees of freedom: above 58 once in 10**6 seeds.
+    assert 4 / 5 * sum((places[pair] - 100) ** 2 / 100 for pair in product(range(5), range(5))) < 58
 
 
 @pytest.mark.parametrize("written", [1, 2, 5])
@@ -111,7 +123,7 @@ def test_only_rows_written_since_clear_are_served(written):
     assert set(drawn[0] + drawn[1]) <= set(range(700, 700 + written * ENVS))
 
 
-@pytest.mark.parametrize("width", [0, 1, 2, 3, 5, 7, 8, 9, 15, 17, 31, 33, 63, 64, 65, 100, 511, 512, 513, 700])
+@pytest.mark.parametrize("width", [0, 1, 3, 7, 8, 9, 17, 31, 64, 65, 511, 513])
 def test_rows_of_any_number_of_bytes_are_served_whole(width):
     envs, steps = 3, 4
     rows = (torch.arange(envs * steps * width) * 37 % 251).to(torch.uint8).view(steps, envs, width)
@@ -165,8 +177,17 @@ def served(storage):
     }
 
 
-@pytest.mark.parametrize("name", ["actions", "values", "returns", "advantages", "actions_log_prob"])
-@pytest.mark.parametrize("how", ["rebound", "in place", "strided", "expanded", "rebound in inference mode"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *each(
+            ["actions", "values", "returns", "advantages", "actions_log_prob"],
+            ["rebound", "in place", "strided", "expanded", "rebound in inference mode"],
+        ),
+        ("advantages", "rebound"),
+        ("returns", "in place"),
+    ],
+)
 def test_what_an_attribute_holds_when_the_generator_runs_is_served(name, how):
     storage = filled()
     list(storage.mini_batch_generator(2, 2))
@@ -222,136 +243,16 @@ def test_the_next_rollout_is_written_into_a_rebound_attribute():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Clients that change the batches they were given
+# Clients that keep what they were given
 
 
-def add_one(tensor):
-    tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
-
-
-def write_a_slice(tensor):
-    tensor[:1] = 0
-
-
-def write_past_autograd(tensor):
-    add_one(tensor.data)
-
-
-def write_through_numpy(tensor):
-    tensor.numpy()[...] = 0
-
-
-def write_in_inference_mode(tensor):
-    with torch.inference_mode():
-        add_one(tensor)
-
-
-CHANGES = [add_one, write_a_slice, write_past_autograd, write_through_numpy, write_in_inference_mode]
-KINDS = ["feed-forward", "reshuffled", "single rows", "recurrent"]
-# Recurrent batches are kept from epoch to epoch, and these are changes that torch does not count.
-UNSEEN = [("recurrent", write_past_autograd), ("recurrent", write_through_numpy)]
-
-
-def change(batch, how):
-    for tensor in tensors_of(batch).values():
-        how(tensor)
-
-
-def generators(storage):
-    return {
-        "feed-forward": lambda: storage.mini_batch_generator(3, 3),
-        "reshuffled": lambda: storage.mini_batch_generator(3, 3, reshuffle=True),
-        "single rows": lambda: storage.mini_batch_generator(storage.step * ENVS, 2),
-        "recurrent": lambda: storage.recurrent_mini_batch_generator(2, 3),
-    }
-
-
-def state_of(step, ids):
-    return (ids.expand(1, ENVS, 2) + 0.5, (ids.expand(2, ENVS, 3) + 0.5, ids.expand(2, ENVS, 3) - 0.5))
-
-
-@pytest.mark.parametrize(("kind", "how"), [pair for pair in product(KINDS, CHANGES) if pair not in UNSEEN])
-def test_a_batch_changed_in_place_is_not_seen_again(kind, how):
-    storage, untouched = (fill(build(seed=3), hidden=state_of) for _ in range(2))
-    before = snapshot(storage)
-    for batch, expected in zip(generators(storage)[kind](), generators(untouched)[kind](), strict=True):
-        assert_equal(batch, expected)
-        change(batch, how)
-    assert_equal(snapshot(storage), before)
-    assert_equal(list(generators(storage)[kind]()), list(generators(untouched)[kind]()))
-
-
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-@pytest.mark.parametrize("how", CHANGES)
-def test_batches_kept_until_the_end_do_not_share_memory(kind, how):
-    storage = fill(build(seed=3), hidden=state_of)
-    before = snapshot(storage)
-    kept = list(generators(storage)[kind]())
-    expected = copy.deepcopy(kept)
-    for i, batch in enumerate(kept):
-        assert_equal(batch, expected[i])
-        change(batch, how)
-        if i + 1 < len(kept):
-            assert_equal(kept[i + 1], expected[i + 1])
-    changed = copy.deepcopy(kept[0])
-    change(kept[-1], add_one)
-    assert_equal(kept[0], changed)
-    assert_equal(snapshot(storage), before)
-
-
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.flatten, torch.Tensor.numpy])
-def test_views_kept_until_the_end_do_not_share_memory(kind, view):
-    storage = fill(build(seed=3), hidden=state_of)
-    kept = [view(batch.advantages) for batch in generators(storage)[kind]()]
-    expected = copy.deepcopy(kept)
-    for i, part in enumerate(kept):
-        assert np.array_equal(part, expected[i])
-        part[...] = 0
-
-
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-def test_a_batch_asked_for_gradients_comes_back_plain(kind):
-    for batch in generators(fill(build(seed=3), hidden=state_of))[kind]():
-        for name, tensor in tensors_of(batch).items():
-            assert not tensor.requires_grad, name
-            assert tensor.grad is None, name
-        # As a gradient penalty does.
-        inputs = batch.observations["policy"].requires_grad_()
-        inputs.square().sum().backward()
-        del inputs
-
-
-@pytest.mark.parametrize("kind", ["feed-forward", "reshuffled", "recurrent"])
-def test_a_batch_can_take_part_in_a_graph_by_a_change_in_place(kind):
-    scale = torch.ones(1, requires_grad=True)
-    for batch in generators(fill(build(seed=3), hidden=state_of))[kind]():
-        expected = batch.advantages.sum()
-        batch.advantages.mul_(scale)
-        (gradient,) = torch.autograd.grad(batch.advantages.sum(), scale)
-        torch.testing.assert_close(gradient.squeeze(), expected)
-
-
-def test_keys_changed_in_a_batch_are_not_seen_again():
-    storage = filled(seed=3)
-    for batch in storage.mini_batch_generator(3, 3):
-        ids_in(batch)
-        batch.observations["extra"] = torch.zeros(10)
-        batch.observations["policy"] = torch.zeros(10, 3)
-        batch.observations["nested", "deep"] = torch.zeros(10, 1)
-        del batch.observations["image"]
-        batch.old_distribution_params = None
-        batch.actions = None
-
-
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_distillation_batch_changed_in_place_is_not_seen_by_the_next_epoch(how):
+def test_a_distillation_batch_changed_in_place_is_not_seen_by_the_next_epoch():
     storage = filled("distillation")
     before = snapshot(storage)
     expected = copy.deepcopy(list(storage.generator()))
-    kept = list(storage.generator())
-    for batch in kept:
-        change(batch, how)
+    for batch in list(storage.generator()):
+        for tensor in tensors_of(batch).values():
+            tensor.zero_()
     assert_equal(list(storage.generator()), expected)
     assert_equal(snapshot(storage), before)
 

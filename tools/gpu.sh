@@ -1,12 +1,12 @@
 #!/bin/sh
-# Runs the tests and the benchmarks for CUDA on a machine that has a GPU, torch, Triton and numpy, and no network.
+# Runs the CUDA tests and benchmarks on a machine that has a GPU, torch, Triton and numpy, but no network.
 #
 #   tools/gpu.sh WHEELS_DIR [tests|bench|profile|all] [OUT_DIR [NAME ...]]
 #
-# WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). OUT_DIR (out/gpu by
-# default) gets tests.xml, gpu.json and gpu.md. `bench` times and profiles, `profile` only counts launches and the like.
-# NAMEs are what pytest is given in the place of all tests for CUDA, or groups of benchmarks in the place of all of them.
-# Tests run in $JOBS processes, one for each processor by default.
+# WHEELS_DIR was filled by tools/gpu_wheels.sh, for the Python of this machine ($PYTHON, else python3). tests.xml, gpu.json and
+# gpu.md are written to OUT_DIR (default: out/gpu). `bench` times and profiles, `profile` only counts launches, without times.
+# NAMEs are passed to pytest instead of all CUDA tests, or are the benchmark groups to run instead of all of them.
+# Tests run in $JOBS processes (default: one per processor).
 # The Python files are those of this tree; the native module is that of the wheel: fill the folder again when csrc changes.
 set -eu
 
@@ -38,14 +38,14 @@ trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
 cp -r src/rlstore/. "$site/rlstore/"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" GIT_PYTHON_REFRESH=quiet PYTHONUNBUFFERED=1 CI=1
-export RLSTORE_TEST_DEVICE=cuda  # that of the contract suite
+export RLSTORE_TEST_DEVICE=cuda  # the device of the contract tests
 "$python" -c 'import torch, triton, rlstore
 assert torch.cuda.is_available(), "no CUDA device"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
 
 tests() {
     [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
-    # Without the plugin pytest-benchmark, which machines for numbers have and which will not run beside xdist.
+    # Without the plugin pytest-benchmark, which some machines have installed and which does not run with xdist.
     "$python" -m pytest -p no:cacheprovider -p no:benchmark --numprocesses "${JOBS:-$(nproc)}" --dist worksteal \
         --junitxml="$out/tests.xml" "$@"
 }

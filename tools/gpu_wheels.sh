@@ -1,10 +1,10 @@
 #!/bin/sh
-# Fills a folder with all that tools/gpu.sh needs on a GPU machine without a network, except torch, Triton and numpy.
+# Fills a folder with everything that tools/gpu.sh needs on a GPU machine without a network, except torch, Triton and numpy.
 #
 #   tools/gpu_wheels.sh WHEELS_DIR [PYTHON]
 #
-# PYTHON is an interpreter of the same version as that of the GPU machine, on a machine with a network; python3 by default.
-# This project is built for it. Versions are those of constraints.txt.
+# Run it on a machine with a network. PYTHON is an interpreter of the same version as that of the GPU machine (default:
+# python3); rlstore is built for it. The versions are those of constraints.txt.
 set -eu
 
 if [ $# -lt 1 ]; then
@@ -16,8 +16,7 @@ wheels=$(cd "$1" && pwd)
 python=${2:-python3}
 cd "$(dirname "$0")/.."
 
-# What rlstore imports, what the tests need, rsl_rl with what it imports (as in the Makefile, not all that it asks for), and
-# what draws tables.
+# The dependencies of rlstore, of the tests, of rsl_rl (as in the Makefile, only what it imports) and of the tables.
 LIBRARY="tensordict gymnasium safetensors cloudpickle farama-notifications importlib_metadata zipp orjson pyvers"
 TESTS="pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments hypothesis sortedcontainers lazy-importer packaging"
 PEER="rsl-rl-lib tensorboard absl-py protobuf GitPython gitdb smmap"

@@ -1,4 +1,4 @@
-"""The ring of the tests of kernels twice: in Triton on the device, and the reference on the CPU."""
+"""The ring of the tests of kernels twice: in Triton on the device, and the portable version on the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 from replay_rings import Layout, Leaf, Memory, Steps, as_bytes
 
-from rlstore.kernels import reference_of
-from rlstore.kernels.cuda.replay_ring import EpisodeRing
+from rlstore.kernels.cuda.ring import EpisodeRing
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 # One plain leaf of an odd number of lanes; stacks of every kind beside each other; a single lane; a wide frame.
 LAYOUTS = {
@@ -57,7 +57,7 @@ class DeviceTwins:
     def __init__(self, layout: Layout, device: torch.device, deep: int | None = None) -> None:
         self.layout, self.device = layout, device
         self.mine = Memory(layout, EpisodeRing, device)
-        self.truth = Memory(layout, reference_of("EpisodeRing"))
+        self.truth = Memory(layout, PORTABLE["EpisodeRing"])
         self.both = (self.mine, self.truth)
         for memory in self.both:
             for _ in range((layout.steps + 1 if deep is None else deep) - 1):

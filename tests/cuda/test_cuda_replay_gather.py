@@ -1,4 +1,4 @@
-"""Drawing and gathering in Triton against the reference, for every part, dtype, stack and n-step window."""
+"""Drawing and gathering in Triton against the portable version, for every part, dtype, stack and n-step window."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from device_rings import LAYOUTS, DeviceTwins, Layout, Leaf, as_bytes
 from test_replay_gather import requests_of
 
-from rlstore.kernels import reference_of
 from rlstore.kernels.cuda.replay_gather import ReplayGather
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 def gathers_of(twins: DeviceTwins, n_step: int, gamma: float, requests=None):
     requests = requests or requests_of(twins.layout)
     mine = ReplayGather(twins.mine.ring, requests, n_step, gamma)
-    return mine, reference_of("ReplayGather")(twins.truth.ring, requests, n_step, gamma)
+    return mine, PORTABLE["ReplayGather"](twins.truth.ring, requests, n_step, gamma)
 
 
 def assert_same(mine, truth, requests):

@@ -1,4 +1,4 @@
-"""Priorities and windows in Triton against the reference: leaves, draws, weights, and what is dropped."""
+"""Priorities and windows in Triton against the portable version: leaves, draws, weights, and what is dropped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 from device_rings import DeviceTwins, Layout, Leaf
 from test_replay_draws import PriorityMemory, WindowMemory
 
-from rlstore.kernels import reference_of
-from rlstore.kernels.cuda import replay_priorities
-from rlstore.kernels.cuda.replay_priorities import Priorities
-from rlstore.kernels.cuda.replay_priorities_kernels import UPDATE
-from rlstore.kernels.cuda.replay_windows import WindowIndex
+from rlstore.kernels.cuda import priorities as on_cuda
+from rlstore.kernels.cuda.priorities import Priorities
+from rlstore.kernels.cuda.windows import WindowIndex
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
 
@@ -22,7 +21,7 @@ def twins_of(lanes: int, steps: int, device: torch.device) -> DeviceTwins:
 
 
 def priorities_of(twins: DeviceTwins) -> tuple[PriorityMemory, PriorityMemory]:
-    return PriorityMemory(twins.mine, Priorities), PriorityMemory(twins.truth, reference_of("Priorities"))
+    return PriorityMemory(twins.mine, Priorities), PriorityMemory(twins.truth, PORTABLE["Priorities"])
 
 
 def write(twins: DeviceTwins, both: tuple[PriorityMemory, ...], count: int) -> None:
@@ -53,7 +52,7 @@ def test_draws_and_updates_agree(lanes, steps, device):
 
 def test_above_very_many_leaves_there_are_wider_sums(device, monkeypatch):
     narrow = Priorities.level_sizes(2112)
-    monkeypatch.setattr(replay_priorities, "_MOST_BLOCKS", 1)
+    monkeypatch.setattr(on_cuda, "_MOST_BLOCKS", 1)
     assert (narrow, Priorities.level_sizes(2112)) == ([3 * 32, 3], [64, 1])
     assert_draws_and_updates_agree(3, 700, device)
 
@@ -104,7 +103,7 @@ def test_one_that_comes_later_and_was_there_first_stays(device):
     row, other = twins.truth.held()[[3, 8]].tolist()
     leaf, other_leaf = (row % 4 * 5 + row // 4 % 5 for row in (row, other))
     mine.tree.update(torch.tensor([other], device=device), torch.tensor([1.0], device=device), 1.0, None)
-    update = UPDATE.value  # the second: stamps begin there
+    update = on_cuda.UPDATE.value  # the second: stamps begin there
     mine.tree._stamps[leaf] = update + 3
     mine.tree.update(
         torch.tensor([row, other], device=device), torch.tensor([5.0, 6.0, 7.0], device=device)[:2], 1.0, None
@@ -122,13 +121,13 @@ def test_the_programs_of_an_update_count_one_together(device):
     rows = twins.truth.held()[:96].to(device)
     for turn in range(1, 4):
         mine.tree.update(rows, torch.full((len(rows),), 2.0 * turn, device=device), 1.0, None)
-        assert int(mine.tree._updates) == turn * UPDATE.value
+        assert int(mine.tree._updates) == turn * on_cuda.UPDATE.value
         leaves = rows % 16 * 8 + rows // 16 % 8
         assert mine.leaves[leaves].tolist() == [2.0 * turn] * len(rows)
 
 
 def test_an_update_of_too_many_is_refused(device, monkeypatch):
-    monkeypatch.setattr(replay_priorities, "_MOST_UPDATED", 4)
+    monkeypatch.setattr(on_cuda, "_MOST_UPDATED", 4)
     twins = twins_of(4, 5, device)
     mine, _ = both = priorities_of(twins)
     write(twins, both, 5)
@@ -181,7 +180,7 @@ def test_when_all_are_0_nothing_is_weighed(device):
 
 
 def windows_of(twins: DeviceTwins, length: int, stride: int, across: bool) -> list[WindowMemory]:
-    kinds = zip(twins.both, (WindowIndex, reference_of("WindowIndex")), strict=True)
+    kinds = zip(twins.both, (WindowIndex, PORTABLE["WindowIndex"]), strict=True)
     return [WindowMemory(memory, kind, length, stride, across) for memory, kind in kinds]
 
 

@@ -1,4 +1,4 @@
-"""The ring of episodes in Triton against the reference, in every byte of its memory."""
+"""The ring of episodes in Triton against the portable version, in every byte of its memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from device_rings import LAYOUTS, DeviceTwins, Layout, Leaf
 
-from rlstore.kernels import reference_of
-from rlstore.kernels.cuda import replay_ring
+from rlstore.kernels.cuda import ring as ring_on_cuda
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_gather import ReplayGather
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 def assert_told(twins: DeviceTwins) -> None:
@@ -53,7 +53,7 @@ def test_slots_are_made_before_they_are_needed_and_rows_stay_as_they_are(device)
     twins.write(30)
     rows = twins.truth.held()
     mine = ReplayGather(twins.mine.ring, requests, 3, 0.9).gather(rows, None)
-    truth = reference_of("ReplayGather")(twins.truth.ring, requests, 3, 0.9).gather(rows, None)
+    truth = PORTABLE["ReplayGather"](twins.truth.ring, requests, 3, 0.9).gather(rows, None)
     for result, expected in zip(mine, truth, strict=True):
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert len(twins.mine.free_slots) > 8
@@ -87,7 +87,7 @@ def test_where_the_compiler_fails_larger_tiles_are_written(device, monkeypatch):
 
     layout = Layout(5, 4, (Leaf(torch.float32, 1, 1, 300),), torch.int64, (), 0, 0, seed=3)
     twins = DeviceTwins(layout, device)
-    monkeypatch.setattr(replay_ring, "Launcher", Fails)
+    monkeypatch.setattr(ring_on_cuda, "Launcher", Fails)
     twins.write(3)
     twins.assert_same()
     assert [grid[0] for grid in made[:2]] == [3, 2]

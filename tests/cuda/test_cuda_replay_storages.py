@@ -25,9 +25,7 @@ def on_triton(monkeypatch, device):
 
     def switch() -> str:
         if device.type == "cpu":
-            mine = cuda.OPERATIONS
-            table = {name: {"cpu": mine[name]} if name in mine else {} for name in kernels.OPERATIONS}
-            monkeypatch.setattr(kernels, "_TABLE", table)
+            monkeypatch.setitem(kernels._VERSIONS, "cpu", cuda.OPERATIONS)
         return device.type
 
     return switch

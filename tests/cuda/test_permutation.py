@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlstore.kernels import reference
 from rlstore.kernels.cuda.gather import permutation
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 KEYS = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
 
@@ -18,17 +18,17 @@ def permuted(operation, keys: list[int], held: int, wanted: int, device) -> list
 
 
 @pytest.mark.parametrize("held", [1, 2, 3, 5, 17, 64, 65, 128, 129, 1000, 2500, 4097])
-def test_a_permutation_has_every_row_once_and_is_that_of_the_reference(held, device):
+def test_a_permutation_has_every_row_once_and_is_that_of_the_portable_version(held, device):
     keys = KEYS if held < 100 else KEYS[-1:]  # Triton's interpreter is slow
     found = permuted(permutation, keys, held, held, device)
-    assert found == permuted(reference.permutation, keys, held, held, "cpu")
+    assert found == permuted(PORTABLE["permutation"], keys, held, held, "cpu")
     for rows in found:
         assert sorted(rows) == list(range(held))
 
 
 @pytest.mark.parametrize("held", [5, 600, 70_000])
 def test_fewer_rows_are_the_first_of_all(held, device):
-    (everything,) = permuted(reference.permutation, [99], held, held, "cpu")
+    (everything,) = permuted(PORTABLE["permutation"], [99], held, held, "cpu")
     for wanted in (0, 1, 5, min(held, 520)):
         assert permuted(permutation, [99], held, wanted, device) == [everything[:wanted]]
 
@@ -50,11 +50,11 @@ def chi_square(counts: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("held", [7, 9, 17, 50, 100])
 def test_every_row_is_as_likely_at_every_place(held):
-    """By the reference: it is the same permutation, and the interpreter is slow."""
+    """By the portable version: it is the same permutation, and the interpreter is slow."""
     draws = 20_000
     keys = torch.randint(-(2**63), 2**63 - 1, (draws,), generator=torch.Generator().manual_seed(held))
     rows = torch.empty((draws, held), dtype=torch.int64)
-    reference.permutation(keys, held, rows)
+    PORTABLE["permutation"](keys, held, rows)
     for place in (0, held // 2, held - 1):
         assert chi_square(torch.bincount(rows[:, place], minlength=held)) < LIMITS[held - 1]
     # And the row at one place says nothing of the distance to the row at the next.
@@ -65,7 +65,7 @@ def test_every_row_is_as_likely_at_every_place(held):
 def test_three_rows_come_in_all_six_orders_alike():
     keys = torch.randint(-(2**63), 2**63 - 1, (6000,), generator=torch.Generator().manual_seed(0))
     rows = torch.empty((6000, 3), dtype=torch.int64)
-    reference.permutation(keys, 3, rows)
+    PORTABLE["permutation"](keys, 3, rows)
     counts = torch.unique(rows, dim=0, return_counts=True)[1]
     assert len(counts) == 6
     assert chi_square(counts) < LIMITS[6]

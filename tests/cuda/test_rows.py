@@ -1,4 +1,4 @@
-"""The writer of rows on CUDA against the reference: what is written, what is not, and what is counted."""
+"""The writer of rows on CUDA against the portable version: what is written, what is not, and what is counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import reference
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.rows import RowWriter
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 GUARD = 64
 FLAG_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64]
@@ -72,10 +72,10 @@ class Writer:
 
 
 @pytest.mark.parametrize("lanes", [1, 17])
-def test_rows_are_written_as_by_the_reference(lanes, device):
+def test_rows_are_written_as_by_the_portable_version(lanes, device):
     rng, names = np.random.default_rng(lanes), list(fields(lanes))
     mine = Writer(RowWriter, names, lanes, device)
-    truth = Writer(reference.RowWriter, names, lanes, torch.device("cpu"))
+    truth = Writer(PORTABLE["RowWriter"], names, lanes, torch.device("cpu"))
     for row in range(STEPS):
         values = [value(rng, fields(lanes)[name], row + place) for place, name in enumerate(names)]
         if row == 1:

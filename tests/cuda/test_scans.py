@@ -1,4 +1,4 @@
-"""The scans on CUDA against the reference, and advantages brought to mean 0 and spread 1."""
+"""The scans on CUDA against the portable version, and advantages brought to mean 0 and spread 1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import _native, kernel, reference
+from rlstore.kernels import _native, kernel
 from rlstore.kernels.cuda import scans
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
+from rlstore.kernels.portable import scans as portable_scans
 
 # Steps and lanes: one of each, ragged, a whole tile, several tiles of time, more lanes than one program takes.
 SIZES = [(1, 1), (3, 7), (8, 16), (21, 9)]
@@ -65,7 +67,7 @@ class Rollout:
     def assert_agree(self, operation: str, arguments: tuple, outputs: int) -> None:
         mine, truth = ([torch.full_like(self.rewards, math.nan) for _ in range(outputs)] for _ in range(2))
         getattr(scans, operation)(*arguments, *mine)
-        getattr(reference, operation)(*arguments, *truth)
+        PORTABLE[operation](*arguments, *truth)
         for out, expected in zip(mine, truth, strict=True):
             assert_near(out, expected)
 
@@ -104,7 +106,7 @@ def test_discounted_returns_agree(rollout):
 @pytest.mark.parametrize("n", [1, 3, 2**63 - 1])
 def test_n_step_returns_agree(rollout, n):
     if rollout.size[0] > 24 and n > 3:
-        pytest.skip("the reference takes long")
+        pytest.skip("the portable version takes long")
     rollout.assert_agree("n_step_returns", (*rollout.inputs, 0.9, n), outputs=1)
 
 
@@ -120,13 +122,13 @@ def test_nothing_in_is_nothing_out(size, device):
     flags, held = torch.zeros(size, dtype=torch.uint8, device=device), torch.arange(4.0, device=device)
     inputs = (nothing, nothing, last, flags, flags, nothing)
     out, other = held[2:2].view(size), held[3:3].view(size)
-    on_device = (scans, reference) if device.type == "cuda" else (scans, reference, _native)
+    on_device = (scans, portable_scans) if device.type == "cuda" else (scans, portable_scans, _native)
     for version in on_device:
         version.gae(*inputs, 0.9, 0.9, out, other)
         version.discounted_returns(nothing, *inputs[2:], 0.9, out)
         version.n_step_returns(*inputs, 0.9, 3, out)
         version.vtrace(*inputs, nothing, 0.9, 0.9, 1.0, 1.0, 1.0, out, other)
-    for version in (scans, reference):
+    for version in (scans, portable_scans):
         version.fill_gae(*inputs, True, 0.9, 0.9, 1e-5, out, other)
     assert held.tolist() == [0, 1, 2, 3]
 
@@ -135,7 +137,7 @@ def test_nothing_in_is_nothing_out(size, device):
 def test_flags_of_every_dtype_and_a_trailing_dimension_of_one(dtype, device):
     rollout = Rollout((6, 5), (0.3, 0.3, "some nan"), torch.float32, device)
     truth = [torch.empty(6, 5, device=device) for _ in range(2)]
-    reference.gae(*rollout.inputs, 0.9, 0.8, *truth)
+    PORTABLE["gae"](*rollout.inputs, 0.9, 0.8, *truth)
     flags = [(flags != 0).to(dtype) for flags in rollout.ends[:2]]
     given = [rollout.rewards, rollout.values, rollout.last_values, *flags, rollout.final_values]
     mine = [torch.empty(6, 5, 1, device=device) for _ in range(2)]
@@ -181,7 +183,7 @@ def test_what_is_not_finite_flows_at_any_rate(operation, rate, bad, device):
     for version, given in (
         (getattr(scans, operation), inputs),
         (kernel(operation, "cpu"), on_host),
-        (getattr(reference, operation), on_host),
+        (PORTABLE[operation], on_host),
     ):
         out = [torch.zeros_like(given[0]) for _ in range(outputs)]
         version(*given, *numbers, *out)
@@ -206,7 +208,7 @@ def test_vtrace_shows_a_ratio_that_is_nan(device):
 def test_normalize_agrees(count, dtype, device):
     x = torch.from_numpy(np.random.default_rng(count).normal(3, 10, count)).to(device, dtype)
     expected = x.clone()
-    reference.normalize(expected, 1e-5)
+    PORTABLE["normalize"](expected, 1e-5)
     scans.normalize(x, 1e-5)
     tolerance = 1e-12 if dtype == torch.float64 else 2 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
@@ -218,7 +220,7 @@ def test_more_parts_than_are_merged_at_once(device, monkeypatch):
     monkeypatch.setattr(scans, "_MOST_PARTS", 16)
     x = torch.from_numpy(np.random.default_rng(0).normal(3, 10, 1001)).to(device)
     expected = x.clone()
-    reference.normalize(expected, 1e-5)
+    PORTABLE["normalize"](expected, 1e-5)
     scans.normalize(x, 1e-5)
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Recurrent mini-batches on CUDA against the reference, and where their trajectories are against plain Python."""
+"""Recurrent mini-batches on CUDA against the portable one, and where their trajectories are against plain Python."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlstore.kernels import reference
 from rlstore.kernels.cuda import segments
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def tabulated(operation, dones: torch.Tensor, width: int, batches: int):
 def test_all_trajectories_are_found(steps, width, batches, share, device):
     dones = flags(steps, batches * width + 2, share).to(device)  # two lanes are of no mini-batch
     table, totals = tabulated(segments.tabulate_trajectories, dones.unsqueeze(-1), width, batches)
-    truth, true_totals = tabulated(reference.tabulate_trajectories, dones, width, batches)
+    truth, true_totals = tabulated(PORTABLE["tabulate_trajectories"], dones, width, batches)
     assert totals.tolist() == true_totals.tolist()
     assert table.tolist() == truth.tolist()
     for batch in range(batches):
@@ -94,14 +94,14 @@ def filled(operation, fields, table, totals, batch: int, width: int, count: int)
 
 @pytest.mark.parametrize("extra", [0, 3, -2], ids=["as many as there are", "room for more", "room for fewer"])
 @pytest.mark.parametrize(("steps", "width", "share"), [(1, 1, 1.0), (5, 5, 0.3), (2, 17, 0.0), (6, 3, 0.9)])
-def test_a_mini_batch_is_that_of_the_reference(steps, width, share, extra, device):
+def test_a_mini_batch_is_that_of_the_portable_version(steps, width, share, extra, device):
     dones = flags(steps, 2 * width, share).to(device)
-    table, totals = tabulated(reference.tabulate_trajectories, dones, width, 2)
+    table, totals = tabulated(PORTABLE["tabulate_trajectories"], dones, width, 2)
     fields = tensors(steps, 2 * width, device)
     for batch in (1,) if extra else (0, 1):
         count = max(int(totals[batch]) + extra, 0)
         mine = filled(segments.fill_trajectories, fields, table, totals, batch, width, count)
-        truth = filled(reference.fill_trajectories, fields, table, totals, batch, width, count)
+        truth = filled(PORTABLE["fill_trajectories"], fields, table, totals, batch, width, count)
         assert mine == truth
 
 
@@ -121,8 +121,8 @@ def test_a_mini_batch_by_hand(device):
 
 def test_rows_too_wide_for_one_program(device):
     dones = torch.tensor([[0, 1], [0, 0]], dtype=torch.uint8, device=device)
-    table, totals = tabulated(reference.tabulate_trajectories, dones, 2, 1)
+    table, totals = tabulated(PORTABLE["tabulate_trajectories"], dones, 2, 1)
     ids = torch.arange(2 * 2 * 2100, device=device).view(2, 2, 2100)
     fields = (ids,), (ids.view(2, 1, 2, 2100),), (ids,)
     mine = filled(segments.fill_trajectories, fields, table, totals, 0, 2, 4)
-    assert mine == filled(reference.fill_trajectories, fields, table, totals, 0, 2, 4)
+    assert mine == filled(PORTABLE["fill_trajectories"], fields, table, totals, 0, 2, 4)

@@ -55,8 +55,8 @@ def test_handles_tell_what_they_are():
     assert repr(rollout) == f"Rollout(4 steps: slot {rollout.slot})"
     rollout.abandon()
     named.close()
-    assert repr(rollout) == repr(other) == "Rollout(4 steps: no longer to be written)"
-    assert repr(learner) == "Learner(batches of 2 rollouts of 4 steps on cpu: up to 1 made ahead)"
+    assert repr(rollout) == repr(other) == "Rollout(4 steps: no longer writable)"
+    assert repr(learner) == "Learner(batches of 2 rollouts of 4 steps on cpu: up to 1 prefetched)"
     learner.close()
     assert repr(learner) == "Learner(batches of 2 rollouts of 4 steps on cpu: closed)"
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold, dtype_name, walk
+from rlstore.engine.rows import schema
+from rlstore.engine.rows.schema import (
+    Field,
+    Structure,
+    as_tensor,
+    can_hold,
+    check_real,
+    describe_fields,
+    described_fields,
+    dtype_name,
+    fields_of_example,
+    walk,
+)
 
 CPU = torch.device("cpu")
 
@@ -61,15 +71,6 @@ def test_rows_of_scalars_come_with_or_without_a_last_dimension(shape, given):
     assert held.flatten().tolist() == [7.0, 8.0, 9.0]
 
 
-@pytest.mark.parametrize("wrong", [(3,), (3, 3), (2, 2), (2, 3), (3, 2, 1), (1, 3, 2), (6,), ()])
-def test_a_wrong_shape_is_refused(wrong):
-    with pytest.raises(ValueError, match="rewards is") as refusal:
-        field((2,)).fit(torch.zeros(wrong), 3, CPU)
-    said = str(refusal.value)
-    for part in (str(wrong), "(3, 2) float32", "the first sample", "Nothing was written"):
-        assert part in said
-
-
 def test_scalar_rows_do_not_excuse_a_wrong_number_of_lanes():
     for wrong in [(2,), (4,), (1, 3), (3, 2), ()]:
         with pytest.raises(ValueError, match="rewards is"):
@@ -105,20 +106,6 @@ def test_flags_of_any_kind_become_bytes_of_0_and_1(given):
         held = field(shape, torch.uint8, is_flag=True).fit(given, 3, CPU)
         assert held.dtype == torch.uint8
         assert held.flatten().tolist() == [1, 0, 1]
-
-
-def test_a_flag_that_is_nan_or_complex_is_refused():
-    flag = field((), torch.uint8, is_flag=True)
-    with pytest.raises(ValueError, match=r"nan at 2 of 3 entries, first at 1"):
-        flag.fit(torch.tensor([0.0, math.nan, math.nan]), 3, CPU)
-    with pytest.raises(ValueError, match="complex"):
-        flag.fit(torch.zeros(3, dtype=torch.complex64), 3, CPU)
-
-
-@pytest.mark.parametrize("value", [None, "words", object, [[1.0], [1.0, 2.0]], {"a": 1.0}], ids=str)
-def test_what_is_no_tensor_is_refused_by_name(value):
-    with pytest.raises(ValueError, match=r"rewards .*Nothing was written"):
-        field().fit(value, 2, CPU)
 
 
 # ---------------------------------------------------------------------------------------------------- dtypes
@@ -165,6 +152,15 @@ def test_what_is_held_means_the_same(given, entries, held, holds):
     else:
         with pytest.raises(ValueError, match=f"levels is .*{dtype_name(given)}.*{dtype_name(held)}"):
             scalar.fit(value, 1, CPU)
+
+
+@pytest.mark.parametrize(("given", "entries", "held"), [part[:3] for part in HOLDS if not part[3]], ids=str)
+def test_the_refusal_says_why_a_dtype_does_not_fit(given, entries, held):
+    words = "Some values do not fit into" if not (given.is_floating_point or given.is_complex) else "without loss"
+    if held == torch.bool:
+        words = "uint8"
+    with pytest.raises(ValueError, match=words):
+        Field("levels", (), held, "the space").fit(torch.tensor(entries, dtype=given), 1, CPU)
 
 
 def test_dtypes_are_named_without_their_module():
@@ -219,6 +215,16 @@ def test_build_is_the_inverse_of_leaves():
     assert Structure.of(leaf, "obs").build([leaf], (1,)) is leaf
 
 
+def test_build_without_the_private_constructor_of_tensordict(monkeypatch):
+    monkeypatch.setattr(schema, "_new_tensordict", TensorDict)
+    for example in (nested(), {"a": torch.tensor([1.0])}):
+        structure = Structure.of(example, "obs")
+        built = structure.build(structure.leaves(example), (1,))
+        assert tuple(built.batch_size) == (1,)
+        for path, leaf in walk(example):
+            assert torch.equal(built[path], leaf)
+
+
 def test_tuples_of_more_than_ten_keep_their_order():
     many = tuple(torch.tensor([float(place)]) for place in range(12))
     built = Structure.of(many, "obs").build(many, (1,))
@@ -252,3 +258,69 @@ def test_a_tensor_in_the_place_of_a_nest_and_the_other_way_round_is_refused():
         Structure.of({"policy": torch.zeros(1)}, "obs").leaves(torch.zeros(1))
     with pytest.raises(ValueError, match="wrong keys"):
         Structure.of(torch.zeros(1), "obs").leaves({"policy": torch.zeros(1)})
+
+
+def test_nothing_in_the_place_of_a_nest_is_refused():
+    for example in (nested(), {"policy": torch.zeros(1)}, (torch.zeros(1),), torch.zeros(1)):
+        with pytest.raises(ValueError, match="obs has the wrong keys: missing"):
+            Structure.of(example, "obs").leaves({})
+
+
+# ---------------------------------------------------------------------------------------------------- from an example
+
+
+def test_the_fields_of_an_example():
+    example = {"image": torch.zeros(3, 5, 4, 4, dtype=torch.uint8), "state": (np.zeros((3, 5)), torch.zeros(3, 5, 2))}
+    structure, fields = fields_of_example(example, "obs", 2, "the first sample")
+    assert structure.names == ('obs["image"]', 'obs["state"][0]', 'obs["state"][1]')
+    assert fields == [
+        Field('obs["image"]', (4, 4), torch.uint8, "the first sample"),
+        Field('obs["state"][0]', (), torch.float64, "the first sample"),
+        Field('obs["state"][1]', (2,), torch.float32, "the first sample"),
+    ]
+
+
+def test_a_tensor_and_a_tensordict_are_examples():
+    structure, fields = fields_of_example(torch.zeros(3, 2), "obs", 1, "the obs")
+    assert structure.is_leaf
+    assert fields == [Field("obs", (2,), torch.float32, "the obs")]
+    _, fields = fields_of_example(TensorDict({"policy": torch.zeros(3, 2)}, [3]), "obs", 1, "the obs")
+    assert fields == [Field('obs["policy"]', (2,), torch.float32, "the obs")]
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({}, "have no part that could be stored"),
+        ((), "have no part that could be stored"),
+        ({"a": torch.zeros(3)}, r'obs\["a"\] is \(3,\); expected \[environments, ...\]'),
+        ({"a": None}, r'obs\["a"\] is missing'),
+        ({"a": "words"}, r'obs\["a"\] cannot be converted'),
+        (torch.zeros(3, 2, device="meta"), "has no plain memory"),
+    ],
+    ids=str,
+)
+def test_an_example_without_fields_is_refused(example, words):
+    with pytest.raises(ValueError, match=words):
+        fields_of_example(example, "obs", 2, "the first sample")
+
+
+@pytest.mark.parametrize(
+    "example", [torch.zeros(2, 3), {"b": torch.zeros(2, dtype=torch.uint8), "a": (torch.zeros(2),)}]
+)
+def test_described_fields_come_back(example):
+    structure, fields = fields_of_example(example, "obs", 1, "the first sample")
+    described = describe_fields(structure, fields)
+    again, found = described_fields(described, "obs")
+    assert (again.paths, again.names) == (structure.paths, structure.names)
+    assert [(f.name, f.shape, f.dtype) for f in found] == [(f.name, f.shape, f.dtype) for f in fields]
+    assert {f.origin for f in found} == {"the snapshot"}
+    # They are saved as JSON: no tuples.
+    assert all(isinstance(part, list) for part in (*described["paths"], *described["shapes"]))
+
+
+def test_fields_of_complex_numbers_are_refused_where_kernels_support_real_ones_only():
+    fields = [Field("rewards", (), torch.float32, "the space"), Field("waves", (2,), torch.complex64, "the space")]
+    check_real(fields[:1], "ReplayStorage")
+    with pytest.raises(ValueError, match=r"waves is complex64, fixed by the space; ReplayStorage holds real numbers"):
+        check_real(fields, "ReplayStorage")

@@ -10,7 +10,15 @@ import torch
 from gymnasium import spaces
 
 from rlstore import DecoupledRolloutStorage
-from rlstore.engine.rows.spaces import ActionSpec, action_spec, observation_fields
+from rlstore.engine.disk.space_json import from_json, to_json
+from rlstore.engine.rows.schema import Field
+from rlstore.engine.rows.spaces import (
+    ActionSpec,
+    action_spec,
+    describe_extra_fields,
+    extra_fields,
+    observation_fields,
+)
 
 
 class ListConfig:
@@ -276,3 +284,82 @@ def test_what_is_no_space_at_all_is_refused(space):
         observation_fields(space, "obs", "Storage", torch.float32)
     with pytest.raises(NotImplementedError, match=type(space).__name__):
         action_spec(space)
+
+
+# ---------------------------------------------------------------------------------------------------- extra fields
+
+
+@WRAP
+def test_extra_fields_are_spaces_pairs_and_mappings_in_the_order_given(wrap):
+    given = {
+        "costs": ((), torch.float32),
+        "task_id": spaces.Discrete(5),
+        "goal": spaces.Box(-1, 1, (2, 3), np.float64),
+        "levels": spaces.MultiDiscrete([2, 3]),
+        "bits": spaces.MultiBinary(4),
+        "code": ([3], "uint8"),
+        "one": (2, np.int16),
+        "shaped": wrap({"shape": (2,)}),
+        "typed": wrap({"shape": [], "dtype": "bool"}),
+    }
+    expected = {
+        "costs": ((), torch.float32),
+        "task_id": ((), torch.int64),
+        "goal": ((2, 3), torch.float64),
+        "levels": ((2,), torch.int64),
+        "bits": ((4,), torch.int8),
+        "code": ((3,), torch.uint8),
+        "one": ((2,), torch.int16),
+        "shaped": ((2,), torch.float32),
+        "typed": ((), torch.bool),
+    }
+    origin = "the extra_fields given to Storage()"
+    assert extra_fields(given, "Storage", ("rewards",)) == tuple(
+        Field(n, *form, origin) for n, form in expected.items()
+    )
+
+
+def test_no_extra_fields():
+    assert extra_fields(None, "Storage", ()) == ()
+    assert extra_fields({}, "Storage", ()) == ()
+    assert extra_fields(DictConfig({}), "Storage", ()) == ()
+
+
+def test_extra_fields_that_were_saved_come_back():
+    fields = extra_fields({"costs": ((), torch.float32), "goal": spaces.Box(0, 1, (2,))}, "Storage", ())
+    assert extra_fields(from_json(to_json(describe_extra_fields(fields))), "Storage", ()) == fields
+    assert describe_extra_fields(()) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([("costs", ((), torch.float32))], "extra_fields is a list; Storage needs a dict of name: space"),
+        ("costs", "extra_fields is a str; Storage needs a dict"),
+        (spaces.Dict({"costs": spaces.Discrete(2)}), "extra_fields is a Dict; Storage needs a dict"),
+        ({"rewards": ((), torch.float32)}, "extra_fields has 'rewards', which Storage uses itself"),
+        ({"two words": ((), torch.float32)}, "extra_fields has 'two words'; Storage needs a name"),
+        ({"_costs": ((), torch.float32)}, "extra_fields has '_costs'; Storage needs a name"),
+        ({"class": ((), torch.float32)}, "extra_fields has 'class'; Storage needs a name"),
+        ({"": ((), torch.float32)}, "extra_fields has ''; Storage needs a name"),
+        ({3: ((), torch.float32)}, "extra_fields has 3; Storage needs a name"),
+        ({"costs": torch.float32}, r"extra_fields\['costs'\] is torch.float32; give a Box"),
+        ({"costs": None}, r"extra_fields\['costs'\] is None; give a Box"),
+        ({"costs": ((), torch.float32, 3)}, r"extra_fields\['costs'\] is .*, 3\); give a Box"),
+        ({"costs": spaces.Tuple((spaces.Discrete(2),))}, r"extra_fields\['costs'\] is Tuple.*; give a Box"),
+        ({"costs": spaces.Text(3)}, r"extra_fields\['costs'\] is Text.*; give a Box"),
+        ({"costs": ((-1,), torch.float32)}, "needs sizes that are not negative"),
+        ({"costs": ((1.5,), torch.float32)}, "needs a sequence of whole numbers"),
+        ({"costs": {"dtype": "uint8"}}, "needs a 'shape'"),
+        ({"costs": ((), torch.complex64)}, "costs is complex64, fixed by the extra_fields given to Storage"),
+    ],
+    ids=str,
+)
+def test_extra_fields_that_are_none_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        extra_fields(given, "Storage", ("rewards",))
+
+
+def test_an_extra_field_of_a_dtype_that_torch_has_not_is_refused():
+    with pytest.raises(NotImplementedError, match="U5"):
+        extra_fields({"costs": ((), "U5")}, "Storage", ())

@@ -156,7 +156,7 @@ def test_a_learner_is_told_at_its_deadline_who_died(storage, prefetch):
         kill(process)
         with (
             pytest.warns(RuntimeWarning, match='actor "left"'),
-            pytest.raises(PeerLostError, match=f'Gone are: actor "left" \\(process {process.pid}\\)'),
+            pytest.raises(PeerLostError, match=f'Dead: actor "left" \\(process {process.pid}\\)'),
         ):
             next(learner)
     # nothing is lost, and the one that died is not blamed again
@@ -199,7 +199,7 @@ def test_a_learner_that_died_while_it_collected_does_not_keep_the_others_from_it
 
     def collect():
         member = storage.learner(prefetch=0)._started().member
-        storage._memory.handoff.turn.take(0, 1, member.number, 1.0)
+        storage._slots.memory.handoff.turn.take(0, 1, member.number, 1.0)
         theirs.send(None)
         theirs.recv()
 

@@ -200,7 +200,7 @@ def test_a_factory_that_knows_no_spaces_learns_from_the_first_sample(tmp_path):
         storage.actor()
     with pytest.raises(InvalidInputError):
         storage.init_tensors({**sample(0), "rewards": torch.zeros(3)})
-    assert storage._memory is None
+    assert storage._slots is None
     collect(storage)
     assert storage.storages["policy_outputs"][0].shape == (STEPS + 1, 4)
     storage.save(tmp_path / "snapshot")

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 from kernel_inputs import DTYPES
 
-from rlstore.kernels import kernel, reference_of
+from rlstore.kernels import kernel
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 CPU = torch.device("cpu")
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -173,13 +174,13 @@ def _longer(table: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class Twins:
-    """The same ring twice, native and reference, under the same steps."""
+    """The same ring twice, native and portable, under the same steps."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.native = Memory(layout, kernel("EpisodeRing", "cpu"))
-        self.reference = Memory(layout, reference_of("EpisodeRing"))
-        self.both = (self.native, self.reference)
+        self.portable = Memory(layout, PORTABLE["EpisodeRing"])
+        self.both = (self.native, self.portable)
         self.rng = np.random.default_rng(layout.seed)
         self.steps = Steps(layout, self.rng)
 
@@ -190,7 +191,7 @@ class Twins:
         return outcomes
 
     def assert_same(self) -> None:
-        for mine, truth in zip(self.native.tensors(), self.reference.tensors(), strict=True):
+        for mine, truth in zip(self.native.tensors(), self.portable.tensors(), strict=True):
             assert torch.equal(as_bytes(mine), as_bytes(truth))
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""gather_slots: the rollouts of some slots side by side, the native version against the reference."""
+"""gather_slots: the rollouts of some slots side by side, the native version against the portable version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kernel_inputs import DTYPES, assert_guards_whole, covers, guarded, native, random_tensor
 
 from rlstore.engine.batches.gather import gather_slots
-from rlstore.kernels import reference
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
 def with_gap(block: torch.Tensor, gap: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_gather_slots_agrees(dtype, width):
         )
         native("gather_slots")((source, other), numbers, (out, second))
         expected, expected_second = torch.empty_like(out), torch.empty_like(second)
-        reference.gather_slots((source, other), numbers, (expected, expected_second))
+        PORTABLE["gather_slots"]((source, other), numbers, (expected, expected_second))
         assert out.tolist() == expected.tolist()
         assert out.tolist() == [[source[slot, t].tolist() for slot in chosen] for t in range(rows)]
         assert torch.equal(second, expected_second)
@@ -54,5 +54,5 @@ def test_large_rows_go_past_the_cache_and_are_the_same(width):
 
 def test_the_engine_makes_the_outputs():
     source = torch.arange(24).view(4, 3, 2)
-    (joined,) = gather_slots((source,), torch.tensor([2, 1]))
+    (joined,) = gather_slots((source,), [2, 1])
     assert joined.tolist() == [[[12, 13], [6, 7]], [[14, 15], [8, 9]], [[16, 17], [10, 11]]]

@@ -10,7 +10,8 @@ import misuse
 import misuse_program
 import pytest
 
-from rlstore.kernels import OPERATIONS, _native
+from rlstore.kernels import _native
+from rlstore.kernels.portable import OPERATIONS
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Windows, priorities and random numbers: the native versions against the references, and against a few lines."""
+"""Windows, priorities and random numbers: native against portable, and against a few lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kernel_inputs import covers
 from replay_rings import Layout, Leaf, Memory, Twins, layouts
 
-from rlstore.kernels import kernel, reference_of
+from rlstore.kernels import kernel
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 seeds = st.integers(-(2**63), 2**63 - 1)
 
@@ -32,7 +33,7 @@ def test_units_agree(seed, counter, count):
     state, other = torch.tensor([seed, counter]), torch.tensor([seed, counter])
     units, truth = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.float64)
     kernel("draw_units", "cpu")(state, units)
-    reference_of("draw_units")(other, truth)
+    PORTABLE["draw_units"](other, truth)
     assert torch.equal(units, truth)
     assert torch.equal(state, other)
     assert units.tolist() == [split_mix(seed, counter + i) for i in range(count)]
@@ -60,7 +61,7 @@ class WindowMemory:
 
 
 def window_twins(twins: Twins, length: int, stride: int, across: bool) -> list[WindowMemory]:
-    classes = kernel("WindowIndex", "cpu"), reference_of("WindowIndex")
+    classes = kernel("WindowIndex", "cpu"), PORTABLE["WindowIndex"]
     return [
         WindowMemory(memory, make, length, stride, across) for memory, make in zip(twins.both, classes, strict=True)
     ]
@@ -128,7 +129,7 @@ class PriorityMemory:
 
 
 def priority_twins(twins: Twins) -> list[PriorityMemory]:
-    classes = kernel("Priorities", "cpu"), reference_of("Priorities")
+    classes = kernel("Priorities", "cpu"), PORTABLE["Priorities"]
     return [PriorityMemory(memory, make) for memory, make in zip(twins.both, classes, strict=True)]
 
 
@@ -237,7 +238,7 @@ def assert_draws_agree(both: list[PriorityMemory], states: list[torch.Tensor], c
 
 @given(st.integers(0, 10**7))
 def test_levels_agree(leaves):
-    assert kernel("Priorities", "cpu").level_sizes(leaves) == reference_of("Priorities").level_sizes(leaves)
+    assert kernel("Priorities", "cpu").level_sizes(leaves) == PORTABLE["Priorities"].level_sizes(leaves)
 
 
 def test_a_draw_by_hand():

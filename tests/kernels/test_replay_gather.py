@@ -1,4 +1,4 @@
-"""Gathering transitions: the native version against the reference, for every part, dtype, stack and n-step window."""
+"""Gathering transitions: native against portable, for every part, dtype, stack and n-step window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kernel_inputs import assert_guards_whole, covers, guarded
 from replay_rings import Layout, Leaf, Twins, as_bytes, layouts
 
-from rlstore.kernels import kernel, reference_of
+from rlstore.kernels import kernel
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 OBSERVATION, NEXT, COLUMN, REWARDS, DISCOUNTS, TERMINATED, TRUNCATED, FIRST, HELD = range(9)
 
@@ -57,7 +58,7 @@ def assert_same(mine: torch.Tensor, truth: torch.Tensor, converted: bool) -> Non
 )
 def test_batches_agree(layout, writes, n_step, gamma, count, in_given):
     twins, requests = Twins(layout), requests_of(layout)
-    classes = kernel("ReplayGather", "cpu"), reference_of("ReplayGather")
+    classes = kernel("ReplayGather", "cpu"), PORTABLE["ReplayGather"]
     gathers = [make(memory.ring, requests, n_step, gamma) for make, memory in zip(classes, twins.both, strict=True)]
     for _ in range(writes):
         twins.write()
@@ -86,7 +87,7 @@ def test_windows_agree_and_are_their_rows(layout, writes, length, across, n_step
     twins.native.ring.windows(starts, length, across, rows)
     rows = rows.view(-1, length)
     mine = kernel("ReplayGather", "cpu")(twins.native.ring, requests, n_step, 0.9)
-    truth = reference_of("ReplayGather")(twins.reference.ring, requests, n_step, 0.9).gather(rows, None)
+    truth = PORTABLE["ReplayGather"](twins.portable.ring, requests, n_step, 0.9).gather(rows, None)
     singly = mine.gather(rows.flatten(), None)
     for request, result, expected, single in zip(requests, mine.gather(rows, None), truth, singly, strict=True):
         assert_same(result, expected, converted=request[2])
@@ -100,7 +101,7 @@ def test_rows_of_a_window_that_do_not_follow_one_another_are_refused(window):
         twins.write()
     for make, memory in (
         (kernel("ReplayGather", "cpu"), twins.native),
-        (reference_of("ReplayGather"), twins.reference),
+        (PORTABLE["ReplayGather"], twins.portable),
     ):
         gather = make(memory.ring, ((HELD, 0, False, (1,)),), 1, 1.0)
         assert gather.gather(torch.tensor([[0, 1], [2, -1], [-1, -1]]), None)[0].flatten(1).tolist() == [
@@ -117,7 +118,7 @@ def test_the_reference_fills_tensors_that_are_given(layout, writes):
     twins, requests = Twins(layout), requests_of(layout)
     for _ in range(writes):
         twins.write()
-    gather = reference_of("ReplayGather")(twins.reference.ring, requests, 3, 0.9)
+    gather = PORTABLE["ReplayGather"](twins.portable.ring, requests, 3, 0.9)
     rows = twins.some_rows(10)
     given_outs = tuple(torch.empty(10, *request[3], dtype=dtype_of(layout, request)) for request in requests)
     assert all(made is out for made, out in zip(gather.gather(rows, given_outs), given_outs, strict=True))
@@ -135,7 +136,7 @@ def test_large_rows_go_past_the_cache_and_agree():
         twins.write()
     rows = twins.some_rows(100)
     mine = kernel("ReplayGather", "cpu")(twins.native.ring, requests, 3, 0.9).gather(rows, None)
-    truth = reference_of("ReplayGather")(twins.reference.ring, requests, 3, 0.9).gather(rows, None)
+    truth = PORTABLE["ReplayGather"](twins.portable.ring, requests, 3, 0.9).gather(rows, None)
     for result, expected in zip(mine, truth, strict=True):
         assert torch.equal(result, expected)
 
@@ -154,7 +155,7 @@ def test_an_n_step_window_by_hand():
     requests = ((NEXT, 0, False, (1,)), (REWARDS, 0, False, (1,)), (DISCOUNTS, 0, False, (1,)))
     for make, memory in (
         (kernel("ReplayGather", "cpu"), twins.native),
-        (reference_of("ReplayGather"), twins.reference),
+        (PORTABLE["ReplayGather"], twins.portable),
     ):
         following, rewards, discounts = make(memory.ring, requests, 2, 0.5).gather(torch.tensor([0, 1, 2, 3, -1]), None)
         assert following.flatten().tolist() == [2.0, 102.0, 102.0, 4.0, 0.0]
@@ -172,7 +173,7 @@ def test_a_row_that_is_not_held_is_refused(wrong):
     rows = torch.tensor([int(held[0]), row, int(held[-1])])
     for make, memory in (
         (kernel("ReplayGather", "cpu"), twins.native),
-        (reference_of("ReplayGather"), twins.reference),
+        (PORTABLE["ReplayGather"], twins.portable),
     ):
         with pytest.raises(IndexError, match="not held"):
             make(memory.ring, ((HELD, 0, False, (1,)),), 1, 1.0).gather(rows, None)

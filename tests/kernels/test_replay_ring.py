@@ -1,4 +1,4 @@
-"""The ring of episodes: the native version against the reference, in every byte of its memory, and what both refuse."""
+"""The ring of episodes: native against portable, in every byte of its memory, and what both refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer of rows, the native one against the reference: what is written, what is not, and what is counted."""
+"""The writer of rows, native against portable: what is written, what is not, and what is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_inputs import DTYPES, assert_guards_whole, covers, guarded, native, random_tensor
 
-from rlstore.kernels import reference
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 LANES_OF_ROW = 3
 # name: (block's row shape, block dtype, lead, is_flag, shapes that fit)
@@ -60,9 +60,9 @@ def misfit_value(rng: np.random.Generator, name: str, kind: str):
 
 
 def writers(names: list[str], steps: int, optional: bool):
-    """The native writer and the reference's, each with its own poisoned blocks."""
+    """The native writer and the portable one, each with its own poisoned blocks."""
     pairs = []
-    for make in (native("RowWriter"), reference.RowWriter):
+    for make in (native("RowWriter"), PORTABLE["RowWriter"]):
         blocks, wholes = [], []
         for name in names:
             row_shape, dtype, lead, _, _ = FIELDS[name]
@@ -125,7 +125,7 @@ def test_row_writer_with_a_misfit_writes_nothing_at_all(seed, names, position, k
         assert contents(memory) == before
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["native", "reference"])
+@pytest.mark.parametrize("side", [0, 1], ids=["native", "portable"])
 def test_row_writer_refuses_a_row_beyond_the_end_and_writes_nothing(side):
     names = ["vector", "scalar"]
     writer, memory = writers(names, 2, optional=True)[side]
@@ -136,7 +136,7 @@ def test_row_writer_refuses_a_row_beyond_the_end_and_writes_nothing(side):
     assert contents(memory) == before
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["native", "reference"])
+@pytest.mark.parametrize("side", [0, 1], ids=["native", "portable"])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_row_writer_needs_one_value_for_each_field(side, count):
     writer, memory = writers(["vector", "scalar"], 2, optional=True)[side]
@@ -149,7 +149,7 @@ def test_row_writer_needs_one_value_for_each_field(side, count):
 
 def test_row_writer_writes_on_after_what_it_refuses():
     """Between rows that are written: a misfit, a row beyond the end, too few values."""
-    for make in (native("RowWriter"), reference.RowWriter):
+    for make in (native("RowWriter"), PORTABLE["RowWriter"]):
         blocks = [torch.zeros(3, 2), torch.zeros(3, 2)]
         writer, good = make([(block, 0, False, False) for block in blocks]), torch.ones(2)
         assert writer.write(0, (good, good)) == -1
@@ -265,7 +265,7 @@ def test_row_writer_writes_any_strides(value):
     assert (whole[64 : 64 + block[0].nbytes] == 0xA5).all()
     assert_guards_whole(whole)
     truth = torch.zeros_like(block)
-    assert reference.RowWriter([(truth, 0, False, False)]).write(1, (value.contiguous(),)) == -1
+    assert PORTABLE["RowWriter"]([(truth, 0, False, False)]).write(1, (value.contiguous(),)) == -1
     assert torch.equal(truth[1], block[1])
 
 

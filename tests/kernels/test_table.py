@@ -1,4 +1,4 @@
-"""The table of operations: what it lists, what the references have, and what is compared."""
+"""The table of operations: every version implements the protocol, and every native version is compared with another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-import test_against_reference  # noqa: F401  (for its marks)
+import test_against_portable  # noqa: F401  (for its marks)
 import test_gather_slots  # noqa: F401  (for its marks)
 import test_replay_draws  # noqa: F401  (for its marks)
 import test_replay_gather  # noqa: F401  (for its marks)
@@ -16,61 +16,72 @@ import test_row_writer  # noqa: F401  (for its marks)
 from kernel_inputs import COVERED
 
 from rlstore import kernels
-from rlstore.kernels import OPERATIONS, REFERENCES, kernel, reference_of
+from rlstore.kernels import _native, cuda, kernel, portable, protocol
 
 # What is a launch of its own on CUDA, and on the CPU done by other operations.
 ON_CUDA_ALONE = {"fill_gae", "gather_batches", "permutation", "tabulate_trajectories", "fill_trajectories"}
-NATIVE = set(OPERATIONS) - ON_CUDA_ALONE
+NATIVE = set(portable.OPERATIONS) - ON_CUDA_ALONE
+STUB = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
+DECLARED = {node.name: node for node in STUB.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-def test_every_operation_has_a_comparison_and_every_comparison_an_operation():
+def protocol_of(operation: str) -> type:
+    return getattr(protocol, operation if operation[0].isupper() else operation.title().replace("_", ""))
+
+
+def methods_of(part: type) -> dict[str, list[str]]:
+    """The parameters of every public method and of the constructor."""
+    found = inspect.getmembers(part, inspect.isfunction)
+    return {
+        name: list(inspect.signature(method).parameters)
+        for name, method in found
+        if not name.startswith("_") or name == "__init__"
+    }
+
+
+def test_every_native_operation_has_a_comparison_and_every_comparison_an_operation():
     assert NATIVE == COVERED
 
 
-def test_an_operation_is_native_on_the_cpu_and_the_reference_elsewhere():
-    for operation in OPERATIONS:
-        native = reference_of(operation) if operation in ON_CUDA_ALONE else getattr(kernels._native, operation)
+def test_an_operation_is_native_on_the_cpu_and_portable_where_a_device_has_none():
+    for operation in portable.OPERATIONS:
+        native = portable.OPERATIONS[operation] if operation in ON_CUDA_ALONE else getattr(_native, operation)
         assert kernel(operation, "cpu") is native
-        assert kernel(operation, "no such device") is reference_of(operation)
+        assert kernel(operation, "cuda") is {**portable.OPERATIONS, **cuda.OPERATIONS}[operation]
+        assert kernel(operation, "no such device") is portable.OPERATIONS[operation]
     with pytest.raises(KeyError):
         kernel("no such operation", "cpu")
 
 
-def test_the_references_have_nothing_that_the_table_lacks():
-    public = [
-        name
-        for module in REFERENCES
-        for name, part in vars(module).items()
-        if not name.startswith("_") and getattr(part, "__module__", None) == module.__name__
-    ]
-    assert sorted(public) == sorted(OPERATIONS)
+@pytest.mark.parametrize("version", [portable, cuda], ids=["portable", "cuda"])
+def test_a_version_has_the_operations_methods_and_parameters_of_the_protocol(version):
+    for name, part in version.OPERATIONS.items():
+        if inspect.isfunction(part):
+            expected = list(inspect.signature(protocol_of(name).__call__).parameters)[1:]
+            assert list(inspect.signature(part).parameters) == expected, name
+            continue
+        mine = methods_of(part)
+        for method, parameters in methods_of(protocol_of(name)).items():
+            assert mine[method] == parameters, f"{name}.{method}"
 
 
-def parameters(node: ast.FunctionDef) -> list[str]:
-    return [argument.arg for argument in node.args.args]
-
-
-def test_the_native_stub_has_the_signatures_of_the_reference():
-    stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
-    declared = {node.name: node for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    # Words of shared memory, and parts of what operations on CUDA do: no operations on tensors.
+def test_the_native_stub_has_the_operations_methods_and_parameters_of_the_protocol():
+    # Words of shared memory and parts of what operations on CUDA do: no operations on tensors.
     others = {"SlotTable", "Limiter", "process_start", "add_to_word", "exchange_word"}
     others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowChecker"}
-    assert set(declared) == NATIVE | others
-    for name, node in declared.items():
-        if name in others:
-            continue
+    assert set(DECLARED) == NATIVE | others
+    for name in NATIVE:
+        node = DECLARED[name]
         if isinstance(node, ast.FunctionDef):
-            assert parameters(node) == list(inspect.signature(reference_of(name)).parameters), name
-            continue
-        for method in node.body:
-            expected = list(inspect.signature(getattr(reference_of(name), method.name)).parameters)
-            assert parameters(method) == expected, f"{name}.{method.name}"
+            expected = list(inspect.signature(protocol_of(name).__call__).parameters)[1:]
+            assert [argument.arg for argument in node.args.args] == expected, name
+        else:
+            mine = {method.name: [argument.arg for argument in method.args.args] for method in node.body}
+            assert mine == methods_of(protocol_of(name)), name
 
 
 def test_the_native_classes_have_the_methods_of_the_stub():
-    stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
-    for node in stub.body:
+    for name, node in DECLARED.items():
         if isinstance(node, ast.ClassDef):
-            methods = {name for name in vars(getattr(kernels._native, node.name)) if not name.startswith("_")}
+            methods = {method for method in vars(getattr(_native, name)) if not method.startswith("_")}
             assert methods == {method.name for method in node.body} - {"__init__"}

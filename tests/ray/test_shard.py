@@ -25,8 +25,8 @@ from rlstore import (
 from rlstore.ray import shard as module
 from rlstore.ray.places import Place
 from rlstore.ray.shard import Shard, packed_factory
-from rlstore.ray.steps import StepBuffer
 from rlstore.ray.wire import join
+from rlstore.ray.writer import StepBuffer
 
 
 class FakeMethod:
@@ -42,7 +42,7 @@ class FakeLedger:
 
     def __init__(self):
         self.told, self.saved = [], []
-        self.tell, self.save = FakeMethod(self.told), FakeMethod(self.saved)
+        self.heartbeat, self.save = FakeMethod(self.told), FakeMethod(self.saved)
 
     @property
     def newest(self):
@@ -114,7 +114,7 @@ def test_lanes_that_were_given_away_are_not_written_by_the_writer_before(make):
     insert(shard, "new", Place(0, 1, 3, False), [step_of(1, 0, 2)])
     _, refused, *_ = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2), True)
     assert isinstance(refused, PeerLostError)
-    shard.forget("new")
+    shard.remove_writer("new")
     insert(shard, "third", Place(0, 0, 4, True), [step_of(2, 0, 4)])
     assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 2) | ids_of(1, 1, 2) | ids_of(2, 1, 4)
 
@@ -135,18 +135,18 @@ def test_of_two_places_that_overlap_the_one_given_later_holds(make):
 def test_without_a_rate_limit_nobody_needs_a_permit_and_all_is_counted(make):
     shard, ledger = make(uniform(num_envs=4))
     stored = shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True)
-    assert (stored.stored, stored.facts.inserted, stored.facts.held, stored.limited) == (4, 4, 4, True)
-    shard.keep(1, None, False)
+    assert (stored.stored, stored.state.inserted, stored.state.held, stored.limited) == (4, 4, 4, True)
+    shard.store_backup(1, None, False)
     assert not shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True).limited
     assert not shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False).limited
     assert [draw.limited for draw in shard.draw([3, 2], False)] == [False, False]
-    shard.keep(0, None, True)  # older than what is known
+    shard.store_backup(0, None, True)  # older than what is known
     assert shard.draw([7], True)[0].limited is False
-    shard.keep(2, None, True)
+    shard.store_backup(2, None, True)
     assert shard.draw([1], True)[0].limited is True
     shard.each("__len__", (), {})
     told = ledger.newest
-    assert (told.inserted, told.free_inserted, told.sampled, told.free_sampled) == (12, 4, 13, 5)
+    assert (told.inserted, told.inserted_freely, told.sampled, told.sampled_freely) == (12, 4, 13, 5)
 
 
 def test_the_ledger_is_told_of_inserts_soon_and_of_their_writers(make):
@@ -161,7 +161,7 @@ def test_the_ledger_is_told_of_inserts_soon_and_of_their_writers(make):
 
 def test_an_empty_shard_has_nothing_to_draw(make):
     shard, _ = make(prioritized())
-    assert shard.totals() == (0.0, 0)
+    assert shard.total() == 0.0
     with pytest.raises(NotReadyError):
         shard.draw([3], True)
 
@@ -172,7 +172,7 @@ def test_priorities_decide_what_is_drawn_and_go_with_it(make):
     rows = np.arange(20)
     generation = np.full(20, shard.ready().generation)
     shard.update(rows, generation, rows.astype(float))
-    assert shard.totals() == (190.0, 20)
+    assert shard.total() == 190.0
     draw, batch = drawn(shard, 512)
     check_batch(batch)
     assert draw.total == 190.0
@@ -187,7 +187,7 @@ def test_priorities_for_another_life_or_an_overwritten_row_are_dropped_and_count
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])  # rows 0 to 3 are overwritten
     mine = shard.ready().generation
     shard.update(np.array([1, 5, 6]), np.array([mine, mine, mine - 1]), np.array([50.0, 7.0, 60.0]))
-    assert shard.totals().total == 7.0 + 7 * 1.0
+    assert shard.total() == 7.0 + 7 * 1.0
     assert shard.describe()[1] == 2
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_snapshot_fails_a_start_and_is_told_by_a_restart(make, tmp_pat
     monkeypatch.setattr(module, "was_restarted", lambda: True)
     restarted, _ = make(uniform(), folder=tmp_path)
     assert restarted.ready().held == 0
-    assert "could not be read" in restarted.ready().said
+    assert "could not be read" in restarted.ready().note
 
 
 def test_save_without_a_folder_is_refused(make):
@@ -267,7 +267,7 @@ def test_sequences_are_drawn_in_proportion_to_windows_and_carry_their_states(mak
     shard, _ = make(factory)
     samples = [{**step_of(0, step, 4), "hidden_states": torch.full((1, 4, 3), float(step))} for step in range(12)]
     insert(shard, "a", WHOLE, samples)
-    assert shard.totals() == (8.0, 48)  # two windows of five in each lane
+    assert shard.total() == 8.0  # two windows of five in each lane
     draw, batch = drawn(shard, 6)
     assert draw.priorities is None
     assert batch["actions"].shape == (6, 5)
@@ -327,7 +327,7 @@ def test_rollouts_are_served_after_before_gradients(make, kind):
         sample["actions"] = sample["actions"].float().unsqueeze(1)
     insert(shard, "a", WHOLE, samples)
     assert ledger.newest.splits is False
-    assert shard.totals() == (24.0, 24)
+    assert shard.total() == 24.0
     shard.each("before_gradients", (Actor(),), {})
     _, batch = drawn(shard, 40)  # more than there are: no row twice in 24, and 16 of them again
     ids, counts = batch["rewards"].flatten().unique(return_counts=True)
@@ -365,7 +365,7 @@ class Foreign(Storage):
 def test_a_storage_written_against_the_base_alone_is_served(make):
     shard, _ = make(Foreign.create_factory(10))
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])
-    assert shard.totals() == (12.0, 12)
+    assert shard.total() == 12.0
     draw, batch = drawn(shard, 5)
     assert set(batch["actions"].tolist()) <= ids_of(0, 3, 4)
     assert len(draw.rows) == 0

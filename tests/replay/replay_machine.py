@@ -26,7 +26,7 @@ from rlstore import NotReadyError
 
 # RLSTORE_EXAMPLES=2000 looks for an hour.
 LIMITS = settings(
-    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "40")),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from combinations import pairs
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FrameStackObservation
@@ -60,9 +61,7 @@ def make(kind, mode, wrap=lambda env: env):
     return SyncVectorEnv(makers, autoreset_mode=mode), [one.diary for one in diarists]
 
 
-@pytest.mark.parametrize("told", ["nothing", "member", "value"])
-@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "mode", "told"), pairs([*KINDS], list(AutoresetMode), ["nothing", "member", "value"]))
 def test_what_is_stored_is_what_the_environments_did(name, mode, told):
     kind = KINDS[name]
     envs, diaries = make(kind, mode)
@@ -89,9 +88,10 @@ def test_what_is_stored_is_what_the_environments_did(name, mode, told):
     assert served == told_by_envs
 
 
-@pytest.mark.parametrize("padding", ["reset", "zero"])
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.value)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "mode", "padding"),
+    pairs([2, 4], [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ["reset", "zero"]),
+)
 def test_frame_stacks_of_a_wrapper_come_back_as_they_were_given(count, mode, padding):
     envs, diaries = make(KINDS["Image"], mode, lambda env: FrameStackObservation(env, count, padding_type=padding))
     space = envs.single_observation_space

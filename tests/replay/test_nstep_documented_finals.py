@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from combinations import each, pairs
 from counting_env import CountingEnv, drive, make_vector
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -40,9 +41,14 @@ FINALS = {
 }
 
 
-@pytest.mark.parametrize("form", FINALS)
-@pytest.mark.parametrize("key", ["final_obs", "final_observation"])
-@pytest.mark.parametrize("how", ["terminated", "truncated"])
+@pytest.mark.parametrize(
+    ("form", "key", "how"),
+    [
+        *each([*FINALS], ["final_obs", "final_observation"], ["terminated", "truncated", "truncated"]),
+        ("object array with None", "final_obs", "terminated"),
+        ("array", "final_observation", "truncated"),
+    ],
+)
 def test_the_final_observation_comes_in_any_form(form, key, how):
     storage = make_storage(n_step=2, discount=0.5)
     storage.add(**make_step(0))
@@ -246,9 +252,7 @@ def numbers_of(batch):
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-@pytest.mark.parametrize("told", [False, True], ids=["found out", "told"])
-@pytest.mark.parametrize("steps", [40, 7], ids=["room for all", "wrapped"])
+@pytest.mark.parametrize(("mode", "told", "steps"), pairs(MODES, [False, True], [40, 7]))
 def test_what_a_gymnasium_vector_did_is_what_is_served(mode, told, steps, recwarn):
     vector = make_vector(mode)
     storage = storage_for(vector, steps, **({"autoreset": mode} if told else {}))

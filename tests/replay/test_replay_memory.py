@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from combinations import each
 from gymnasium import spaces
 from nstep_steps import BOX, make_step, obs_of
 from replay_kinds import GOALS, KINDS, assert_same, assert_same_draws, state
@@ -71,13 +72,15 @@ class Stacks:
 
 
 @pytest.mark.parametrize(
-    ("frames", "channels", "most"), [(4, 1, 7_400), (3, 3, 22_000)], ids=["4 grey frames", "3 colour frames"]
+    ("storage_class", "picture", "envs"),
+    each(
+        [ReplayStorage, NStepReplayStorage, PrioritizedReplayStorage],
+        [(4, 1, 7_400), (3, 3, 22_000)],  # grey and colour: frames, channels, and the bytes that a transition may cost
+        [1, 2],
+    ),
 )
-@pytest.mark.parametrize("storage_class", [ReplayStorage, NStepReplayStorage, PrioritizedReplayStorage])
-@pytest.mark.parametrize("envs", [1, 2])
-def test_stacks_cost_little_more_than_one_frame_with_exact_final_observations(
-    storage_class, frames, channels, most, envs
-):
+def test_stacks_cost_little_more_than_one_frame_with_exact_final_observations(storage_class, picture, envs):
+    frames, channels, most = picture
     film = Stacks(frames, channels, envs)
     options = {"n_step": 1, "num_workers": 0, "pin_memory": False, "dtype": None, "seed": 0}
     storage = storage_class(
@@ -98,11 +101,10 @@ def test_stacks_cost_little_more_than_one_frame_with_exact_final_observations(
     storage.close()
 
 
-@pytest.mark.parametrize("storage_class", [ReplayStorage, NStepReplayStorage])
-@pytest.mark.parametrize("envs", [1, 16])
+@pytest.mark.parametrize(("storage_class", "envs"), [(ReplayStorage, 16), (NStepReplayStorage, 4)])
 def test_a_vector_transition_costs_at_most_110_bytes(storage_class, envs):
     """17 numbers seen, 6 done: 92 bytes; a reward, two flags, and what is left for final observations and counters."""
-    steps = 32_000
+    steps = 16_000
     storage = storage_class(
         spaces.Box(-1e9, 1e9, (17,)), spaces.Box(-1.0, 1.0, (6,)), num_envs=envs, storage_size=steps, num_workers=0
     )
@@ -139,7 +141,7 @@ def build(size):
 
 small = build(50)
 before = resident()
-large = build(8000)
+large = build(3000)
 print(json.dumps({"grown": resident() - before, "nbytes": large.nbytes, "held": len(large)}))
 """
 
@@ -149,8 +151,8 @@ def test_the_bytes_a_storage_tells_are_those_the_process_has_grown_by():
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["held"] == 8000
-    assert told["nbytes"] <= 8000 * 7_400
+    assert told["held"] == 3000
+    assert told["nbytes"] <= 3000 * 7_400
     assert told["grown"] <= 1.05 * told["nbytes"] + (8 << 20)
 
 
@@ -174,7 +176,7 @@ class Loop:
             ended = torch.full((4,), self.number % 7 == 0)
             infos = {"final_obs": self.obs} if ended[0] else {}
             self.storage.add(self.obs, [0, 1, 2, 3], [0.5] * 4, ended, [False] * 4, infos, self.obs)
-            if self.number < 10:  # a sequence has to be complete first
+            if self.number < 10 or self.number % 4:  # a sequence has to be complete first
                 continue
             batch = self.storage.sample()
             if self.kind.name.startswith("prioritized"):
@@ -185,14 +187,14 @@ class Loop:
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_resident_memory_is_flat_over_thousands_of_steps_and_batches(kind):
     loop = Loop(kind)
-    loop.run(500)
+    loop.run(300)
     gc.collect()
     before = resident_bytes()
-    loop.run(3000)
+    loop.run(2400)
     gc.collect()
     grown = resident_bytes() - before
     loop.storage.close()
-    # A step is 1 kB and a batch 12 kB: if either were kept each time, it would be 3 MB or 36 MB.
+    # A step is 1 kB and a batch 12 kB: if either were kept each time, it would be 2.4 MB or 7 MB.
     assert grown < 2 << 20
 
 
@@ -203,11 +205,11 @@ def test_resident_memory_does_not_grow_with_storages_that_are_gone():
         KINDS[number % len(KINDS)].fill(storage, 40)
         storage.sample()
 
-    for number in range(40):
+    for number in range(16):
         one(number)
     gc.collect()
     before = resident_bytes()
-    for number in range(200):
+    for number in range(80):
         one(number)
     gc.collect()
     assert resident_bytes() - before < 8 << 20
@@ -223,7 +225,7 @@ from pathlib import Path
 from rlstore import ReplayStorage
 
 torch.set_num_threads(1)
-WIDTH, LIMIT = 16384, 128 << 20
+WIDTH, LIMIT = 16384, 32 << 20
 space = spaces.Box(0, 255, (WIDTH,), np.uint8)
 
 def make(size, **options):
@@ -260,7 +262,7 @@ storage = make(rows, memory="mapped", path=sys.argv[1])
 fill(storage, rows)
 held = len(storage)
 counts, wrong = np.zeros(32, int), 0
-for _ in range(400):
+for _ in range(200):
     batch = storage.sample()
     steps = batch.observations[:, :4].contiguous().view(torch.int32).flatten()
     wrong += int((steps != batch.rewards.flatten()).sum())
@@ -286,13 +288,12 @@ def test_a_mapped_file_four_times_larger_than_the_memory_limit_samples_uniformly
     assert told["held"] == told["rows"]
     assert told["on_disk"] >= 4 * told["limit"]
     assert told["wrong"] == 0
-    # 25,600 draws over 32 parts: 800 each, and one standard deviation is 28.
-    assert sum(told["counts"]) == 25_600
-    assert all(abs(count - 800) < 6 * 28 for count in told["counts"])
+    # 12,800 draws over 32 parts: a chi-square of 31 degrees of freedom is above 84 once in 10**6 seeds.
+    assert sum(told["counts"]) == 12_800
+    assert sum((count - 400) ** 2 / 400 for count in told["counts"]) < 84
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-@pytest.mark.parametrize("memory", ["shared", "mapped"])
+@pytest.mark.parametrize(("kind", "memory"), each([*KINDS, KINDS[0]], ["shared", "mapped"]), ids=repr)
 def test_other_memory_serves_what_ram_serves(kind, memory, tmp_path):
     options = {"path": tmp_path / "folder"} if memory == "mapped" else {}
     storage, plain = kind.make(memory=memory, **options), kind.make()

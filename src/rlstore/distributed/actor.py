@@ -1,4 +1,4 @@
-"""ActorHandle: how an actor process writes rollouts."""
+"""ActorHandle and Rollout: how an actor process writes rollouts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from rlstore.errors import InvalidInputError, NotReadyError
 class Rollout:
     """A slot that an actor writes: ``T + 1`` rows of each key.
 
-    Row t holds the observation ``obs[t]``, what came with it from the environment (``reward``, ``terminated``,
-    ``truncated``, ``episode_return``, ``episode_step``, ``last_action``: of the step that led to it), and what the
-    actor made of it (``policy_outputs``, ``baseline``, ``action``). Row 0 is row T of the actor's rollout before.
+    Row t holds the observation ``obs[t]``; what the environment returned with it, of the step that led to it
+    (``reward``, ``terminated``, ``truncated``, ``episode_return``, ``episode_step``, ``last_action``); what the actor
+    computed from it (``policy_outputs``, ``baseline``, ``action``); and the extra fields. By the usual convention row 0
+    is row T of the actor's previous rollout.
     """
 
     def __init__(self, memory: RolloutMemory, member: Member, slot: int) -> None:
@@ -39,7 +40,7 @@ class Rollout:
 
     def __repr__(self) -> str:
         is_own = self._slot is not None and self._member.is_writing(self._slot)
-        return f"Rollout({self._memory.steps} steps: {f'slot {self._slot}' if is_own else 'no longer to be written'})"
+        return f"Rollout({self._memory.steps} steps: {f'slot {self._slot}' if is_own else 'no longer writable'})"
 
     def __getitem__(self, key: str) -> Tensor:
         """A key's rows, ``[T + 1, ...]``: the shared memory itself. Do not use it after :meth:`commit`."""
@@ -53,21 +54,22 @@ class Rollout:
 
         Args:
             timestep: From 0 to T.
-            **values: By key: tensors, arrays or numbers of the key's shape, or with axes of 1 before it. Observations
-                of a Dict or Tuple space are given whole, as ``obs``.
+            **values: By key, extra fields included: tensors, arrays or numbers of the key's shape, or with axes of 1
+                before it. Observations of a Dict or Tuple space are given nested, as ``obs``. Keys that are not given
+                keep their value.
         """
         row = check_row(timestep, self._memory.steps)
         self._memory.write(self.slot, row, self._memory.fields.fit_row(values))
 
     def set_states(self, states: Any) -> None:
-        """Write the recurrent states with which this rollout begins, ``(layers, 1, hidden)`` each."""
+        """Write the recurrent states at the start of this rollout, ``(layers, 1, hidden)`` each."""
         self._memory.write_states(self.slot, self._memory.fields.fit_states(states))
 
     def commit(self, version: int = 0) -> None:
         """Hand the rollout over to the learners.
 
         Args:
-            version: Of the policy that made it; learners get it with the batch.
+            version: The version of the policy that played it; learners get it with the batch.
         """
         check_version("commit()", version)
         self._memory.versions[self.slot, 0] = version
@@ -75,17 +77,17 @@ class Rollout:
         self._slot = None
 
     def abandon(self) -> None:
-        """Give the rollout up: nobody gets it."""
+        """Discard the rollout: no learner gets it, and its slot is free."""
         if self._slot is not None:
             self._member.abandon(self._slot)
             self._slot = None
 
 
 class ActorHandle:
-    """Through which an actor hands rollouts to learners; made by ``DistributedStorage.actor``.
+    """An actor's access to a :class:`DistributedStorage`; created by ``DistributedStorage.actor``.
 
-    It can be pickled, in any way, and inherited by a fork. In each process it is an actor of its own. Should that be
-    killed, the slot that it was writing is free again, and whoever waits for it is told.
+    It can be pickled and inherited by a fork; in each process it is an actor of its own. If that process is killed, the
+    slot that it was writing is reclaimed, and a learner that waits raises an error that names the dead actor.
     """
 
     def __init__(self, memory: RolloutMemory, name: str | None, timeout: float) -> None:
@@ -94,19 +96,19 @@ class ActorHandle:
 
     @property
     def published(self) -> int:
-        """The newest version that a learner published."""
+        """The newest policy version that a learner published."""
         return self._memory.handoff.published
 
     def reserve(self, timeout: float | None = None) -> Rollout:
-        """A free slot to write, as soon as there is one.
+        """Wait for a free slot and reserve it for writing.
 
         Args:
             timeout: Seconds to wait at most, 0 for no wait; None takes the storage's.
 
         Raises:
-            PeerLostError: (a ConnectionError) if the process that made the storage is gone, or at the deadline if
-                learners are.
-            WaitTimeoutError: (a TimeoutError) at the deadline, if nobody is gone.
+            PeerLostError: (a ConnectionError) if the process that created the storage is dead, or at the deadline if
+                learners died.
+            WaitTimeoutError: (a TimeoutError) at the deadline, if no learner died.
             StorageClosedError: (a RuntimeError) if the storage was closed.
         """
         if timeout is not None:
@@ -115,7 +117,12 @@ class ActorHandle:
 
     @contextmanager
     def rollout(self, version: int = 0, timeout: float | None = None) -> Iterator[Rollout]:
-        """A slot that is committed at the end of the ``with`` block, and given up if that raises."""
+        """Reserve a slot that is committed at the end of the ``with`` block, and abandoned if the block raises.
+
+        Args:
+            version: See :meth:`Rollout.commit`.
+            timeout: See :meth:`reserve`.
+        """
         check_version("rollout()", version)
         rollout = self.reserve(timeout)
         try:
@@ -127,7 +134,7 @@ class ActorHandle:
             rollout.commit(version)
 
     def close(self) -> None:
-        """Take part no longer; a slot that is being written is free again."""
+        """Stop taking part; a slot that is being written is free again."""
         self._member.leave()
 
     def __repr__(self) -> str:
@@ -146,7 +153,7 @@ class ActorHandle:
 
 
 def check_row(timestep: int, steps: int) -> int:
-    """The row that a timestep names."""
+    """The row of a timestep."""
     is_whole = isinstance(timestep, (int, np.integer)) and not isinstance(timestep, bool)
     if not is_whole or not 0 <= timestep <= steps:
         raise InvalidInputError(f"timestep is {timestep!r}; a rollout has rows 0 to {steps}. Nothing was written.")
@@ -154,6 +161,6 @@ def check_row(timestep: int, steps: int) -> int:
 
 
 def check_version(owner: str, version: int) -> None:
-    """Refuse what is no version: a whole number."""
+    """Refuse a version that is not an int64."""
     if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not -(2**63) <= version < 2**63:
         raise InvalidInputError(f"version is {version!r}; {owner} needs a whole number")

@@ -1,4 +1,4 @@
-"""RolloutBatch: rollouts side by side, as a learner gets them."""
+"""RolloutBatch: a batch of rollouts, as a learner receives it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.rows.schema import Structure
 
 
 class RolloutBatch(Mapping[str, Tensor]):
-    """``B`` rollouts of ``T`` steps: each key's tensor is ``[T + 1, B, ...]``.
+    """``B`` rollouts of ``T`` steps: a mapping of each key, extra fields included, to a tensor ``[T + 1, B, ...]``.
 
     Attributes:
-        states: The recurrent states with which the rollouts begin, ``[layers, B, hidden]`` each.
-        versions: The version of the policy that each rollout was committed with, int64 ``[B]`` on the CPU.
+        states: The recurrent states at the start of the rollouts, ``[layers, B, hidden]`` each.
+        versions: The policy version that each rollout was committed with, int64 ``[B]`` on the CPU.
+
+    Args:
+        tensors: By key a tensor ``[T + 1, B, ...]``.
+        states: See above.
+        versions: See above.
+        structure: How the observations are nested; None for a single tensor ``obs``.
     """
 
     def __init__(
@@ -30,12 +37,13 @@ class RolloutBatch(Mapping[str, Tensor]):
         self.states, self.versions = states, versions
 
     @property
-    def observations(self) -> Any:
-        """``obs``, or the nest of observations of a Dict or Tuple space, whose leaves have keys of their own."""
+    def observations(self) -> Tensor | TensorDictBase | tuple[Any, ...]:
+        """``obs``; for a Dict or Tuple space a TensorDict or a tuple, whose leaves have keys of their own."""
         if self._structure is None or self._structure.is_leaf:
             return self._tensors["obs"]
         leaves = [self._tensors[name] for name in self._structure.names]
-        return self._structure.build(leaves, leaves[0].shape[:2])
+        nested: TensorDictBase | tuple[Any, ...] = self._structure.build(leaves, leaves[0].shape[:2])
+        return nested
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> RolloutBatch:
         """The batch on a device; the versions stay on the CPU."""

@@ -1,4 +1,4 @@
-"""Learner: how a learner gets batches of rollouts."""
+"""Learner: how a learner receives batches of rollouts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from rlstore.engine.processes.handoff import Member
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 
 
-class _Made(NamedTuple):
-    """Rollouts side by side: their tensors by key and their states, perhaps on their way to the device."""
+class _Collected(NamedTuple):
+    """A batch that was gathered: its tensors by key and its states, perhaps being copied to the device."""
 
-    joined: Any
+    nest: Any
     versions: Tensor
 
 
-class _Work:
-    """What collects and gathers, in the calling thread or in one of its own. It knows nothing of the learner."""
+class _Collector:
+    """Collects and gathers batches, in the calling thread or ahead in a thread of its own.
+
+    It holds no reference to the learner, so that a learner that is dropped ends it.
+    """
 
     def __init__(
         self, memory: RolloutMemory, member: Member, batch_size: int, prefetch: int, device: torch.device
@@ -37,8 +40,8 @@ class _Work:
         self.member, self._batch_size, self._stopped = member, batch_size, False
         self._gather, self._structure = RolloutGather(memory, pin_memory=device.type == "cuda"), memory.fields.structure
         self._staging = None if device.type == "cpu" else Staging(device)
-        self._ready: queue.Queue[_Made | BaseException] = queue.Queue()
-        self._room = threading.Semaphore(prefetch)  # batches that may still be made ahead
+        self._ready: queue.Queue[_Collected | BaseException] = queue.Queue()
+        self._room = threading.Semaphore(prefetch)  # batches that may still be prefetched
         self._thread: threading.Thread | None = None
         if prefetch:
             self._thread = threading.Thread(target=self._run, name="rlstore learner", daemon=True)
@@ -46,57 +49,63 @@ class _Work:
 
     def next(self, seconds: float) -> RolloutBatch:
         """The next batch, on the device, within so many seconds."""
-        if self._thread is None:
-            made: _Made | BaseException = self._make(seconds)
-        else:
-            try:
-                made = self._ready.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-            except queue.Empty:
-                raise self.member.overdue(self._batch_size, seconds) from None
-        if isinstance(made, BaseException):
-            raise made
-        if self._thread is not None:
-            self._room.release()
-        tensors, states = received(made.joined)
-        return RolloutBatch(tensors, states, made.versions, self._structure)
+        collected = self._collect(seconds) if self._thread is None else self._prefetched(seconds)
+        tensors, states = collected.nest if self._staging is None else received(collected.nest)
+        return RolloutBatch(tensors, states, collected.versions, self._structure)
 
-    def _make(self, seconds: float) -> _Made:
+    def _prefetched(self, seconds: float) -> _Collected:
+        try:
+            found = self._ready.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            raise self.member.batch_overdue(self._batch_size, seconds) from None
+        if isinstance(found, BaseException):
+            raise found
+        self._room.release()
+        return found
+
+    def _collect(self, seconds: float) -> _Collected:
         slots = self.member.collect(self._batch_size, seconds, self._check)
         tensors, states, versions = self._gather(slots)
         self.member.release(slots)
-        joined = (tensors, states)
-        return _Made(joined if self._staging is None else self._staging.send(joined), versions)
+        nest = (tensors, states)
+        return _Collected(nest if self._staging is None else self._staging.send(nest), versions)
 
     def _run(self) -> None:
         try:
             while True:
                 self._room.acquire()
                 self._check()
-                self._ready.put(self._make(math.inf))  # the deadline is the consumer's
+                self._ready.put(self._collect(math.inf))  # next() has a deadline, this thread has none
         except BaseException as error:
             self.member.leave()
-            self._ready.put(error)  # the consumer is the one to hear of it
+            self._ready.put(error)  # raised by next()
 
     def _check(self) -> None:
         if self._stopped:
             raise StorageClosedError("the learner was closed")
 
     def stop(self) -> None:
-        """End the thread, and give back what it holds."""
+        """End the thread, and return the slots that it holds."""
         self._stopped = True
         self._room.release()
         if self._thread is None:
             self.member.leave()
-        elif self._thread is not threading.current_thread():  # where it may be if a learner is let go of
+        elif self._thread is not threading.current_thread():  # garbage may be collected in it
             self._thread.join()
 
 
 class Learner:
-    """Batches of rollouts without end, in the order in which they were committed.
+    """An endless iterator over batches of rollouts, in the order in which they were committed.
 
-    ``DistributedStorage.learner`` makes it. The slots of a batch are copied and free again before it is handed out. A
-    learner is for one thread. Several of them, in one process or in many, share the rollouts among them: each goes to
-    one learner. (One whose learner was killed while it read is served to another.)
+    ``DistributedStorage.learner`` creates it. The slots of a batch are copied and free again before the batch is
+    returned. A learner is for one thread. Several of them, in one process or in many, share the rollouts: each rollout
+    goes to one learner. (A rollout whose learner was killed while reading it goes to another.)
+
+    Attributes:
+        batch_size: Rollouts in a batch.
+        device: Where batches are served.
+        prefetch: Batches that a thread collects ahead; 0 for no thread.
+        timeout: Seconds to wait for a batch.
     """
 
     def __init__(
@@ -104,7 +113,7 @@ class Learner:
     ) -> None:
         self._memory, self.batch_size, self.device = memory, batch_size, device
         self.prefetch, self.timeout = prefetch, timeout
-        self._work: _Work | None = None
+        self._collector: _Collector | None = None
         self._pid, self._closed = 0, False
         self._end: Finalize | None = None
 
@@ -112,55 +121,54 @@ class Learner:
         return self
 
     def __next__(self) -> RolloutBatch:
-        """The next batch, as soon as its rollouts are there.
+        """Wait for the next batch.
 
         Raises:
             StopIteration: If the learner or the storage was closed.
             PeerLostError: (a ConnectionError) after ``timeout`` seconds, if actors died since the last batch.
-            WaitTimeoutError: (a TimeoutError) after ``timeout`` seconds, if nobody died. After either, one may go on.
+            WaitTimeoutError: (a TimeoutError) after ``timeout`` seconds, if none died. After either error the next call
+                waits again.
         """
-        handoff = self._memory.handoff
-        if self._closed or handoff.closed:
+        if self._closed or self._memory.handoff.closed:
             raise StopIteration
         try:
-            batch = self._started().next(self.timeout)
+            return self._started().next(self.timeout)
         except StorageClosedError:
             self._stop()
             raise StopIteration from None
         except (PeerLostError, WaitTimeoutError):
             raise
         except Exception:
-            self._stop()  # the thread is over; whoever asks again begins another
+            self._stop()  # the thread has ended; the next call starts another
             raise
-        return batch
 
-    def _started(self) -> _Work:
-        """The worker of this process."""
-        if self._work is None or self._pid != os.getpid():
+    def _started(self) -> _Collector:
+        """The collector of this process."""
+        if self._collector is None or self._pid != os.getpid():
             member = Member(self._memory.handoff, "learner", None, self.timeout)
-            self._work = _Work(self._memory, member, self.batch_size, self.prefetch, self.device)
+            self._collector = _Collector(self._memory, member, self.batch_size, self.prefetch, self.device)
             self._pid = os.getpid()
-            self._end = Finalize(self, self._work.stop, exitpriority=20)  # before the member leaves by itself
-        return self._work
+            self._end = Finalize(self, self._collector.stop, exitpriority=20)  # before the member's own finalizer
+        return self._collector
 
     def _stop(self) -> None:
         if self._end is not None and self._pid == os.getpid():
             self._end()
-        self._work, self._end = None, None
+        self._collector, self._end = None, None
 
     def publish(self, version: int) -> None:
-        """Tell the actors of the newest version of the policy; ``ActorHandle.published`` is it."""
+        """Publish the newest version of the policy; actors read it as ``ActorHandle.published``."""
         check_version("publish()", version)
         self._memory.handoff.published = version
 
     def close(self) -> None:
-        """End the iteration. Batches that were prepared ahead are dropped."""
+        """End the iteration. Prefetched batches are dropped."""
         self._closed = True
         self._stop()
 
     def __repr__(self) -> str:
         rollouts = f"batches of {self.batch_size} rollouts of {self._memory.steps} steps on {self.device}"
-        return f"Learner({rollouts}: {'closed' if self._closed else f'up to {self.prefetch} made ahead'})"
+        return f"Learner({rollouts}: {'closed' if self._closed else f'up to {self.prefetch} prefetched'})"
 
     def __enter__(self) -> Learner:
         return self

@@ -1,80 +1,84 @@
-"""The memory of DistributedStorage: one segment that actors and learners have in common, and the views of it."""
+"""The memory of DistributedStorage: one shared segment for all actors and learners, the views of it, and the gather."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlstore.distributed.fields import RolloutFields
-from rlstore.engine.batches.gather import LARGE_BYTES, gather_slots
+from rlstore.engine.batches.gather import gather_slots
 from rlstore.engine.memory.capacity import free_ram
 from rlstore.engine.memory.shared_memory import SharedMemory
-from rlstore.engine.memory.tensors import Recycler, allocate_empty, allocate_huge
+from rlstore.engine.memory.tensors import Recycler, allocate_huge
 from rlstore.engine.processes.handoff import Handoff, Member
 from rlstore.errors import DoesNotFitError
 
 _LINE = 64  # bytes; two slots never share a cache line, so two actors never write the same one
+_VERSION = "version"
 
 
 class RolloutMemory:
     """``count`` slots for rollouts of ``steps + 1`` rows, and their hand-off, in one segment.
 
-    A key's block is ``[slot, time, ...]``: an actor writes its own part of the memory, from end to end.
+    A key's block is ``[slot, time, ...]``, so an actor writes one contiguous part of each.
 
-    It can be pickled in any way, while a process that has it lives: what is unpickled is the same memory.
+    It can be pickled while a process that has it is alive; the unpickled object refers to the same memory.
+
+    Attributes:
+        columns: Everything that a slot holds, ``[slot, ...]``: the blocks, the states ``states[i]``, the version.
+        blocks: By key a tensor ``[slot, steps + 1, ...]``.
+        states: The recurrent states, ``[slot, layers, hidden]`` each.
+        versions: The policy versions, ``[slot, 1]``.
 
     Args:
         fields: What a row holds.
         steps: The steps of a rollout.
         count: The slots.
-        segment: The memory, if it is there already.
+        segment: The memory, if it exists already.
     """
 
     def __init__(self, fields: RolloutFields, steps: int, count: int, segment: SharedMemory | None = None) -> None:
         self.fields, self.steps, self.count = fields, steps, count
-        # A state is held without its axis of 1, so that states of several slots can be joined there.
-        forms = [(f.name, (steps + 1, *f.shape), f.dtype) for f in fields.fields]
-        forms += [(f"states[{i}]", shape, torch.float32) for i, shape in enumerate(fields.state_shapes)]
-        forms.append(("version", (1,), torch.int64))
-        nbytes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in forms]
-        lines = [max(-(-size // _LINE), 1) * _LINE for size in nbytes]
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            key: ((steps + 1, *field.shape), field.dtype) for key, field in fields.columns.items()
+        }
+        # A state is held without its batch axis, along which those of several slots are concatenated.
+        states = {f"states[{i}]": (shape, torch.float32) for i, shape in enumerate(fields.state_shapes)}
+        forms = {**forms, **states, _VERSION: ((1,), torch.int64)}
+        nbytes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in forms.items()}
+        lines = {name: max(-(-size // _LINE), 1) * _LINE for name, size in nbytes.items()}
         if segment is None:
-            needed = SharedMemory.bytes_of([*Handoff.pieces(count), *(((count, line), torch.uint8) for line in lines)])
+            pieces = [((count, line), torch.uint8) for line in lines.values()]
+            needed = SharedMemory.bytes_of([*Handoff.pieces(count), *pieces])
             _check_room(needed, steps, count)
             segment = SharedMemory.create(needed)
         self.segment = segment
         self.handoff = Handoff(segment, count)
-        self.maker: Member | None = None  # in the process that made it
+        self.maker: Member | None = None  # in the process that created it
+        self.columns: dict[str, Tensor] = {}
         with torch.inference_mode(False):
-            pieces = [
-                segment.carve((count, line), torch.uint8)[:, :size].view(dtype).view(count, *shape)
-                for line, size, (_, shape, dtype) in zip(lines, nbytes, forms, strict=True)
-            ]
-        names = len(fields.fields)
-        self.blocks = dict(zip((field.name for field in fields.fields), pieces[:names], strict=True))
-        self.states = tuple(pieces[names:-1])
-        self.versions = pieces[-1]
+            for name, (shape, dtype) in forms.items():
+                padded = segment.carve((count, lines[name]), torch.uint8)
+                self.columns[name] = padded[:, : nbytes[name]].view(dtype).view(count, *shape)
+        self.blocks = {key: self.columns[key] for key in fields.columns}
+        self.states = tuple(self.columns[name] for name in states)
+        self.versions = self.columns[_VERSION]
 
     def write(self, slot: int, row: int, values: Mapping[str, Tensor]) -> None:
-        """Write values that fit into a row of a slot; axes of 1 before a value's shape are passed over."""
+        """Write values that fit to a row of a slot; axes of 1 before a value's shape are ignored."""
         with torch.no_grad():
             for name, value in values.items():
                 self.blocks[name][slot, row, ...] = value
 
     def write_states(self, slot: int, states: Sequence[Tensor]) -> None:
-        """Write the recurrent states with which a rollout begins, ``(layers, 1, hidden)`` each."""
+        """Write the recurrent states at the start of a rollout, ``(layers, 1, hidden)`` each."""
         for block, state in zip(self.states, states, strict=True):
             block[slot].copy_(state[:, 0])
-
-    def clear(self, slot: int) -> None:
-        """Make everything in a slot zero."""
-        for block in (*self.blocks.values(), *self.states, self.versions):
-            block[slot].zero_()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RolloutMemory, (self.fields, self.steps, self.count, self.segment)
@@ -90,48 +94,55 @@ def _check_room(nbytes: int, steps: int, count: int) -> None:
         )
 
 
+class Gathered(NamedTuple):
+    """Copies of the rollouts of some slots.
+
+    Attributes:
+        tensors: By key ``[T + 1, B, ...]``.
+        states: The recurrent states, ``[layers, B, hidden]`` each.
+        versions: int64 ``[B]``.
+    """
+
+    tensors: dict[str, Tensor]
+    states: tuple[Tensor, ...]
+    versions: Tensor
+
+
 class RolloutGather:
-    """Joins the rollouts of slots into batches, in memory that served before where it can. For one thread at a time.
+    """Copies the rollouts of slots into batches; large outputs reuse memory that is no longer referenced.
+
+    Not thread-safe.
 
     Args:
-        memory: Where from.
-        pin_memory: Whether the results lie in page-locked memory.
+        memory: The slots.
+        pin_memory: Whether the outputs are page-locked.
     """
 
     def __init__(self, memory: RolloutMemory, *, pin_memory: bool = False) -> None:
         self._memory, self._pin_memory = memory, pin_memory
-        self._outputs, self._served = Recycler(allocate_huge), 0
+        self._outputs, self._calls = Recycler(allocate_huge), 0
 
-    def __call__(self, slots: Sequence[int]) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Tensor]:
-        """The rollouts by key, ``[T + 1, B, ...]``; their states ``[layers, B, hidden]``; their versions ``[B]``."""
-        tensors = self._gather((*self._memory.blocks.values(), *self._memory.states, self._memory.versions), slots)
-        count = len(self._memory.blocks)
-        return self._named(tensors[:count]), tensors[count:-1], tensors[-1][0]
+    def __call__(self, slots: Sequence[int]) -> Gathered:
+        """The rollouts of some slots, with states and versions."""
+        memory = self._memory
+        tensors = self._gather(tuple(memory.columns.values()), slots)
+        count = len(memory.blocks)
+        return Gathered(dict(zip(memory.blocks, tensors[:count], strict=True)), tensors[count:-1], tensors[-1][0])
 
     def rollouts(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """The rollouts alone."""
-        return self._named(self._gather(tuple(self._memory.blocks.values()), slots))
+        """The rollouts alone, by key ``[T + 1, B, ...]``."""
+        blocks = self._memory.blocks
+        return dict(zip(blocks, self._gather(tuple(blocks.values()), slots), strict=True))
 
     def states(self, slots: Sequence[int]) -> tuple[Tensor, ...]:
-        """The states alone."""
+        """The states alone, ``[layers, B, hidden]`` each."""
         return self._gather(self._memory.states, slots)
 
-    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self._memory.blocks, tensors, strict=True))
-
-    def _gather(self, blocks: tuple[Tensor, ...], slots: Sequence[int]) -> tuple[Tensor, ...]:
-        self._served += 1
-        if self._served % 256 == 0:
-            self._outputs.begin()  # what has not served for so long is let go
-        with torch.inference_mode(False):
-            return gather_slots(blocks, torch.tensor(slots, dtype=torch.int64), self._empty)
-
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._pin_memory:
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-        if math.prod(shape) * dtype.itemsize < LARGE_BYTES:
-            return allocate_empty(shape, dtype, device)
-        return self._outputs.empty(shape, dtype, device)
+    def _gather(self, sources: tuple[Tensor, ...], slots: Sequence[int]) -> tuple[Tensor, ...]:
+        self._calls += 1
+        if self._calls % 256 == 0:
+            self._outputs.begin()  # frees what was not reused since
+        return gather_slots(sources, slots, self._outputs.empty, self._pin_memory)
 
 
 class SlotTensors(tuple[Tensor, ...]):
@@ -152,15 +163,15 @@ class SlotTensors(tuple[Tensor, ...]):
 class RolloutStorages(Mapping[str, SlotTensors]):
     """Every key's tensors in shared memory, ``storages[key][slot][t, ...]``.
 
-    It can be pickled in any way, while a process that has it lives: what is unpickled is the same memory. However many
-    slots there are, that is one segment.
+    It can be pickled while a process that has it is alive; the unpickled object refers to the same memory. However many
+    slots there are, the memory is one segment.
     """
 
     def __init__(self, memory: RolloutMemory) -> None:
         self.memory = memory
         self._keys = {key: SlotTensors(memory, key) for key in memory.blocks}
-        self._gather, self._gather_on_device = RolloutGather(memory), RolloutGather(memory, pin_memory=True)
-        self._lock = threading.Lock()  # gathering is for one thread at a time
+        self._gathers = {pin: RolloutGather(memory, pin_memory=pin) for pin in (False, True)}
+        self._lock = threading.Lock()  # a gather is not thread-safe
 
     def __getitem__(self, key: str) -> SlotTensors:
         return self._keys[key]
@@ -174,10 +185,15 @@ class RolloutStorages(Mapping[str, SlotTensors]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def gather(self, device: torch.device, make: Callable[[RolloutGather], Any]) -> Any:
-        """What ``make`` gathers, for a device."""
+    def rollouts(self, slots: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """Copies of the rollouts of some slots, page-locked if they are to go to a CUDA device."""
         with self._lock:
-            return make(self._gather_on_device if device.type == "cuda" else self._gather)
+            return self._gathers[device.type == "cuda"].rollouts(slots)
+
+    def states(self, slots: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+        """Copies of their recurrent states."""
+        with self._lock:
+            return self._gathers[device.type == "cuda"].states(slots)
 
     def __repr__(self) -> str:
         return f"RolloutStorages({', '.join(self)}: {self.memory.count} slots of {self.memory.steps + 1} rows)"
@@ -187,7 +203,7 @@ class RolloutStorages(Mapping[str, SlotTensors]):
 
 
 class InitialStates(list[tuple[Tensor, ...]]):
-    """The recurrent states with which the rollout of each slot begins: one tuple a slot, of ``(layers, 1, hidden)``.
+    """The recurrent states at the start of each slot's rollout: one tuple a slot, of tensors ``(layers, 1, hidden)``.
 
     It can be pickled as :class:`RolloutStorages` can.
     """
@@ -203,5 +219,5 @@ class InitialStates(list[tuple[Tensor, ...]]):
 
 def _slot_views(block: Tensor) -> list[Tensor]:
     with torch.inference_mode(False):
-        # Tensors in their own right: one that is given a value with a history does not pass it on to the others.
+        # Detached: writing a value with a gradient history to one slot does not reach the others.
         return [block.select(0, slot).detach() for slot in range(block.shape[0])]

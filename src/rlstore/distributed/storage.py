@@ -1,44 +1,61 @@
-"""DistributedStorage: rollouts that actors in other processes write and learners read, as IMPALA does."""
+"""DistributedStorage: rollouts that actors in other processes write and learners read, as in IMPALA."""
 
 from __future__ import annotations
 
-import threading
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlstore.distributed.actor import ActorHandle, check_row
+from rlstore.distributed.fields import RolloutFields, check_state_shapes
 from rlstore.distributed.learner import Learner
-from rlstore.distributed.memory import InitialStates, RolloutStorages
-from rlstore.distributed.saved import SavedDistributed
+from rlstore.distributed.memory import InitialStates, RolloutMemory, RolloutStorages
+from rlstore.distributed.queues import check_slots, sample_from_queues
+from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, check_slice_names, rows_of
+from rlstore.distributed.trainer_slots import TrainerSlots
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
+from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.processes.slots import State
-from rlstore.engine.rows.spaces import SpaceLike
-from rlstore.errors import InvalidInputError
+from rlstore.engine.rows.schema import Field
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
+from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
+from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
+
+_AnyStorage = TypeVar("_AnyStorage", bound="DistributedStorage")
+_PARAMETERS = {
+    "batch_size": whole_number,
+    "timeout": seconds,
+    "num_steps": whole_number,
+    "num_storages": whole_number,
+}
+_SETTINGS = ("observation_space", "action_space", "num_steps", "num_storages", "batch_size", "state_shapes", "timeout")
 
 
 @dataclass(frozen=True)
 class HandoffReport:
-    """What became of the rollouts of a DistributedStorage, at one glance.
+    """The state of a DistributedStorage's hand-off.
 
     Attributes:
         committed: Rollouts that were completed: ``served + full + reading``.
-        served: Those that were read and whose slot was free again.
-        abandoned: Rollouts that actors gave up.
+        served: Rollouts that were read and whose slot was freed.
+        abandoned: Rollouts that actors discarded.
         reclaimed: Rollouts that were being written by actors that died.
         actors: Actors that take part now.
-        learners: Learners that do.
-        lost_actors: Actors that died without a word.
+        learners: Learners that take part now.
+        lost_actors: Actors that died without closing their handle.
         lost_learners: Learners that did.
         free: Slots that wait for an actor.
-        writing: Slots that an actor has.
+        writing: Slots that an actor is writing.
         full: Slots that wait for a learner.
-        reading: Slots that a learner has.
-        published: The newest version that a learner published.
+        reading: Slots that a learner is reading.
+        published: The newest policy version that a learner published.
         closed: Whether the storage was closed.
     """
 
@@ -58,40 +75,45 @@ class HandoffReport:
     closed: bool
 
 
-class DistributedStorage(SavedDistributed):
+class DistributedStorage(Storage):
     """``num_storages`` slots in shared memory, each for a rollout of ``num_steps`` steps of one environment.
 
     There are three ways to use it:
 
-    - the documented one: actors write into ``storages`` and pass slot numbers through two queues, and learners call
+    - the documented one: actors write to ``storages`` and pass slot numbers through two queues, and learners call
       :meth:`sample`. The queues are the caller's, so an actor that is killed keeps its slot, and a learner may wait for
-      it without end;
-    - with :meth:`actor` and :meth:`learner`, which know who lives: what a dead actor was writing is free again, and a
-      learner that waits is told who died;
+      it without a limit;
+    - with :meth:`actor` and :meth:`learner`, which detect dead processes: what a dead actor was writing is reclaimed,
+      and a learner that waits raises an error that names it;
     - through the ten methods of :class:`~rlstore.storage.Storage`, from one process.
 
-    ``storages[key][slot]`` is ``[num_steps + 1, ...]``. Row t holds ``obs[t]`` and what came with it from the
-    environment: ``reward``, ``terminated``, ``truncated`` (of the step that led to it), ``episode_return``,
-    ``episode_step``, ``last_action``; and what the actor made of it: ``policy_outputs`` (a number for each choice; for
-    Box a mean and a deviation for each number), ``baseline`` (its value) and ``action``. Observations of a Dict or
+    ``storages[key][slot]`` is ``[num_steps + 1, ...]``. Row t holds ``obs[t]`` and what the environment returned with
+    it: ``reward``, ``terminated``, ``truncated`` (of the step that led to it), ``episode_return``, ``episode_step``,
+    ``last_action``; what the actor computed from it: ``policy_outputs`` (a number for each choice; for Box a mean and a
+    deviation for each number), ``baseline`` (its value) and ``action``; and the extra fields. Observations of a Dict or
     Tuple space have a key for each leaf: ``obs["camera"]``.
 
-    ``init_actor_state_storages[slot]`` are the recurrent states with which a rollout begins, ``(layers, 1, hidden)``.
+    ``init_actor_state_storages[slot]`` are the recurrent states at the start of a rollout, ``(layers, 1, hidden)``.
 
-    Both, and the handles, can be sent to other processes in any way that pickles, or be inherited by a fork, and mean
-    the same memory there. A copy of the storage itself has memory of its own.
+    Both, and the handles, can be pickled to other processes of this machine or inherited by a fork, and refer to the
+    same memory there. A copy of the storage itself has memory of its own.
+
+    A snapshot holds the complete rollouts, and those that ``insert_transition`` has begun. It does not hold what actors
+    are writing and learners are reading at the moment, nor the handles.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
-            (uint8 if it names none).
+            (default uint8).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served; the rollouts lie in the CPU's memory.
+        device: Where batches are served; the rollouts are in CPU memory.
         num_steps: Steps of a rollout.
         num_storages: Slots.
         batch_size: Rollouts in a learner's batch.
         state_shapes: ``(layers, hidden)`` of each recurrent state: two of them for an LSTM.
-        timeout: Seconds that actors and learners wait before they raise an error that says whom they wait for.
+        timeout: Seconds that actors and learners wait before they raise an error that names the peers they wait for.
         seed: The seed of the storage's own generator; None draws one from torch's.
+        extra_fields: Further keys of every row, by name a space or a pair ``(shape, dtype)``. Through the ten methods
+            the extra field of transition t is that of row t, and row ``num_steps`` is zero.
     """
 
     def __init__(
@@ -106,14 +128,71 @@ class DistributedStorage(SavedDistributed):
         state_shapes: Sequence[tuple[int, int]] = (),
         timeout: float = 60.0,
         seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
-        super().__init__(num_steps, device, num_storages, batch_size, state_shapes, timeout, seed)
+        owner = type(self).__name__
+        check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
+        check_seconds(owner, timeout=timeout)
+        super().__init__(num_steps, device, seed=seed)
+        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), float(timeout)
+        self.state_shapes = check_state_shapes(owner, state_shapes)
         self.observation_space, self.action_space = observation_space, action_space
-        # Both None: a storage from create_factory(), which learns them from its first sample.
+        self._extra: tuple[Field, ...] = parse_extra_fields(extra_fields, owner, TAKEN_NAMES)
+        self._detach()
+        # Both None: a storage from create_factory(), which takes shapes from its first sample.
         if observation_space is not None or action_space is not None:
             if observation_space is None or action_space is None:
                 raise InvalidInputError("observation_space and action_space go together; one of them is None")
-            self._allocate_for_spaces(observation_space, action_space)
+            self._allocate(
+                RolloutFields.of_spaces(owner, observation_space, action_space, self.state_shapes, self._extra)
+            )
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a rollout."""
+        return self.max_size
+
+    def _detach(self) -> None:
+        self._slots: TrainerSlots | None = None
+        self._views: tuple[RolloutStorages, InitialStates] | None = None
+        self._learners: weakref.WeakSet[Learner] = weakref.WeakSet()
+
+    def _allocate(self, fields: RolloutFields) -> None:
+        self._slots = TrainerSlots(RolloutMemory(fields, self.max_size, self.num_storages), self.timeout)
+        self._views = None
+
+    def _ready_slots(self) -> TrainerSlots:
+        if self._slots is None:
+            raise NotReadyError(
+                f"this {type(self).__name__} waits for its first sample: call init_tensors() or insert one"
+            )
+        return self._slots
+
+    def _open_slots(self) -> TrainerSlots:
+        slots = self._ready_slots()
+        slots.memory.handoff.check_open()
+        return slots
+
+    def _ready_views(self) -> tuple[RolloutStorages, InitialStates]:
+        memory = self._ready_slots().memory
+        if self._views is None:
+            storages = RolloutStorages(memory)
+            self._views = storages, InitialStates(storages)
+        return self._views
+
+    def __len__(self) -> int:
+        """Transitions held now: those of complete rollouts, and those that were inserted since."""
+        return 0 if self._slots is None else len(self._slots)
+
+    def __repr__(self) -> str:
+        if "_learners" not in self.__dict__:
+            return object.__repr__(self)
+        name = f"{type(self).__name__}({self.num_storages} slots of {self.max_size} steps on {self.device}"
+        if self._slots is None:
+            return f"{name}: waits for its first sample)"
+        return f"{name}: {len(self)} transitions held, {self._slots.memory.segment.nbytes / 1e6:.1f} MB)"
 
     # ---------------------------------------------------------------------------------------------- as documented
 
@@ -136,14 +215,14 @@ class DistributedStorage(SavedDistributed):
             *args: ``index``, the slot. ``timestep``, the row, from 0 to ``num_steps``. ``actor_output``, a mapping
                 with ``policy_outputs``, ``baseline``, ``action``, or None. ``env_output``, a mapping with ``obs``,
                 ``reward``, ``terminated``, ``truncated``, ``episode_return``, ``episode_step``, ``last_action``, or
-                None. Each value is of its key's shape, or has axes of 1 before it. What they do not hold stays as it
-                was.
+                None. Extra fields are in either. Each value is of its key's shape, or has axes of 1 before it. Keys
+                that are not given keep their value.
         """
         if len(args) != 4:
             raise TypeError(f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given")
         index, timestep, actor_output, env_output = args
-        memory = self._ready_memory()
-        row, slot = check_row(timestep, memory.steps), _check_slots([index], memory.count)[0]
+        memory = self._ready_slots().memory
+        row, slot = check_row(timestep, memory.steps), check_slots([index], memory.count)[0]
         parts = [part for part in (env_output, actor_output) if part is not None]
         if not all(isinstance(part, Mapping) for part in parts):
             raise InvalidInputError("actor_output and env_output are mappings by key, or None. Nothing was written.")
@@ -159,55 +238,40 @@ class DistributedStorage(SavedDistributed):
         init_actor_state_storages: Sequence[Any],
         lock: Any = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-        """A batch of rollouts whose slot numbers come out of ``full_queue``, and go into ``free_queue``.
+        """A batch of rollouts whose slot numbers are taken from ``full_queue``, and then put into ``free_queue``.
 
-        The numbers are taken under the lock, in the order of the queue. They are given back when everything is copied:
-        those, and no others. If anything goes wrong they are put into ``full_queue`` again.
+        The numbers are taken under the lock, in the order of the queue. Exactly those are given back, when everything
+        is copied. If anything raises they are put into ``full_queue`` again.
 
         Args:
-            device: Where the batch is to be.
+            device: The device of the batch.
             batch_size: Rollouts in it.
-            free_queue: Anything with ``put``.
-            full_queue: Anything with ``get``; its ``get`` is waited for without end.
+            free_queue: Any object with ``put``.
+            full_queue: Any object with ``get`` and ``put``; its ``get`` may block without a limit.
             storages: By key a sequence of tensors ``[T + 1, ...]``, one for each slot: those of a storage, or others.
             init_actor_state_storages: For each slot its recurrent states, ``(layers, 1, hidden)`` each.
-            lock: What learners that share the queues have in common; None takes one for each ``storages`` mapping.
+            lock: Shared by all learners that use the queues; None takes one for each ``storages`` mapping.
 
         Returns:
             By key a tensor ``[T + 1, batch_size, ...]``; and the states, ``[layers, batch_size, hidden]`` each.
         """
         check_positive("sample()", batch_size=batch_size)
         place = check_device("sample()", device)
-        taken: list[Any] = []
-        try:
-            with _locks.of(storages) if lock is None else lock:
-                for _ in range(batch_size):
-                    taken.append(full_queue.get())
-            batch, states = _join(place, storages, init_actor_state_storages, taken)
-        except BaseException:
-            for index in taken:
-                full_queue.put(index)
-            raise
-        for index in taken:
-            free_queue.put(index)
-        if place.type != "cpu":
-            batch = {key: tensor.to(place, non_blocking=True) for key, tensor in batch.items()}
-            states = tuple(state.to(place, non_blocking=True) for state in states)
-        return batch, states
+        return sample_from_queues(place, batch_size, free_queue, full_queue, storages, init_actor_state_storages, lock)
 
     def update(self, *args: Any) -> None:
-        """Nothing is to be updated here: rollouts are served as soon as they are complete."""
+        """Does nothing: rollouts are served as soon as they are complete."""
 
     # ---------------------------------------------------------------------------------------------- handles
 
     def actor(self, name: str | None = None) -> ActorHandle:
-        """A handle through which an actor, in any process of this machine, hands over rollouts.
+        """A handle through which an actor, in any process of this machine, writes rollouts.
 
         Args:
-            name: How errors and warnings call it; the process's number is always told.
+            name: Its name in errors and warnings, beside its process id.
         """
         check_name("actor()", name)
-        return ActorHandle(self._ready_memory(), name, self.timeout)
+        return ActorHandle(self._ready_slots().memory, name, self.timeout)
 
     def learner(
         self,
@@ -221,26 +285,26 @@ class DistributedStorage(SavedDistributed):
         Args:
             batch_size: Rollouts in a batch; None takes the storage's.
             device: Where batches are served; None takes the storage's.
-            prefetch: Batches that a thread makes ahead; 0 for no thread.
-            timeout: Seconds that it waits for a batch; None takes the storage's.
+            prefetch: Batches that a thread collects ahead; 0 for no thread.
+            timeout: Seconds to wait for a batch; None takes the storage's.
         """
-        memory, size = self._ready_memory(), self.batch_size if batch_size is None else batch_size
+        memory, size = self._ready_slots().memory, self.batch_size if batch_size is None else batch_size
         check_positive("learner()", batch_size=size)
         if size > memory.count:
             raise InvalidInputError(f"batch_size is {size}, and num_storages is {memory.count}: it would never be full")
         check_count("learner()", "prefetch", prefetch)
-        seconds = self.timeout if timeout is None else timeout
-        check_seconds("learner()", timeout=seconds)
+        wait = self.timeout if timeout is None else timeout
+        check_seconds("learner()", timeout=wait)
         place = self._torch_device if device is None else check_device("learner()", device)
-        learner = Learner(memory, int(size), place, prefetch, float(seconds))
+        learner = Learner(memory, int(size), place, prefetch, float(wait))
         self._learners.add(learner)
         return learner
 
     def report(self) -> HandoffReport:
-        """What became of the rollouts, who takes part, and what the slots are now."""
-        handoff = self._ready_memory().handoff
+        """The counts of rollouts, peers and slots. Dead peers are found, and what they held is reclaimed."""
+        handoff = self._ready_slots().memory.handoff
         handoff.sweep()
-        counts, peers = handoff.slots.counts(), handoff.peers
+        peers, counts = handoff.peers, handoff.slots.counts()
         return HandoffReport(
             committed=handoff.committed,
             served=handoff.served,
@@ -256,84 +320,255 @@ class DistributedStorage(SavedDistributed):
         )
 
     def close(self) -> None:
-        """End everybody's part: actors that wait get StorageClosedError, the iteration of learners ends."""
-        self._close()
+        """End the hand-off for all peers: actors that wait raise StorageClosedError, and learners stop iterating."""
+        if self._slots is None:
+            return
+        self._slots.memory.handoff.close()
+        for learner in list(self._learners):
+            learner.close()
+        self._learners.clear()
+        self._slots.leave()
 
     @classmethod
     def create_factory(  # type: ignore[override]
-        cls,
+        cls: type[_AnyStorage],
         size: int,
         observation_space: SpaceLike | None = None,
         action_space: SpaceLike | None = None,
-        **arguments: Any,
-    ) -> Callable[..., DistributedStorage]:
-        """A function ``f(device, actor, algorithm)`` that makes storages of rollouts of ``size`` steps.
+        *,
+        num_storages: int = 80,
+        batch_size: int = 32,
+        state_shapes: Sequence[tuple[int, int]] = (),
+        timeout: float = 60.0,
+        seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
+    ) -> Callable[..., _AnyStorage]:
+        """A function ``f(device, actor, algorithm)`` that creates storages of rollouts of ``size`` steps.
 
-        Without spaces they learn all shapes from their first sample. Other arguments are those of the class, by
-        keyword.
+        Args:
+            size: Steps of a rollout.
+            observation_space: See the class; without spaces all shapes are taken from the first sample.
+            action_space: See the class.
+            num_storages: See the class, and so for the others.
+            batch_size: Rollouts in a learner's batch.
+            state_shapes: ``(layers, hidden)`` of each recurrent state.
+            timeout: Seconds to wait.
+            seed: The seed of each storage's generator.
+            extra_fields: Further keys of every row.
         """
 
-        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> DistributedStorage:
-            storage = cls(observation_space, action_space, device, size, **arguments)
+        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> _AnyStorage:
+            storage = cls(
+                observation_space,
+                action_space,
+                device,
+                size,
+                num_storages,
+                batch_size,
+                state_shapes=state_shapes,
+                timeout=timeout,
+                seed=seed,
+                extra_fields=extra_fields,
+            )
             storage._give(actor, algorithm)
             return storage
 
         return create
 
+    # ---------------------------------------------------------------------------------------------- the ten methods
 
-# ---------------------------------------------------------------------------------------------------- sample()
+    def init_tensors(self, sample: Sample) -> None:
+        """Allocate the slots for samples like this one. If they are allocated already, the sample must fit them."""
+        if self._slots is not None:
+            Step.of_sample(self._slots.memory.fields, sample)
+            return
+        check_sample_names(sample, [field.name for field in self._extra])
+        fields = RolloutFields.of_sample(sample, self.state_shapes, self._extra)
+        Step.of_sample(fields, sample)  # before anything is allocated for it
+        self._allocate(fields)
 
+    def insert_transition(self, sample: Sample) -> None:
+        """Store one step of N environments, in the vocabulary of :mod:`rlstore.storage`.
 
-class _Locks:
-    """One lock for each mapping, for as long as somebody uses it."""
+        It needs ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations``, the
+        extra fields and, with ``state_shapes``, ``hidden_states``: a tuple of ``[layers, N, hidden]``. It may have
+        ``values`` and ``distribution_params`` (concatenated they are ``policy_outputs``).
 
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._used: dict[int, tuple[threading.Lock, int]] = {}
+        Each environment has a slot of its own. Transition t goes to row t (the observation, what the actor computed
+        from it, the extra fields) and to row t + 1 (the rest). After ``num_steps`` of them the rollouts are complete,
+        and learners can have them. The last row has an observation that the actor did not act on: ``action``,
+        ``policy_outputs``, ``baseline`` and the extra fields are zero there.
 
-    @contextmanager
-    def of(self, storages: object) -> Iterator[None]:
-        """The lock of a mapping, held."""
-        key = id(storages)  # the caller holds the mapping, so nothing else has its id meanwhile
-        with self._guard:
-            lock, users = self._used.get(key, (threading.Lock(), 0))
-            self._used[key] = lock, users + 1
+        Raises:
+            RolloutFullError: (an OverflowError) if there are not N free slots, and no learner to wait for. Nothing was
+                written.
+        """
+        if self._slots is None:
+            self.init_tensors(sample)
+        slots = self._open_slots()
+        slots.insert(Step.of_sample(slots.memory.fields, sample))
+
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
+        """Does nothing: off-policy targets depend on the learner's own policy."""
+
+    def after_gradients(
+        self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Free the slots of the rollouts that were served, once their generator has ended.
+
+        It may also be called as ``after_gradients(batch, info)``.
+
+        Returns:
+            ``info`` with ``storage_size``, the transitions held.
+        """
+        _, info = learning_info(actor, algo, info)
+        if self._slots is not None:
+            self._slots.learned()
+        info["storage_size"] = len(self)
+        return info
+
+    def generate_batches(
+        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
+    ) -> Iterator[BatchDict]:
+        """Batches of whole rollouts, in the vocabulary: tensors ``[num_steps, mini_batch_size, ...]``.
+
+        The rollouts are those that were complete first, and stay the same until ``after_gradients``. If there are too
+        few it waits for the actors that take part, if there are any.
+
+        Args:
+            num_mini_batch: Batches in each epoch.
+            mini_batch_size: Rollouts in each; None divides all of them. No rollout is served twice in an epoch.
+            num_epochs: Epochs, each with an order of its own.
+            shuffle: False serves the rollouts in the order in which they were completed.
+
+        Yields:
+            Dicts; ``rows`` are ``t * num_storages + slot``, int64 ``[num_steps, mini_batch_size]``.
+        """
+        check_positive("generate_batches()", num_mini_batch=num_mini_batch, num_epochs=num_epochs)
+        if mini_batch_size is not None:
+            check_positive("generate_batches()", mini_batch_size=mini_batch_size)
+        slots, device = self._open_slots(), self._torch_device
+        yield from slots.batches(num_mini_batch, mini_batch_size, num_epochs, shuffle, self._generator, device)
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
+        """Copies of all complete rollouts, ``[num_steps, rollouts, ...]``, in the vocabulary.
+
+        ``last_observations`` follow the last step. Beyond the vocabulary there are ``last_actions``,
+        ``episode_returns`` and ``episode_steps`` of each step, ``versions`` ``[rollouts]``, ``first_rows`` (row 0
+        without its observation) and ``last_rows`` (what the actor computed from the last observation, and the extra
+        fields there).
+        """
+        if self._slots is None:
+            return {}
+        return self._open_slots().everything(torch.device("cpu") if data_to_cpu else self._torch_device)
+
+    def insert_data_slice(self, new_data: Sample) -> None:
+        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` returns.
+
+        It needs ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, the extra fields, and
+        ``last_observations`` or ``next_observations``; the rest is optional.
+        """
+        check_slice_names(new_data, [field.name for field in self._extra])
+        if self._slots is None:
+            if not new_data:
+                return
+            fields = RolloutFields.of_sample(new_data, self.state_shapes, self._extra, lead=2)
+            rows = rows_of(fields, self.max_size, new_data)  # before anything is allocated for it
+            self._allocate(fields)
+        else:
+            rows = rows_of(self._open_slots().memory.fields, self.max_size, new_data)
+        self._open_slots().replace(rows)
+
+    def reset(self) -> None:
+        """Make the storage empty and its counts zero. What actors are writing at the moment stays theirs."""
+        if self._slots is not None:
+            self._slots.clear()
+            self._slots.memory.handoff.set_counts(0, 0, 0)
+
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
+        """Change ``batch_size``, ``timeout``, ``num_steps`` or ``num_storages``.
+
+        The last two need new memory: they can change only while the storage is empty and has no other peers. The
+        timeout of handles that exist already does not change.
+        """
+        value = checked_parameter(type(self).__name__, _PARAMETERS, parameter_name, new_parameter_value)
+        if parameter_name in ("num_steps", "num_storages"):
+            self._resize(parameter_name, value)
+            return
+        setattr(self, parameter_name, value)
+        if parameter_name == "timeout" and self._slots is not None:
+            self._slots.set_timeout(value)
+
+    def _resize(self, name: str, value: int) -> None:
+        require_empty(len(self), name)
+        old, before = self._slots, (self.max_size, self.num_storages)
+        if old is not None:
+            peers = self._open_slots().memory.handoff.peers
+            others = [peers.describe(peer) for role in ("actor", "learner") for peer in peers.here(role)]
+            if others:
+                raise NotReadyError(
+                    f"{name} can change only while nobody else takes part: here are {', '.join(others)}. Nothing was "
+                    "changed."
+                )
+        setattr(self, "max_size" if name == "num_steps" else name, value)
+        if old is None:
+            return
         try:
-            with lock:
-                yield
-        finally:
-            with self._guard:
-                lock, users = self._used.pop(key)
-                if users > 1:
-                    self._used[key] = lock, users - 1
+            self._allocate(old.memory.fields)
+        except Exception:
+            self.max_size, self.num_storages = before
+            raise
+        old.memory.handoff.close()  # handles of the old memory raise
 
+    # ---------------------------------------------------------------------------------------------- saving, copying
 
-_locks = _Locks()
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save everything that is needed to resume exactly; see :meth:`rlstore.Storage.save`.
 
+        Rollouts that actors are writing at the moment are not saved.
+        """
+        if self._slots is None:
+            super().save(path)
+            return
+        with self._slots.reading_all():  # until they are on disk
+            super().save(path)
 
-def _join(
-    device: torch.device, storages: Mapping[str, Any], states: Sequence[Any], taken: list[Any]
-) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """The rollouts and the states of the slots, on the CPU."""
-    if isinstance(storages, RolloutStorages):
-        slots = _check_slots(taken, storages.memory.count)
-        batch = storages.gather(device, lambda gather: gather.rollouts(slots))
-    else:
-        batch = {key: torch.stack([storages[key][index] for index in taken], dim=1) for key in storages}
-    if isinstance(states, InitialStates):
-        slots = _check_slots(taken, len(states))
-        return batch, states.storages.gather(device, lambda gather: gather.states(slots)) if states[0] else ()
-    if not states:
-        return batch, ()
-    return batch, tuple(torch.cat(parts, dim=1) for parts in zip(*(states[i] for i in taken), strict=True))
+    def _settings(self) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        settings["state_shapes"] = [list(shape) for shape in self.state_shapes]
+        settings["extra_fields"] = describe_extra_fields(self._extra)
+        from_sample = self._slots is not None and self.observation_space is None
+        settings["learnt"] = self._ready_slots().memory.fields.settings() if from_sample else None
+        return settings
 
+    @classmethod
+    def _from_settings(cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device) -> _AnyStorage:
+        given = {name: value for name, value in settings.items() if name != "learnt"}
+        storage = cls(**given, device=device, seed=0)
+        if settings["learnt"] is not None:
+            storage._allocate(RolloutFields.of_settings(settings["learnt"], storage.state_shapes, storage._extra))
+        return storage
 
-def _check_slots(indices: list[Any], count: int) -> list[int]:
-    for index in indices:
-        try:
-            known = 0 <= index.__index__() < count
-        except AttributeError:
-            known = False
-        if not known:
-            raise InvalidInputError(f"{index!r} is no slot; there are 0 to {count - 1}. Nothing was changed.")
-    return [int(index) for index in indices]
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return ({}, {}) if self._slots is None else self._slots.state()
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        def read(name: str) -> Tensor | None:
+            return reader.tensor(name) if name in reader.names else None
+
+        if self._slots is not None:
+            self._slots.set_state(numbers, reader.read_into, read)
+
+    def __getstate__(self) -> dict[str, Any]:
+        numbers, tensors = self._state()
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_slots", "_views", "_learners")}
+        fields = None if self._slots is None else self._slots.memory.fields
+        return {**kept, "saved": (fields, numbers, {name: tensor.clone() for name, tensor in tensors.items()})}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fields, numbers, tensors = state.pop("saved")
+        self._detach()
+        self.__dict__.update(state)
+        if fields is not None:
+            self._allocate(fields)
+            self._ready_slots().set_state(numbers, lambda name, target: target.copy_(tensors[name]), tensors.get)

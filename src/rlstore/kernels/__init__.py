@@ -1,11 +1,10 @@
-"""Which implementation an operation has on which device: the dispatch is this table and, for CUDA, kernels.cuda.
+"""Which implementation an operation has on which device: :func:`kernel` is the only dispatch.
 
-Every operation exists in one of the modules named reference, in plain torch, for any device. Where a faster version is
-listed it has the same signature and agrees with the reference (``tests/kernels``, ``tests/cuda``), except that kernels
-for CUDA do not look at values: see docs/cuda.md. All of them write into tensors that the caller gives.
+Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``portable``), for any device. On the CPU most
+have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone, and is tested against models of what it means.
+operation on tensors: it exists in C++ alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, overload
 
-from rlstore.kernels import _native, draws_reference, gather_reference, protocol, reference, replay_reference
+from rlstore.kernels import _native, portable, protocol
 from rlstore.kernels._native import (
     Limiter,
     SlotTable,
@@ -27,8 +26,6 @@ from rlstore.kernels._native import (
 )
 
 __all__ = [
-    "OPERATIONS",
-    "REFERENCES",
     "Limiter",
     "SlotTable",
     "add_to_word",
@@ -38,37 +35,31 @@ __all__ = [
     "kernel",
     "make_event",
     "process_start",
-    "reference_of",
 ]
 
-_TABLE: dict[str, dict[str, Callable[..., Any]]] = {
-    "RowWriter": {"cpu": _native.RowWriter},
-    "EpisodeRing": {"cpu": _native.EpisodeRing},
-    "ReplayGather": {"cpu": _native.ReplayGather},
-    "WindowIndex": {"cpu": _native.WindowIndex},
-    "Priorities": {"cpu": _native.Priorities},
-    "draw_units": {"cpu": _native.draw_units},
-    "gather": {"cpu": _native.gather},
-    "gather_batches": {},
-    "permutation": {},
-    "gather_slots": {"cpu": _native.gather_slots},
-    "gae": {"cpu": _native.gae},
-    "fill_gae": {},
-    "discounted_returns": {"cpu": _native.discounted_returns},
-    "n_step_returns": {"cpu": _native.n_step_returns},
-    "vtrace": {"cpu": _native.vtrace},
-    "normalize": {"cpu": _native.normalize},
-    "count_segments": {"cpu": _native.count_segments},
-    "split_segments": {"cpu": _native.split_segments},
-    "pad_segments": {"cpu": _native.pad_segments},
-    "copy_lanes": {"cpu": _native.copy_lanes},
-    "tabulate_trajectories": {},
-    "fill_trajectories": {},
-    "first_states": {"cpu": _native.first_states},
+# What a device has besides the portable version; that for CUDA is imported when it is first asked for.
+_VERSIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "cpu": {
+        "RowWriter": _native.RowWriter,
+        "EpisodeRing": _native.EpisodeRing,
+        "ReplayGather": _native.ReplayGather,
+        "WindowIndex": _native.WindowIndex,
+        "Priorities": _native.Priorities,
+        "draw_units": _native.draw_units,
+        "gather": _native.gather,
+        "gather_slots": _native.gather_slots,
+        "gae": _native.gae,
+        "discounted_returns": _native.discounted_returns,
+        "n_step_returns": _native.n_step_returns,
+        "vtrace": _native.vtrace,
+        "normalize": _native.normalize,
+        "count_segments": _native.count_segments,
+        "split_segments": _native.split_segments,
+        "pad_segments": _native.pad_segments,
+        "copy_lanes": _native.copy_lanes,
+        "first_states": _native.first_states,
+    }
 }
-
-OPERATIONS = tuple(_TABLE)
-REFERENCES = (reference, replay_reference, gather_reference, draws_reference)
 
 
 @overload
@@ -121,13 +112,13 @@ def kernel(operation: Literal["fill_trajectories"], device_type: str) -> protoco
 
 def kernel(operation: str, device_type: str) -> Any:
     """The implementation of ``operation`` for tensors on ``device_type`` ("cpu", "cuda", ...)."""
-    faster = _cuda().get(operation) if device_type == "cuda" else _TABLE[operation].get(device_type)
-    return faster or reference_of(operation)
+    version = _cuda() if device_type == "cuda" else _VERSIONS.get(device_type, {})
+    return version.get(operation) or portable.OPERATIONS[operation]
 
 
 @cache
 def _cuda() -> Mapping[str, Callable[..., Any]]:
-    """What there is in Triton, which comes with torch for CUDA; nothing where it is not installed."""
+    """The operations in Triton, which comes with torch for CUDA; none where it is not installed."""
     try:
         from rlstore.kernels import cuda
     except ModuleNotFoundError as error:
@@ -135,9 +126,3 @@ def _cuda() -> Mapping[str, Callable[..., Any]]:
             raise
         return {}
     return cuda.OPERATIONS
-
-
-def reference_of(operation: str) -> Callable[..., Any]:
-    """The implementation of ``operation`` in plain torch."""
-    found: Callable[..., Any] = next(vars(module)[operation] for module in REFERENCES if operation in vars(module))
-    return found

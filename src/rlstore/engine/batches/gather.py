@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Pieces, ahead_bytes, allocate_empty
+from rlstore.engine.memory.tensors import (
+    Allocator,
+    GroupAllocator,
+    Pieces,
+    ahead_bytes,
+    allocate_empty,
+    allocate_group,
+)
 from rlstore.kernels import kernel
+from rlstore.kernels.protocol import Gather
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -20,7 +30,7 @@ MOST_AHEAD = 32
 
 
 def gather_rows(
-    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: Allocator = allocate_empty
+    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: GroupAllocator = allocate_group
 ) -> tuple[Tensor, ...]:
     """Row ``i`` of each result is row ``rows[i]`` of ``source.flatten(0, 1)``.
 
@@ -28,34 +38,53 @@ def gather_rows(
         sources: Blocks ``[steps, lanes, *shape]``, contiguous, on one device.
         rows: Row ids ``time * lanes + lane``, int64 ``[n]``.
         dtypes: The dtype of each result.
-        empty: What makes the results.
+        empty: Allocates the results.
 
     Returns:
         New tensors ``[n, *shape]``.
     """
-    device = rows.device
-    outs = tuple(
-        empty((rows.shape[0], *source.shape[2:]), dtype, device) for source, dtype in zip(sources, dtypes, strict=True)
-    )
-    kernel("gather", device.type)(sources, rows, outs)
+    count = rows.shape[0]
+    outs = empty([(count, *source.shape[2:]) for source in sources], dtypes, rows.device)
+    _gather_kernel(rows.device.type)(sources, rows, outs)
     return outs
 
 
-def gather_slots(sources: tuple[Tensor, ...], slots: Tensor, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
+@cache
+def _gather_kernel(device_type: str) -> Gather:
+    return kernel("gather", device_type)
+
+
+# Slots are in shared memory, and so on the CPU.
+_gather_slots = kernel("gather_slots", "cpu")
+# Outputs of this size and more come from the allocator that the caller gives.
+_LARGE_OUTPUT_BYTES = 256 << 10
+
+
+def gather_slots(
+    sources: tuple[Tensor, ...], slots: Sequence[int], empty: Allocator = allocate_empty, pin_memory: bool = False
+) -> tuple[Tensor, ...]:
     """The rollouts of some slots side by side: ``result[t, i] = source[slots[i], t]``.
 
     Args:
         sources: Blocks ``[slots, rows, *shape]`` on the CPU, each slot contiguous.
-        slots: Slot numbers, int64 ``[n]``.
-        empty: What makes the results.
+        slots: Slot numbers.
+        empty: What allocates large results.
+        pin_memory: Whether the results are page-locked; ``empty`` is not used then.
 
     Returns:
-        New tensors ``[rows, n, *shape]``.
+        New tensors ``[rows, len(slots), *shape]``.
     """
-    count = len(slots)
-    outs = tuple(empty((source.shape[1], count, *source.shape[2:]), source.dtype, slots.device) for source in sources)
-    kernel("gather_slots", slots.device.type)(sources, slots, outs)
-    return outs
+    count, outs = len(slots), []
+    with torch.inference_mode(False):
+        for source in sources:
+            shape = (source.shape[1], count, *source.shape[2:])
+            if pin_memory or math.prod(shape) * source.itemsize < _LARGE_OUTPUT_BYTES:
+                outs.append(torch.empty(shape, dtype=source.dtype, device="cpu", pin_memory=pin_memory))
+            else:
+                outs.append(empty(shape, source.dtype, source.device))
+        results = tuple(outs)
+        _gather_slots(sources, torch.tensor(slots, dtype=torch.int64, device="cpu"), results)
+    return results
 
 
 def gather_batches(
@@ -63,7 +92,7 @@ def gather_batches(
     rows: Tensor,
     count: int,
     dtypes: Sequence[torch.dtype],
-    empty: Allocator = allocate_empty,
+    empty: GroupAllocator = allocate_group,
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of an epoch ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered when needed.
 
@@ -82,7 +111,7 @@ def gather_batches(
     for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
         gathered = gather_rows(sources, group, dtypes, empty)
         # Not split(): each part has to be a tensor with a version counter of its own, which a caller may change.
-        parts = [torch.unsafe_split(whole, size) for whole in gathered]
+        parts = tuple(map(torch.unsafe_split, gathered, repeat(size)))
         del gathered
         yield from zip(*parts, strict=True)
 

@@ -1,11 +1,15 @@
-"""Rollouts on their way from actors to learners: who fills which slot, who empties it, and what becomes of the dead."""
+"""The hand-off of rollouts from actors to learners: which peer has which slot, and what becomes of dead peers' slots.
+
+A slot goes from free to writing (an actor's) to full to reading (a learner's) to free. What a dead actor was writing is
+free again, and what a dead learner was reading is full again.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -19,30 +23,29 @@ from rlstore.engine.processes.slots import Slots, State
 from rlstore.errors import PeerLostError, StorageClosedError, StorageError, WaitTimeoutError
 from rlstore.kernels import add_to_word
 
-MAKER = 1  # the number of the peer that made the memory: the first that joins
-# How often those who need not wait look for the dead.
-_LOOK_SECONDS = 1.0
+MAKER = 1  # the number of the peer that created the memory: the first that joins
+# How often a learner that never waits sweeps for dead peers.
+_SWEEP_SECONDS = 1.0
 
-# Words that all processes add to or (the first two) set.
-_CLOSED, _PUBLISHED, _ABANDONED, _RECLAIMED = range(4)
+# Words in shared memory. Any process may set the first two (one store) or add to the others (atomically).
+_CLOSED, _PUBLISHED, _ABANDONED, _RECLAIMED, _LOST = range(5)
 _WORDS = 8
 
 
 class Handoff:
     """``count`` slots, and the peers that hand them to one another, in shared memory.
 
-    A slot goes from free to writing (an actor's) to full to reading (a learner's) to free. Only one learner collects at
-    a time: two that each held half a batch would wait for each other.
+    Only one learner collects at a time: two that each held half a batch would wait for each other.
 
     Args:
-        segment: Where the next pieces are this hand-off's, as :meth:`pieces` names them; zero at first.
+        segment: Zeros, whose next pieces are those of :meth:`pieces`.
         count: The slots.
     """
 
     def __init__(self, segment: SharedMemory, count: int) -> None:
         peers, slots, turn, words = (segment.carve(*piece) for piece in self.pieces(count))
         self.peers, self.slots, self.count = Peers(peers), Slots(slots), count
-        self.turn = Slots(turn)  # its one slot is the right to collect
+        self.turn = Slots(turn)  # one slot: the right to collect
         self._words: Tensor = words
         self._numbers: Any = words.numpy()
 
@@ -51,15 +54,15 @@ class Handoff:
         """The pieces of a segment that the hand-off of ``count`` slots takes."""
         return [Peers.shape(), Slots.shape(count), Slots.shape(1), ((_WORDS,), torch.int64)]
 
-    # ---------------------------------------------------------------------------------------------- what all see
+    # ---------------------------------------------------------------------------------------------- shared words
 
     @property
     def closed(self) -> bool:
-        """True once :meth:`close` was called, in whatever process."""
+        """True once :meth:`close` was called, in any process."""
         return bool(self._numbers[_CLOSED])
 
     def close(self) -> None:
-        """Nobody is to go on: who waits is told within a fraction of a second."""
+        """End the hand-off for every peer; those that wait raise within a fraction of a second."""
         self._numbers[_CLOSED] = 1
         self.slots.wake_all()
         self.turn.wake_all()
@@ -71,7 +74,7 @@ class Handoff:
 
     @property
     def published(self) -> int:
-        """The newest version that a learner published."""
+        """The newest policy version that a learner published."""
         return int(self._numbers[_PUBLISHED])
 
     @published.setter
@@ -90,7 +93,7 @@ class Handoff:
 
     @property
     def abandoned(self) -> int:
-        """Rollouts that an actor gave up itself."""
+        """Rollouts that an actor discarded."""
         return int(self._numbers[_ABANDONED])
 
     @property
@@ -98,25 +101,32 @@ class Handoff:
         """Rollouts that were being written by actors that died."""
         return int(self._numbers[_RECLAIMED])
 
+    @property
+    def lost(self) -> int:
+        """Peers that were found dead."""
+        return int(self._numbers[_LOST])
+
     def set_counts(self, served: int, abandoned: int, reclaimed: int) -> None:
-        """Go on from counts that were saved, with the rollouts that are here; only while nobody else counts."""
+        """Restore saved counts, given the rollouts that are held now; only while no other process counts."""
         counts = self.slots.counts()
         self.slots.set_counts(served + counts[State.FULL] + counts[State.READING], served)
         self._numbers[_ABANDONED : _RECLAIMED + 1] = abandoned, reclaimed
 
     def add(self, word: int, count: int) -> None:
-        """Add to a count, for all processes at once."""
+        """Add to a word atomically."""
         if count:
             add_to_word(self._words, word, count)
 
-    # ---------------------------------------------------------------------------------------------- the dead
+    # ---------------------------------------------------------------------------------------------- dead peers
 
     def sweep(self) -> None:
-        """Find the peers that died, take what they held, and warn of each: once, in the process that finds it."""
-        for peer in self.peers.sweep(self._reclaim):
+        """Find dead peers, reclaim what they held, and warn of each: once, in the process that finds it."""
+        found = self.peers.sweep(self._reclaim)
+        self.add(_LOST, len(found))
+        for peer in found:
             warnings.warn(
-                f"{self.peers.describe(peer)} died without a word. The slots that it was writing are free again, and "
-                "those that it was reading are full again.",
+                f"{self.peers.describe(peer)} died. The slots that it was writing are free again, and those that it "
+                "was reading are full again.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -126,13 +136,11 @@ class Handoff:
         self.turn.reclaim(peer)
         self.add(_RECLAIMED, written)
 
-    def holding(self, role: str) -> str:
-        """Who of a role takes part, and the slots that each holds, in words."""
+    def describe(self, role: str) -> str:
+        """The peers of a role and the slots that each holds, for messages."""
         held: dict[int, list[int]] = {}
         for slot in range(self.count):
-            owner = self.slots.owner(slot)
-            if owner:
-                held.setdefault(owner, []).append(slot)
+            held.setdefault(self.slots.owner(slot), []).append(slot)
         parts = [
             f"{self.peers.describe(peer)} holding {_slot_names(held.get(peer, []))}" for peer in self.peers.here(role)
         ]
@@ -146,23 +154,25 @@ def _slot_names(slots: list[int]) -> str:
 
 
 class Member:
-    """One handle's part in a hand-off. It joins when it is first used, and anew in a process that was forked off.
+    """One handle's part in a hand-off. It joins when it is first used, and again in a process that was forked.
 
-    It leaves when it is closed or let go of, or its process ends in good order; else it is found dead.
+    It leaves when it is closed or garbage-collected, or when its process exits; if the process is killed, other peers
+    find it dead.
 
     Args:
-        handoff: What it takes part in.
+        handoff: The hand-off.
         role: "maker", "actor" or "learner".
-        name: How errors call it.
-        timeout: Seconds that it waits unless it is told otherwise.
+        name: Its name in messages.
+        timeout: Seconds that it waits by default.
     """
 
     def __init__(self, handoff: Handoff, role: str, name: str | None, timeout: float) -> None:
         self.handoff, self.role, self.name, self.timeout = handoff, role, name, timeout
         self._number, self._pid = 0, 0
         self._end: Finalize | None = None
-        self._mourned: set[int] = set()  # the dead that no longer explain why it waits
-        self._looked = 0.0  # when it last looked for the dead
+        # The lost peers that do not explain a wait, since it got slots after they died; and how many had been lost.
+        self._excluded, self._lost = set[int](), 0
+        self._swept = 0.0  # when it last swept
 
     @property
     def number(self) -> int:
@@ -174,7 +184,7 @@ class Member:
         return self._number
 
     def leave(self) -> None:
-        """End this peer in good order. What it was writing is free, and what it was reading is full again."""
+        """Remove this peer. What it was writing is free, and what it was reading is full again."""
         if self._end is not None and self._pid == os.getpid():
             self._end()
         self._number, self._pid, self._end = 0, 0, None
@@ -182,42 +192,43 @@ class Member:
     # ---------------------------------------------------------------------------------------------- actors
 
     def reserve(self, seconds: float | None = None) -> int:
-        """A free slot, now this member's to write.
+        """Wait for a free slot and take it for writing.
 
         Raises:
-            PeerLostError: If the process that made the storage is gone, or (at the deadline) learners are.
-            WaitTimeoutError: At the deadline, if nobody is gone.
+            PeerLostError: If the process that created the storage is dead, or (at the deadline) learners died.
+            WaitTimeoutError: At the deadline, if no learner died.
             StorageClosedError: If the storage was closed.
         """
-        seconds = self.timeout if seconds is None else seconds
-        end = time.monotonic() + seconds
-        slot = self._take(self.handoff.slots, State.FREE, State.WRITING, end, self._check_maker, self._none_free)
-        self._mourned.update(self.handoff.peers.lost("learner"))
+        end = time.monotonic() + (self.timeout if seconds is None else seconds)
+        (slot,) = self._take(self.handoff.slots, State.FREE, State.WRITING, 1, end, self._check_maker, self._none_free)
+        self._exclude_lost("learner")
         return slot
 
     def try_reserve(self) -> int | None:
-        """A free slot, now this member's to write, or None if there is none now."""
+        """Take a free slot for writing, if there is one now."""
         self.handoff.check_open()
         return self.handoff.slots.take(State.FREE, State.WRITING, self.number, 0.0)
 
     def commit(self, slot: int) -> None:
-        """The slot is written: it is full."""
+        """Mark a slot as written: it is full."""
         if not self.handoff.slots.give(slot, State.WRITING, State.FULL, self.number):
             raise StorageError(f"slot {slot} is not being written by this handle, and cannot be committed")
 
     def is_writing(self, slot: int) -> bool:
-        """True if a slot is this member's to write, in this process."""
+        """True if this member owns a slot, in this process."""
         return self._pid == os.getpid() and self.handoff.slots.owner(slot) == self._number
 
     def abandon(self, slot: int, count: int = 1) -> None:
-        """The slot was not written after all: it is free again."""
+        """Free a slot that was being written, and count it as ``count`` abandoned rollouts."""
         if self.handoff.slots.give(slot, State.WRITING, State.FREE, self.number):
             self.handoff.add(_ABANDONED, count)
 
     def _check_maker(self) -> None:
         peers = self.handoff.peers
         if self.role == "actor" and not peers.is_alive(MAKER):
-            raise PeerLostError(f"the {peers.describe(MAKER)}, which made the storage, is gone: nobody reads any more")
+            raise PeerLostError(
+                f"the {peers.describe(MAKER)}, which created the storage, is dead: rollouts are not read"
+            )
 
     def _none_free(self) -> StorageError:
         handoff, counts = self.handoff, self.handoff.slots.counts()
@@ -231,37 +242,35 @@ class Member:
     # ---------------------------------------------------------------------------------------------- learners
 
     def collect(self, count: int, seconds: float | None, check: Callable[[], None] | None = None) -> list[int]:
-        """The ``count`` slots that have been full longest, now this member's to read.
+        """Wait for ``count`` full slots and take them for reading, oldest first.
 
         Args:
             count: How many.
-            seconds: How long it waits; infinity for no deadline.
-            check: Called now and then while it waits; it may raise.
+            seconds: How long to wait; infinity for no deadline, None for the default.
+            check: Called at intervals while it waits; it may raise.
 
         Raises:
             PeerLostError: At the deadline, if actors died since it last collected; it names them.
-            WaitTimeoutError: At the deadline, if nobody died.
-            StorageClosedError: If the storage was closed. Whatever is raised, nothing was taken.
+            WaitTimeoutError: At the deadline, if no actor died.
+            StorageClosedError: If the storage was closed. After any error no slot is held.
         """
-        handoff, seconds = self.handoff, self.timeout if seconds is None else seconds
-        end = time.monotonic() + seconds
-        taken: list[int] = []
-        none_full = partial(self.overdue, count, seconds)
-        if time.monotonic() - self._looked > _LOOK_SECONDS:
-            self._look()
+        handoff, number, seconds = self.handoff, self.number, self.timeout if seconds is None else seconds
+        now = time.monotonic()
+        end, overdue = now + seconds, partial(self.batch_overdue, count, seconds)
+        if now - self._swept > _SWEEP_SECONDS:
+            self._sweep()
         try:
-            self._take(handoff.turn, State.FREE, State.WRITING, end, check, none_full)
-            while len(taken) < count:
-                taken.append(self._take(handoff.slots, State.FULL, State.READING, end, check, none_full))
-            handoff.turn.give(0, State.WRITING, State.FREE, self.number)
+            self._take(handoff.turn, State.FREE, State.WRITING, 1, end, check, overdue)
+            taken = self._take(handoff.slots, State.FULL, State.READING, count, end, check, overdue)
+            handoff.turn.give(0, State.WRITING, State.FREE, number)
         except BaseException:
             self.put_back()
             raise
-        self._mourned.update(handoff.peers.lost("actor"))
+        self._exclude_lost("actor")
         return taken
 
-    def overdue(self, count: int, seconds: float) -> StorageError:
-        """The error of a batch of ``count`` rollouts that did not come within so many seconds."""
+    def batch_overdue(self, count: int, seconds: float) -> StorageError:
+        """The error for a batch of ``count`` rollouts that was not complete within so many seconds."""
         self.handoff.sweep()
         full = self.handoff.slots.counts()[State.FULL]
         return self._overdue(
@@ -270,23 +279,16 @@ class Member:
         )
 
     def try_collect(self, most: int) -> list[int]:
-        """Up to ``most`` slots that are full now, the oldest first, now this member's to read."""
+        """Take up to ``most`` slots that are full now for reading, oldest first."""
         self.handoff.check_open()
-        taken: list[int] = []
-        while len(taken) < most:
-            slot = self.handoff.slots.take(State.FULL, State.READING, self.number, 0.0)
-            if slot is None:
-                break
-            taken.append(slot)
-        return taken
+        return self.handoff.slots.take_all(State.FULL, State.READING, self.number, most, 0.0)
 
-    def release(self, slots: list[int]) -> None:
-        """The slots are read: they are free."""
-        for slot in slots:
-            self.handoff.slots.give(slot, State.READING, State.FREE, self.number)
+    def release(self, slots: Sequence[int]) -> None:
+        """Mark slots as read: they are free."""
+        self.handoff.slots.give_all(slots, State.READING, State.FREE, self.number)
 
     def put_back(self) -> None:
-        """What this member was reading is full again, at its old place (and what it was writing is free)."""
+        """Return all slots: those it was reading are full again, in their old order, those it was writing are free."""
         self.handoff.slots.reclaim(self.number)
         self.handoff.turn.reclaim(self.number)
 
@@ -297,43 +299,55 @@ class Member:
         slots: Slots,
         origin: State,
         state: State,
+        count: int,
         end: float,
         check: Callable[[], None] | None,
         overdue: Callable[[], StorageError],
-    ) -> int:
+    ) -> list[int]:
+        """Take ``count`` slots, waiting for them until ``end``. If it raises, it may hold some of them."""
+        taken: list[int] = []
+        number, is_last = self.number, False
         while True:
             self.handoff.check_open()
             left = max(end - time.monotonic(), 0.0)
-            slot = slots.take(origin, state, self.number, left)
-            if slot is None:
-                self.handoff.check_open()
-                if check is not None:
-                    check()
-                self._look()
-                if left > 0.0:
-                    continue
-                slot = slots.take(origin, state, self.number, 0.0)  # it may have been a dead one's
-            if slot is None:
+            found = slots.take_all(origin, state, number, count - len(taken), left)
+            taken += found
+            if len(taken) == count:
+                return taken
+            if found:
+                continue
+            if is_last:
                 raise overdue()
-            return slot
+            self.handoff.check_open()
+            if check is not None:
+                check()
+            self._sweep()
+            is_last = left == 0.0  # once more, for a slot that the sweep reclaimed
 
-    def _look(self) -> None:
-        self._looked = time.monotonic()
+    def _sweep(self) -> None:
+        self._swept = time.monotonic()
         self.handoff.sweep()
 
+    def _exclude_lost(self, role: str) -> None:
+        """Slots came: the peers of a role that were lost before do not explain the next wait."""
+        lost = self.handoff.lost
+        if lost != self._lost:
+            self._excluded.update(self.handoff.peers.lost(role))
+            self._lost = lost
+
     def _overdue(self, what: str, awaited: str, others: str | None = None) -> StorageError:
-        """The error of a deadline: who died, or else who lives and what they hold."""
+        """The error at a deadline: which peers died, or else which are alive and what they hold."""
         peers = self.handoff.peers
-        dead = [peers.describe(peer) for peer in peers.lost(awaited) if peer not in self._mourned]
-        here = "; ".join(self.handoff.holding(role) for role in (awaited, others) if role)
+        dead = [peers.describe(peer) for peer in peers.lost(awaited) if peer not in self._excluded]
+        here = "; ".join(self.handoff.describe(role) for role in (awaited, others) if role)
         if dead:
-            return PeerLostError(f"{what}. Gone are: {', '.join(dead)}. Now {here}.")
+            return PeerLostError(f"{what}. Dead: {', '.join(dead)}. Now {here}.")
         return WaitTimeoutError(f"{what}. Now {here}.")
 
 
 def _leave(handoff: Handoff, number: int) -> None:
     if number == MAKER:
-        handoff.close()  # also where its process ends with an error: actors need not find out that nobody reads
+        handoff.close()  # also if its process exits with an error: actors need not wait until they find it dead
     written, _ = handoff.slots.reclaim(number)
     handoff.add(_ABANDONED, written)
     handoff.turn.reclaim(number)

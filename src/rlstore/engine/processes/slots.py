@@ -1,8 +1,9 @@
-"""The hand-off between processes: slots that are free, being written, full, being read, and free again."""
+"""Slots that processes hand to one another: free, being written, full, being read, and free again."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -15,13 +16,13 @@ from rlstore.errors import InvalidInputError, WaitTimeoutError
 from rlstore.kernels import SlotTable
 
 _HEAD = 8  # words before those of the slots
-_WRITTEN, _READ = 5, 6  # of them
-# The longest sleep in one go: then signals are looked at, and whether those that are waited for still live.
+_WRITTEN, _READ = 5, 6  # two of them
+# The longest wait in one call. Between two calls signals are handled, and the peers that are waited for are checked.
 SLICE_SECONDS = 0.2
 
 
 class State(IntEnum):
-    """What a slot is."""
+    """The state of a slot."""
 
     FREE = 0
     WRITING = 1
@@ -30,10 +31,10 @@ class State(IntEnum):
 
 
 class Slots:
-    """``count`` slots in shared memory, zero at first: all free. First in, first out, for any number of processes.
+    """``count`` slots in shared memory, all free while it is zero. First in, first out, for any number of processes.
 
-    No lock is taken: each change is one exchange of the slot's word, which holds its state, who has it and its place in
-    the order. A process that is killed at any moment leaves every slot in one of its four states.
+    No lock is taken: each change is one atomic exchange of the slot's word, which holds its state, its owner and its
+    position in the order. A process that is killed at any moment leaves every slot in one of the four states.
 
     Args:
         memory: int64, of the shape :meth:`shape`.
@@ -49,29 +50,47 @@ class Slots:
         return (_HEAD + count,), torch.int64
 
     def take(self, origin: State, state: State, owner: int, seconds: float) -> int | None:
-        """The slot that has been in ``origin`` longest, now in ``state`` and the owner's.
+        """Take the slot that has been in ``origin`` longest: it is the owner's, in ``state``.
 
-        It waits for at most ``seconds``, and never longer than :data:`SLICE_SECONDS`: call it again, after a look at
-        who lives. None if there was none. Other threads run meanwhile.
+        It waits for at most ``seconds``, and at most :data:`SLICE_SECONDS`; other threads run meanwhile.
+
+        Returns:
+            The slot, or None if there was none in time. Callers that wait longer check their peers and call it again.
         """
         slot = self._table.take(origin, state, owner, min(seconds, SLICE_SECONDS))
         return None if slot < 0 else slot
 
+    def take_all(self, origin: State, state: State, owner: int, most: int, seconds: float) -> list[int]:
+        """Take up to ``most`` slots, oldest first. It waits for the first one only, as :meth:`take` does."""
+        taken: list[int] = []
+        wait = min(seconds, SLICE_SECONDS)
+        while len(taken) < most:
+            slot = self._table.take(origin, state, owner, 0.0 if taken else wait)
+            if slot < 0:
+                break
+            taken.append(slot)
+        return taken
+
     def give(self, slot: int, origin: State, state: State, owner: int) -> bool:
-        """Put a slot that is the owner's in ``origin`` into ``state``, behind all others; False if it is not."""
+        """Put a slot that is the owner's in ``origin`` into ``state``, last in the order; False if it is not."""
         return self._table.give(slot, origin, state, owner)
 
+    def give_all(self, slots: Sequence[int], origin: State, state: State, owner: int) -> None:
+        """As :meth:`give`, for each of some slots."""
+        for slot in slots:
+            self._table.give(slot, origin, state, owner)
+
     def reclaim(self, owner: int) -> tuple[int, int]:
-        """Take what a dead owner had.
+        """Take the slots of a dead owner.
 
         Returns:
             How many slots it was writing, which are free now, and how many it was reading, which are full again and at
-            their old place in the order.
+            their old position in the order.
         """
         return self._table.reclaim(owner)
 
     def owner(self, slot: int) -> int:
-        """Who has a slot; 0 for nobody."""
+        """The owner of a slot; 0 if it has none."""
         return int(self._words[slot]) >> 2 & 0xFFFF
 
     def state(self, slot: int) -> State:
@@ -79,34 +98,34 @@ class Slots:
         return State(int(self._words[slot]) & 3)
 
     def counts(self) -> dict[State, int]:
-        """How many slots are in each state, at one glance that others may change meanwhile."""
+        """How many slots are in each state; other processes may change them meanwhile."""
         states = (self._words & 3).tolist()
         return {state: states.count(state) for state in State}
 
     @property
     def written(self) -> int:
-        """How often a slot was written and given on as full."""
+        """How many times a slot went from being written to full."""
         return int(self._head[_WRITTEN])
 
     @property
     def read(self) -> int:
-        """How often a slot was read and given on as free."""
+        """How many times a slot went from being read to free."""
         return int(self._head[_READ])
 
     def set_counts(self, written: int, read: int) -> None:
-        """Go on from other counts; only while nobody else counts."""
+        """Overwrite both counts; only while no other process counts."""
         self._head[_WRITTEN], self._head[_READ] = written, read
 
     def wake_all(self) -> None:
-        """Let everyone who waits look again."""
+        """Wake every waiting process, to look again."""
         self._table.wake_all()
 
 
 class SlotQueue:
     """A queue of slot numbers between processes, for any number of them: first in, first out.
 
-    It can stand for the two queues of ``DistributedStorage.sample``. It holds each number at most once, and None as
-    often as there are slots, and 64 times more. It can be pickled, in any way, while a process that has it lives.
+    It can be used for both queues of ``DistributedStorage.sample``. It holds each number at most once, and None up to
+    ``num_slots + 64`` times. It can be pickled while a process that has it is alive.
 
     Args:
         num_slots: The numbers are 0 to ``num_slots - 1``.
@@ -122,10 +141,10 @@ class SlotQueue:
         self._slots = Slots(segment.carve(*Slots.shape(2 * num_slots + 64)))
 
     def put(self, index: int | None) -> None:
-        """Put a slot's number, or None, behind all others.
+        """Append a slot's number, or None.
 
         Raises:
-            InvalidInputError: If it is no number of a slot, or in the queue already. Nothing was changed.
+            InvalidInputError: If it is not the number of a slot, or already in the queue. Nothing was changed.
         """
         if index is None:
             if any(self._enter(place) for place in range(self._count, 2 * self._count + 64)):
@@ -143,13 +162,13 @@ class SlotQueue:
         return self._slots.give(place, State.FREE, State.FULL, 0)
 
     def get(self, timeout: float | None = None) -> int | None:
-        """Take the first number, or None that was put, out of the queue.
+        """Remove and return the first number (or None that was put).
 
         Args:
-            timeout: Seconds to wait; None waits until there is one.
+            timeout: Seconds to wait; None waits without a limit.
 
         Raises:
-            WaitTimeoutError: (a TimeoutError) if nothing came in time.
+            WaitTimeoutError: (a TimeoutError) if the queue stayed empty.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -161,11 +180,11 @@ class SlotQueue:
                 raise WaitTimeoutError(f"nothing came into the queue of {self._count} slots within {timeout} seconds")
 
     def qsize(self) -> int:
-        """What is in the queue now, numbers and Nones."""
+        """The length of the queue, numbers and Nones."""
         return self._slots.counts()[State.FULL]
 
     def empty(self) -> bool:
-        """True if there is nothing in the queue now."""
+        """True if the queue is empty."""
         return self.qsize() == 0
 
     def __getstate__(self) -> tuple[int, SharedMemory]:

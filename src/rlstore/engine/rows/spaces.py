@@ -1,9 +1,9 @@
-"""From a description of observations and actions (a gymnasium space, or a mapping as Hydra passes it) to fields."""
+"""Fields from spaces: gymnasium spaces, or mappings as Hydra passes them."""
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from gymnasium import spaces
 
 from rlstore.engine.checks import check_shape
-from rlstore.engine.rows.schema import Field, Structure, walk
+from rlstore.engine.rows.schema import Field, Path, Structure, check_real
 from rlstore.errors import InvalidInputError, UnsupportedSpaceError
 
 SpaceLike = spaces.Space[Any] | Mapping[str, Any]
 # By name a space, or a shape and a dtype.
 ExtraFields = Mapping[str, SpaceLike | tuple[Any, Any]]
+Form = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,18 @@ def observation_fields(
 
     Args:
         space: A gymnasium space (Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of them) or a mapping
-            with a ``shape`` and perhaps a ``dtype``.
+            with a ``shape`` and optionally a ``dtype``.
         name: What the storage calls observations.
         owner: The storage's class name, for errors.
-        default_dtype: The dtype of a mapping that names none.
+        default_dtype: The dtype of a mapping without one.
     """
-    leaves = walk(_unfold(space))
+    leaves = _leaves(space)
     if not leaves:
-        raise InvalidInputError(f"the observation space {space} has no part that could be held")
+        raise InvalidInputError(f"the observation space {space} has no part that could be stored")
     structure = Structure([path for path, _ in leaves], name)
+    forms = [_form(leaf, default_dtype) for _, leaf in leaves]
     origin = f"the observation_space given to {owner}()"
-    fields = []
-    for leaf_name, (_, leaf) in zip(structure.names, leaves, strict=True):
-        if _is_space(leaf):
-            shape, dtype = _space_shape(leaf), _torch_dtype(leaf.dtype, leaf)
-        elif isinstance(leaf, _MappedSpace):
-            shape, dtype = leaf.shape, leaf.dtype or default_dtype
-        else:
-            raise _unsupported(leaf)
-        fields.append(Field(leaf_name, shape, dtype, origin))
-    return structure, fields
+    return structure, [Field(leaf, *form, origin) for leaf, form in zip(structure.names, forms, strict=True)]
 
 
 def action_spec(space: SpaceLike) -> ActionSpec:
@@ -76,36 +69,39 @@ def action_spec(space: SpaceLike) -> ActionSpec:
         return ActionSpec("MultiDiscrete", tuple(space.shape), torch.int64, tuple(int(n) for n in space.nvec.flatten()))
     if isinstance(space, spaces.MultiBinary):
         return ActionSpec("MultiBinary", tuple(space.shape), torch.int8)
-    if _looks_like_mapping(space):
+    if _is_mapping(space):
         return _mapped_action_spec(space)
     raise _unsupported(space)
 
 
 def extra_fields(given: ExtraFields | None, owner: str, taken: Collection[str]) -> tuple[Field, ...]:
-    """The fields of a user's own, by name, in the order given.
+    """The user's own fields, in the order given.
 
     Args:
         given: By name a Box, Discrete, MultiDiscrete or MultiBinary space, a pair of a shape and a dtype, or a mapping
             with ``shape`` and ``dtype``.
         owner: The storage's class name, for errors.
         taken: Names that the storage itself uses.
+
+    Raises:
+        InvalidInputError: If a name cannot be an attribute or is taken, or a form is none of these.
     """
     if given is None:
         return ()
-    if not _looks_like_mapping(given):
+    if not _is_mapping(given):
         raise InvalidInputError(
             f"extra_fields is a {type(given).__name__}; {owner} needs a dict of name: space, or name: (shape, dtype)"
         )
     fields = []
     for name, form in given.items():
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or keyword.iskeyword(name):
-            raise InvalidInputError(f"extra_fields has {name!r}; a field's name has to be one that Python takes")
+            raise InvalidInputError(
+                f"extra_fields has {name!r}; {owner} needs a name that can be an attribute and does not begin with _"
+            )
         if name in taken:
             raise InvalidInputError(f"extra_fields has {name!r}, which {owner} uses itself; give it another name")
-        shape, dtype = _extra_form(name, form)
-        if dtype.is_complex:
-            raise InvalidInputError(f"extra_fields[{name!r}] is {dtype}; {owner} holds real numbers only")
-        fields.append(Field(name, shape, dtype, f"the extra_fields given to {owner}()"))
+        fields.append(Field(name, *_extra_form(name, form), f"the extra_fields given to {owner}()"))
+    check_real(fields, owner)
     return tuple(fields)
 
 
@@ -114,15 +110,11 @@ def describe_extra_fields(fields: Sequence[Field]) -> dict[str, Any]:
     return {field.name: {"shape": list(field.shape), "dtype": field.dtype} for field in fields}
 
 
-def _extra_form(name: str, form: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if _is_space(form):
-        return _space_shape(form), _torch_dtype(form.dtype, form)
-    if _looks_like_mapping(form):
-        mapped = _MappedSpace.of(form)
-        return mapped.shape, mapped.dtype or torch.float32
+def _extra_form(name: str, form: Any) -> Form:
+    if _is_leaf_space(form) or _is_mapping(form):
+        return _form(form, torch.float32)
     if isinstance(form, (tuple, list)) and len(form) == 2:
-        shape = check_shape("extra_fields", name, (form[0],) if isinstance(form[0], int) else form[0])
-        return shape, _torch_dtype(form[1], form)
+        return _form({"shape": form[0], "dtype": form[1]}, torch.float32)
     raise InvalidInputError(
         f"extra_fields[{name!r}] is {form!r}; give a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a "
         "shape and a dtype"
@@ -131,16 +123,15 @@ def _extra_form(name: str, form: Any) -> tuple[tuple[int, ...], torch.dtype]:
 
 def _mapped_action_spec(space: Any) -> ActionSpec:
     kind = space.get("type")
-    mapped = _MappedSpace.of(space)
+    shape, dtype = _form(space, torch.float32 if kind == "Box" else torch.int64)
     if kind == "Discrete":
-        return ActionSpec("Discrete", (), mapped.dtype or torch.int64, (_choices(space, mapped.shape),))
+        return ActionSpec("Discrete", (), dtype, (_choices(space, shape),))
     if kind == "Box":
-        return ActionSpec("Box", mapped.shape, mapped.dtype or torch.float32)
+        return ActionSpec("Box", shape, dtype)
     if kind in ("MultiDiscrete", "MultiBinary"):
-        nvec = tuple(int(n) for n in space.get("nvec") or ())
-        return ActionSpec(kind, mapped.shape, mapped.dtype or torch.int64, nvec)
+        return ActionSpec(kind, shape, dtype, tuple(int(n) for n in space.get("nvec") or ()))
     raise UnsupportedSpaceError(
-        f"an action space of type {kind!r} cannot be held; give 'type' as Discrete, Box, MultiDiscrete or MultiBinary"
+        f"an action space of type {kind!r} is not supported; give 'type' as Discrete, Box, MultiDiscrete or MultiBinary"
     )
 
 
@@ -153,51 +144,46 @@ def _choices(space: Mapping[str, Any], shape: tuple[int, ...]) -> int:
     return shape[0]
 
 
-@dataclass(frozen=True)
-class _MappedSpace:
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
-    @classmethod
-    def of(cls, space: Mapping[str, Any]) -> _MappedSpace:
-        shape = space.get("shape")
-        if shape is None:
-            raise InvalidInputError(f"a space given as a mapping needs a 'shape'; got the keys {sorted(space.keys())}")
-        sizes = check_shape("a space", "shape", (shape,) if isinstance(shape, int) else shape)
-        dtype = space.get("dtype")
-        return cls(sizes, None if dtype is None else _torch_dtype(dtype, space))
-
-
-def _unfold(space: Any) -> Any:
-    """Dict and Tuple spaces as nests of their parts; a mapping with a shape as one leaf."""
+def _leaves(space: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """The spaces in nested Dict and Tuple spaces and mappings of spaces, with the path to each."""
+    parts: Iterable[tuple[str | int, Any]]
     if isinstance(space, spaces.Dict):
         if not all(isinstance(key, str) for key in space.spaces):
-            raise UnsupportedSpaceError(f"a Dict space whose keys are not all strings cannot be held: {space}")
-        return {key: _unfold(part) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_unfold(part) for part in space.spaces)
-    if _looks_like_mapping(space):
-        if "shape" in space or not any(_is_space_like(part) for part in space.values()):
-            return _MappedSpace.of(space)
-        return {str(key): _unfold(part) for key, part in space.items()}
-    return space
+            raise UnsupportedSpaceError(f"a Dict space whose keys are not all strings is not supported: {space}")
+        parts = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        parts = enumerate(space.spaces)
+    elif _is_mapping(space) and "shape" not in space and any(_is_space_like(part) for part in space.values()):
+        parts = [(str(key), part) for key, part in space.items()]
+    else:
+        return [(path, space)]
+    return [leaf for key, part in parts for leaf in _leaves(part, (*path, key))]
 
 
-def _is_space(space: object) -> bool:
+def _form(space: Any, default_dtype: torch.dtype) -> Form:
+    """The shape and the dtype of a space that is not nested, or of a mapping that stands for one."""
+    if _is_leaf_space(space):
+        return tuple(space.shape or ()), _torch_dtype(space.dtype, space)
+    if not _is_mapping(space):
+        raise _unsupported(space)
+    shape, dtype = space.get("shape"), space.get("dtype")
+    if shape is None:
+        raise InvalidInputError(f"a space given as a mapping needs a 'shape'; got the keys {sorted(space.keys())}")
+    sizes = check_shape("a space", "shape", (shape,) if isinstance(shape, int) else shape)
+    return sizes, default_dtype if dtype is None else _torch_dtype(dtype, space)
+
+
+def _is_leaf_space(space: object) -> bool:
     return isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
 
 
 def _is_space_like(space: object) -> bool:
-    return isinstance(space, spaces.Space) or _looks_like_mapping(space)
+    return isinstance(space, spaces.Space) or _is_mapping(space)
 
 
-def _looks_like_mapping(space: object) -> bool:
-    # A DictConfig is no Mapping to isinstance, and gymnasium's Dict is one.
+def _is_mapping(space: object) -> bool:
+    # A DictConfig of omegaconf is not a Mapping for isinstance, and gymnasium's Dict space is one.
     return not isinstance(space, spaces.Space) and all(hasattr(space, part) for part in ("keys", "items", "get"))
-
-
-def _space_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
-    return tuple(space.shape or ())
 
 
 def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
@@ -211,11 +197,11 @@ def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
                 return known
         return torch.from_numpy(np.empty(0, dtype=np.dtype(dtype))).dtype
     except (TypeError, ValueError) as error:
-        raise UnsupportedSpaceError(f"a dtype of {dtype!r} cannot be held, in {space}") from error
+        raise UnsupportedSpaceError(f"a dtype of {dtype!r} is not supported, in {space}") from error
 
 
 def _unsupported(space: object) -> UnsupportedSpaceError:
     return UnsupportedSpaceError(
-        f"a space of type {type(space).__name__} cannot be held: {space}. Supported are Box, Discrete, MultiDiscrete "
+        f"a space of type {type(space).__name__} is not supported: {space}. Supported are Box, Discrete, MultiDiscrete "
         "and MultiBinary, and for observations Dict and Tuple of them."
     )

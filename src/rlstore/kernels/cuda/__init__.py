@@ -1,7 +1,7 @@
-"""The operations on CUDA, in Triton: each has the signature of its reference, and agrees with it (``tests/cuda``).
+"""The operations in Triton, for CUDA: they implement :mod:`rlstore.kernels.protocol` without waiting for the device.
 
-Imported when something on CUDA is first asked for, and only where Triton is installed. Files named ``*_kernels`` hold
-what runs on the device; the file of the same name without it says how it is launched.
+Imported when something on CUDA is first asked for, and only where Triton is installed. A file has the kernels of an
+operation and, below them, the code that launches them.
 """
 
 from __future__ import annotations
@@ -9,32 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlstore.kernels.cuda import (
-    gather,
-    replay_gather,
-    replay_priorities,
-    replay_ring,
-    replay_windows,
-    rows,
-    scans,
-    segments,
-)
+from rlstore.kernels.cuda import gather, priorities, replay_gather, ring, rows, scans, segments, windows
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "EpisodeRing": replay_ring.EpisodeRing,
-    "Priorities": replay_priorities.Priorities,
-    "ReplayGather": replay_gather.ReplayGather,
     "RowWriter": rows.RowWriter,
-    "WindowIndex": replay_windows.WindowIndex,
-    "discounted_returns": scans.discounted_returns,
-    "fill_gae": scans.fill_gae,
-    "fill_trajectories": segments.fill_trajectories,
-    "gae": scans.gae,
+    "EpisodeRing": ring.EpisodeRing,
+    "ReplayGather": replay_gather.ReplayGather,
+    "WindowIndex": windows.WindowIndex,
+    "Priorities": priorities.Priorities,
     "gather": gather.gather,
     "gather_batches": gather.gather_batches,
-    "n_step_returns": scans.n_step_returns,
-    "normalize": scans.normalize,
     "permutation": gather.permutation,
-    "tabulate_trajectories": segments.tabulate_trajectories,
+    "gae": scans.gae,
+    "fill_gae": scans.fill_gae,
+    "discounted_returns": scans.discounted_returns,
+    "n_step_returns": scans.n_step_returns,
     "vtrace": scans.vtrace,
+    "normalize": scans.normalize,
+    "tabulate_trajectories": segments.tabulate_trajectories,
+    "fill_trajectories": segments.fill_trajectories,
 }

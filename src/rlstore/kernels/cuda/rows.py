@@ -1,5 +1,7 @@
 """Rows into blocks: one launch for all fields of a row."""
 
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+
 from __future__ import annotations
 
 import math
@@ -9,13 +11,47 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels._native import RowChecker
 from rlstore.kernels.cuda.launch import Launcher
-from rlstore.kernels.cuda.rows_kernels import write_row
+from rlstore.kernels.protocol import Target
 
 _PROGRAM_BYTES, _WARPS = 16 << 10, 8  # what one program copies of a field
+
+
+@triton.jit(do_not_specialize=["row"])
+def write_row(
+    values, blocks, row: tl.int64, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr,
+    LEADS: tl.constexpr, FLAGS: tl.constexpr, ENTRIES: tl.constexpr, FIRSTS: tl.constexpr,
+):  # fmt: skip
+    """``blocks[f][row + LEADS[f]] = values[f]`` for every field f.
+
+    A value is plain memory; or, where STRIDES[f] is not -1, WIDTHS[f] entries of plain memory every STRIDES[f] entries.
+    A program copies ENTRIES[f] of the COUNTS[f] entries of one field: those from FIRSTS[f] to FIRSTS[f + 1] field f.
+    """
+    program = tl.program_id(0)
+    for f in tl.static_range(len(COUNTS)):
+        if (program >= FIRSTS[f]) & (program < FIRSTS[f + 1]):
+            begin = program - FIRSTS[f]
+            # Short numbers, unless the value or the memory that it is spread over is too long for them.
+            if (COUNTS[f] >= 2**31) | (COUNTS[f] // WIDTHS[f] * STRIDES[f] >= 2**31):
+                begin = begin.to(tl.int64)
+            begin = begin * ENTRIES[f]
+            entry = tl.arange(0, ENTRIES[f])
+            inside = entry < COUNTS[f] - begin
+            if STRIDES[f] == -1:
+                source = values[f] + begin + entry
+            else:
+                source = values[f] + (begin + entry) // WIDTHS[f] * STRIDES[f] + (begin + entry) % WIDTHS[f]
+            value = tl.load(source, mask=inside, other=0)
+            target = blocks[f] + (row + LEADS[f]) * COUNTS[f] + begin + entry
+            if FLAGS[f]:
+                tl.store(target, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
+            else:
+                tl.store(target, value, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -39,14 +75,13 @@ class _Plan:
 
 
 class RowWriter:
-    """As :class:`rlstore.kernels.reference.RowWriter`, without waiting for the device.
+    """Writes one time row into several blocks without waiting for the device.
 
-    So flags are not looked at: one that is NaN is taken for a yes. Values that are not contiguous are read as they are
-    if their first dimension alone is to blame, as in an expanded row or in columns of a wider tensor; others are copied
-    first.
+    Values that are strided in their first dimension alone are read as they are, as an expanded row or the columns of a
+    wider tensor; others that are not contiguous are copied first.
     """
 
-    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]]) -> None:
+    def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = [
             _Target(block, lead, is_flag, math.prod(block.shape[1:])) for block, lead, is_flag, _ in targets
         ]
@@ -55,10 +90,7 @@ class RowWriter:
         self._plans: dict[bytes, _Plan] = {}  # by what the checker calls the kind of a row
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
-        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
-
-        None leaves an optional field's row as it was.
-        """
+        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing."""
         found = self._checker.look(row, values)
         while isinstance(found, int):
             if found >= 0:

@@ -1,0 +1,98 @@
+"""The documented hand-off, through queues of the caller's: ``DistributedStorage.sample``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.distributed.memory import InitialStates, RolloutStorages
+from rlstore.errors import InvalidInputError
+
+Sampled = tuple[dict[str, Tensor], tuple[Tensor, ...]]
+
+
+def sample_from_queues(
+    device: torch.device,
+    batch_size: int,
+    free_queue: Any,
+    full_queue: Any,
+    storages: Mapping[str, Any],
+    states: Sequence[Any],
+    lock: Any,
+) -> Sampled:
+    """A batch of the rollouts whose slots come from ``full_queue``; the arguments are checked."""
+    taken: list[Any] = []
+    try:
+        with _locks.of(storages) if lock is None else lock:
+            for _ in range(batch_size):
+                taken.append(full_queue.get())
+        batch, joined_states = _copy_rollouts(device, storages, taken), _copy_states(device, states, taken)
+    except BaseException:
+        for index in taken:
+            full_queue.put(index)
+        raise
+    for index in taken:
+        free_queue.put(index)
+    if device.type != "cpu":
+        batch = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+        joined_states = tuple(state.to(device, non_blocking=True) for state in joined_states)
+    return batch, joined_states
+
+
+def check_slots(indices: Sequence[Any], count: int) -> list[int]:
+    """The slots of some indices."""
+    for index in indices:
+        try:
+            known = 0 <= index.__index__() < count
+        except AttributeError:
+            known = False
+        if not known:
+            raise InvalidInputError(f"{index!r} is no slot; there are 0 to {count - 1}. Nothing was changed.")
+    return [int(index) for index in indices]
+
+
+def _copy_rollouts(device: torch.device, storages: Mapping[str, Any], taken: list[Any]) -> dict[str, Tensor]:
+    if isinstance(storages, RolloutStorages):
+        return storages.rollouts(check_slots(taken, storages.memory.count), device)
+    return {key: torch.stack([storages[key][index] for index in taken], dim=1) for key in storages}
+
+
+def _copy_states(device: torch.device, states: Sequence[Any], taken: list[Any]) -> tuple[Tensor, ...]:
+    if isinstance(states, InitialStates):
+        slots = check_slots(taken, len(states))
+        return states.storages.states(slots, device) if states[0] else ()
+    if not states:
+        return ()
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*(states[index] for index in taken), strict=True))
+
+
+class _Locks:
+    """One lock for each mapping, while it is used."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._used: dict[int, tuple[threading.Lock, int]] = {}
+
+    @contextmanager
+    def of(self, storages: object) -> Iterator[None]:
+        """Hold the lock of a mapping."""
+        key = id(storages)  # the caller references the mapping, so no other object has its id meanwhile
+        with self._guard:
+            lock, users = self._used.get(key, (threading.Lock(), 0))
+            self._used[key] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._guard:
+                lock, users = self._used.pop(key)
+                if users > 1:
+                    self._used[key] = lock, users - 1
+
+
+_locks = _Locks()

@@ -1,0 +1,270 @@
+"""The slots that the ten methods of a DistributedStorage fill and serve, in the process that created it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.distributed.fields import STEP_KEYS
+from rlstore.distributed.memory import RolloutGather, RolloutMemory
+from rlstore.distributed.rows import Rows, Step, batch_of, slice_of
+from rlstore.engine.batches.select import epoch_rows
+from rlstore.engine.processes.handoff import Member
+from rlstore.engine.processes.slots import State
+from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.storage import BatchDict
+
+
+class TrainerSlots:
+    """An actor and a learner in one: it takes part in the hand-off as the process that created the memory.
+
+    Args:
+        memory: The slots.
+        timeout: Seconds to wait for slots, if there are other actors or learners to wait for.
+    """
+
+    def __init__(self, memory: RolloutMemory, timeout: float) -> None:
+        self.memory = memory
+        # Inserting, serving and copying are peers of their own, so that each can return its slots alone.
+        self._inserter, self._server, self._copier = (Member(memory.handoff, "maker", None, timeout) for _ in range(3))
+        _ = self._inserter.number  # the first that joins is the maker
+        memory.maker = self._inserter  # the handles of this process keep it, even without the storage
+        self._gather = RolloutGather(memory)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lanes: list[int] = []  # the slots that are being inserted, one for each environment
+        self._step = 0  # the transitions in each of them
+        self._carried: dict[str, Tensor] = {}  # the STEP_KEYS of the last row that was inserted
+        self._held: list[int] = []  # the slots that are served, oldest first
+        self._spent = False  # they were learned from
+        self._serving = 0  # running generators
+        self._copied: list[int] | None = None  # all complete slots, while they are copied
+
+    def __len__(self) -> int:
+        full = self.memory.handoff.slots.counts()[State.FULL]
+        return (full + len(self._copied or self._held)) * self.memory.steps + len(self._lanes) * self._step
+
+    def set_timeout(self, timeout: float) -> None:
+        """Change the seconds to wait."""
+        for member in (self._inserter, self._server, self._copier):
+            member.timeout = timeout
+
+    def leave(self) -> None:
+        """Stop taking part in the hand-off, which is closed then."""
+        for member in (self._inserter, self._server, self._copier):
+            member.leave()
+        self._forget()
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def insert(self, step: Step) -> None:
+        """Write one transition of each environment; after ``steps`` of them the rollouts are complete."""
+        memory = self.memory
+        if self._spent:
+            self._release()
+        if not self._lanes:
+            self._lanes = self._reserve(step.lanes)
+        elif step.lanes != len(self._lanes):
+            raise InvalidInputError(
+                f"the sample has {step.lanes} environments, and this rollout was begun with {len(self._lanes)}. "
+                "Nothing was written."
+            )
+        with torch.inference_mode(False):
+            self._carried = step.write(memory, torch.tensor(self._lanes), self._step, self._carried)
+        self._step += 1
+        if self._step == memory.steps:
+            for slot in self._lanes:
+                memory.versions[slot] = memory.handoff.published
+                self._inserter.commit(slot)
+            self._lanes, self._step = [], 0
+
+    def _reserve(self, count: int) -> list[int]:
+        memory = self.memory
+        if count > memory.count:
+            raise InvalidInputError(
+                f"the sample has {count} environments, each needs a slot, and num_storages is {memory.count}. "
+                "Nothing was written."
+            )
+        lanes: list[int] = []
+        try:
+            while len(lanes) < count:
+                slot = self._inserter.try_reserve()
+                if slot is None and not memory.handoff.peers.here("learner"):
+                    raise RolloutFullError(
+                        f"{count} free slots are needed, and {len(lanes)} of {memory.count} are free: the others hold "
+                        "rollouts that were not learned from. Call after_gradients() after the update, or raise "
+                        "num_storages. Nothing was written."
+                    )
+                lanes.append(self._inserter.reserve() if slot is None else slot)
+        except BaseException:
+            for slot in lanes:
+                self._inserter.abandon(slot, 0)
+            raise
+        return lanes
+
+    def replace(self, rows: Rows) -> None:
+        """Replace everything that is held with other rollouts."""
+        counts = self.memory.handoff.slots.counts()
+        room = counts[State.FREE] + counts[State.FULL] + len(self._held) + len(self._lanes)
+        if len(rows) > room:
+            raise InvalidInputError(
+                f"new_data holds {len(rows)} rollouts; there is room for {room}. Nothing was changed."
+            )
+        self.clear()
+        if not rows:
+            return
+        slots = [self._inserter.reserve() for _ in range(len(rows))]
+        rows.write(self.memory, slots)
+        for slot in slots:
+            self._inserter.commit(slot)
+
+    def clear(self) -> None:
+        """Drop everything that is held; what other actors write is theirs."""
+        handoff = self.memory.handoff
+        handoff.check_open()
+        for slot in self._lanes:
+            self._inserter.abandon(slot, 0)
+        served = handoff.served
+        self._server.release([*self._held, *self._server.try_collect(handoff.count)])
+        handoff.set_counts(served, handoff.abandoned, handoff.reclaimed)
+        self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
+
+    # ---------------------------------------------------------------------------------------------- serving
+
+    def batches(
+        self,
+        num_mini_batch: int,
+        mini_batch_size: int | None,
+        num_epochs: int,
+        shuffle: bool,
+        generator: torch.Generator,
+        device: torch.device,
+    ) -> Iterator[BatchDict]:
+        """Batches of whole rollouts; see ``DistributedStorage.generate_batches``."""
+        if self._spent and not self._serving:
+            self._release()
+        size = self._hold(num_mini_batch, mini_batch_size)
+        held, self._serving = self._held, self._serving + 1
+        try:
+            for _ in range(num_epochs):
+                order = epoch_rows(len(held), num_mini_batch * size, generator, shuffle=shuffle).tolist()
+                for first in range(0, len(order), size):
+                    if self._held[: len(held)] != held:
+                        raise NotReadyError("the rollouts were dropped while a generator was still serving them")
+                    slots = [held[place] for place in order[first : first + size]]
+                    with torch.inference_mode(False):
+                        batch = batch_of(self.memory, self._gather(slots), slots, device)
+                    yield batch
+        finally:
+            self._serving -= 1
+            if self._spent and not self._serving:
+                self._release()
+
+    def _hold(self, count: int, size: int | None) -> int:
+        """Take the rollouts for ``count`` mini-batches.
+
+        Returns:
+            The size of each.
+        """
+        handoff, held = self.memory.handoff, len(self._held)
+        wanted = handoff.count if size is None else count * size
+        least = count if size is None else wanted
+        found = held + handoff.slots.counts()[State.FULL]
+        if found < least and (least > handoff.count or not handoff.peers.here("actor")):
+            if found == 0:
+                raise NotReadyError("this DistributedStorage holds no complete rollout yet; add transitions first")
+            raise InvalidInputError(
+                f"{count} mini-batches of {size or 1} rollouts were asked for, and there are {found} complete ones"
+            )
+        more = self._server.try_collect(wanted - held)
+        if held + len(more) < least:
+            try:
+                more += self._server.collect(least - held - len(more), None)
+            except BaseException:
+                self._held = []  # all of them were put back
+                raise
+        self._held = [*self._held, *more]
+        return len(self._held) // count if size is None else size
+
+    def learned(self) -> None:
+        """The rollouts that were served were learned from: free their slots, once no generator serves them."""
+        self._spent = True
+        if not self._serving:
+            self._release()
+
+    def _release(self) -> None:
+        self._server.release(self._held)
+        self._held, self._spent = [], False
+
+    # ---------------------------------------------------------------------------------------------- copying
+
+    def everything(self, device: torch.device) -> BatchDict:
+        """All complete rollouts, as :func:`rlstore.distributed.rows.slice_of` returns them; empty if there are none."""
+        with self.reading_all() as slots, torch.inference_mode(False):
+            return slice_of(self.memory, self._gather(slots), device) if slots else {}
+
+    @contextmanager
+    def reading_all(self) -> Iterator[list[int]]:
+        """The slots with complete rollouts, oldest first; no learner gets them meanwhile."""
+        if self._copied is not None:
+            yield self._copied
+            return
+        self._copied = [*self._held, *self._copier.try_collect(self.memory.count)]
+        try:
+            yield self._copied
+        finally:
+            self._copied = None
+            self._copier.put_back()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What :meth:`set_state` restores: numbers, and views of the slots by name."""
+        handoff = self.memory.handoff
+        with self.reading_all() as slots:
+            numbers = {
+                "rollouts": len(slots),
+                "held": len(self._held),
+                "spent": self._spent,
+                "lanes": len(self._lanes),
+                "step": self._step,
+                "published": handoff.published,
+                "counts": [handoff.served, handoff.abandoned, handoff.reclaimed],
+            }
+            saved = [*slots, *self._lanes]
+        tensors = {name: part for index, slot in enumerate(saved) for name, part in self._parts(slot, index)}
+        return numbers, {**tensors, **{f"carried {key}": value for key, value in self._carried.items()}}
+
+    def set_state(
+        self,
+        numbers: Mapping[str, Any],
+        read_into: Callable[[str, Tensor], object],
+        read: Callable[[str], Tensor | None],
+    ) -> None:
+        """Restore a state while the slots are empty and no other peer takes part.
+
+        Args:
+            numbers: See :meth:`state`.
+            read_into: Copies the tensor of a name into another.
+            read: Returns the tensor of a name, or None.
+        """
+        handoff, rollouts = self.memory.handoff, numbers["rollouts"]
+        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + numbers["lanes"])]
+        for index, slot in enumerate(slots):
+            for name, part in self._parts(slot, index):
+                read_into(name, part)
+            if index < rollouts:
+                self._inserter.commit(slot)
+        self._held, self._spent = self._server.try_collect(numbers["held"]), numbers["spent"]
+        self._lanes, self._step = slots[rollouts:], numbers["step"]
+        carried = {key: read(f"carried {key}") for key in STEP_KEYS}
+        self._carried = {key: value for key, value in carried.items() if value is not None}
+        handoff.published = numbers["published"]
+        handoff.set_counts(*numbers["counts"])
+
+    def _parts(self, slot: int, index: int) -> list[tuple[str, Tensor]]:
+        """Everything that a slot holds, by the names under which rollout ``index`` is saved."""
+        return [(f"rollout {index} {name}", block[slot]) for name, block in self.memory.columns.items()]
