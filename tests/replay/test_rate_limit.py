@@ -242,7 +242,7 @@ def test_a_sample_that_fails_is_not_counted():
     put(storage, 0)
     with pytest.raises(NotReadyError):
         storage.sample()
-    assert storage._control.limiter.sampled == 0
+    assert storage._sharing.control.limiter.sampled == 0
 
 
 def test_reset_steps_are_not_counted():
@@ -321,7 +321,7 @@ def test_batches_prepared_ahead_fit_into_the_tolerance():
 
 def test_the_first_row_is_waited_for_after_it_was_counted(monkeypatch):
     storage = limited("shared", RateLimit(4, min_size=1))
-    writer, limiter = storage.writer(), storage._controlled().limiter
+    writer, limiter = storage.writer(), storage._sharing.control.limiter
     limiter.count_inserts(1)  # what add() does first, in another process
 
     def awaited(seconds):

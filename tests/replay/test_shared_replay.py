@@ -21,7 +21,7 @@ from rlstore import (
     Storage,
     StorageClosedError,
 )
-from rlstore.replay.base import Drawn
+from rlstore.engine.batches.pipeline import Drawn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -293,7 +293,9 @@ def test_saved_while_a_batch_ahead_was_overwritten(tmp_path):
     for time in range(16):
         put(storage, time)
     storage.sample()
-    storage._ahead.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
+    storage._pipeline.prefetch.put(
+        Drawn(torch.zeros(8, dtype=torch.int64)), 0, None
+    )  # as a gather that a writer overtook
     storage.save(tmp_path / "saved")
     resumed = Storage.load(tmp_path / "saved")
     assert len(resumed) == 16
