@@ -238,9 +238,7 @@ def abstract_methods():
 
 def test_a_class_without_the_hooks_says_what_is_needed(tmp_path):
     kind = type("Bare", (Storage,), {**abstract_methods(), "__init__": lambda self: None})
-    with pytest.raises(
-        NotImplementedError, match=r"Bare does not say how it is saved. Give it _settings\(\), _state\("
-    ):
+    with pytest.raises(NotImplementedError, match=r"Bare cannot be saved\. Implement _settings\(\), _state\("):
         kind().save(tmp_path / "bare")
     assert not (tmp_path / "bare").exists()
 
@@ -285,7 +283,9 @@ def test_a_device_that_is_not_here(tmp_path):
     storage.save(tmp_path / "rollout")
     path = tmp_path / "rollout" / "manifest.json"
     edit(path, device="cuda:63")
-    with pytest.raises(SnapshotError, match=r"was saved on 'cuda:63', which is not here.*load\(path, device=\"cpu\"\)"):
+    with pytest.raises(
+        SnapshotError, match=r"was saved on 'cuda:63', which is not available here.*load\(path, device=\"cpu\"\)"
+    ):
         Storage.load(tmp_path / "rollout")
     loaded = Storage.load(tmp_path / "rollout", device="cpu")
     assert loaded.device == "cpu"

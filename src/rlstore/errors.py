@@ -1,51 +1,51 @@
-"""The errors of rlstore. Each is also the builtin that a caller would catch."""
+"""The exceptions of rlstore. Each one is also a subclass of the matching builtin exception."""
 
 from __future__ import annotations
 
 
 class StorageError(Exception):
-    """The base of every error that rlstore raises on purpose."""
+    """The base class of all exceptions that rlstore raises."""
 
 
 class InvalidInputError(StorageError, ValueError):
-    """A value that a storage cannot take: its shape, dtype, name or range is wrong. Nothing was changed."""
+    """A value has a wrong shape, dtype, name or range. Nothing was changed."""
 
 
 class RolloutFullError(StorageError, OverflowError):
-    """A rollout already holds all the steps it has room for. Nothing was written."""
+    """The rollout is full. Nothing was written."""
 
 
 class NotReadyError(StorageError, RuntimeError, ValueError):
-    """A call that came too early: there is no data yet, or the rollout is not finished."""
+    """The call was made too early: there are no data yet, or the rollout is not complete."""
 
 
 class UnknownParameterError(StorageError, AttributeError, ValueError):
-    """A parameter name that the storage does not have."""
+    """The storage has no parameter with this name."""
 
 
 class UnsupportedSpaceError(StorageError, NotImplementedError):
-    """A space that no storage can hold."""
+    """The space is not supported."""
 
 
 class DoesNotFitError(StorageError, MemoryError):
-    """Memory or disk that is not there. Nothing was allocated."""
+    """There is not enough memory or disk space. Nothing was allocated."""
 
 
 class DiskFullError(StorageError, OSError):
-    """The disk became full. What was there before is as it was."""
+    """The disk is full. The data that were on it before are unchanged."""
 
 
 class SnapshotError(StorageError, RuntimeError):
-    """A snapshot that cannot be loaded: there is none, it is damaged, or it is of another class or a newer version."""
+    """The snapshot cannot be loaded: it does not exist, is damaged, or is of another class or of a newer version."""
 
 
 class PeerLostError(StorageError, ConnectionError):
-    """Somebody who was waited for is gone: a process, an actor, a machine. The message names it."""
+    """A process, actor or machine that this process depends on has died. The message names it."""
 
 
 class WaitTimeoutError(StorageError, TimeoutError):
-    """What was waited for did not come before the deadline, and nobody is gone. The message says who could bring it."""
+    """A wait reached its timeout although no process has died. The message names the processes that were waited for."""
 
 
 class StorageClosedError(StorageError, RuntimeError):
-    """The storage was closed, here or in another process."""
+    """The storage was closed, in this process or in another one."""

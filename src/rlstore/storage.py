@@ -1,31 +1,33 @@
 """Storage: the ten methods through which a trainer drives any storage, and what every storage shares.
 
-The vocabulary
---------------
-The ten methods speak of experience in dicts. A name means the same in every storage; ``N`` is the number of
-environments, and a scalar is taken as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
+Vocabulary
+----------
+The ten methods pass experience in dicts. A name means the same in every storage; ``N`` is the number of environments.
+A scalar is accepted as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
 
-===================== ==================================================================================================
-``observations``      what the agent saw before acting: a tensor ``[N, ...]``, or a dict or TensorDict of them
-``actions``           what it did
-``rewards``           what it got for it
-``terminated``        the episode really ended with this step: nothing of value follows
-``truncated``         the episode was cut off after this step, by a time limit for instance
-``next_observations`` what the environment showed after the step (after an automatic reset: the new episode's start)
-``final_values``      the value of the observation in which an episode was truncated; NaN where it is not known
-``values``            the critic's estimate for ``observations``
-``log_probs``         the log-probability of ``actions`` under the policy that chose them
+======================= ================================================================================================
+``observations``        what the agent observed before acting: a tensor ``[N, ...]``, or a dict or TensorDict of them
+``actions``             the actions taken
+``rewards``             the rewards received
+``terminated``          the episode ended with this step in a terminal state: no bootstrap
+``truncated``           the episode was cut off after this step, for instance by a time limit
+``next_observations``   the observations after the step (after an automatic reset: the first of the new episode)
+``final_values``        the value of the observation in which an episode was truncated; NaN where it is not known
+``values``              the critic's estimate for ``observations``
+``log_probs``           the log-probability of ``actions`` under the policy that chose them
 ``distribution_params`` a tuple of the parameters of that policy's distribution
-``adv_preds``         the actor's own prediction of the advantage (DAAC)
-``privileged_actions`` what a teacher would have done (distillation)
-``hidden_states``     the recurrent states before the step, ``(actor, critic)``, each None, a tensor or a tuple
-``returns``           value targets, made by ``before_gradients``
-``advantages``        made by ``before_gradients``
-``masks``             True where a padded sequence holds data, bool ``[steps, trajectories]``
-``weights``           importance weights of a batch that was not drawn uniformly
-``rows``              the row ids of a batch, int64: the language in which priorities come back
-``last_observations`` what follows the newest step, in ``get_all_buffer_data`` alone
-===================== ==================================================================================================
+``adv_preds``           the actor's own prediction of the advantage (DAAC)
+``privileged_actions``  the teacher's actions (distillation)
+``hidden_states``       the recurrent states before the step, ``(actor, critic)``, each None, a tensor or a tuple
+``returns``             value targets, computed by ``before_gradients``
+``advantages``          computed by ``before_gradients``
+``masks``               True where a padded sequence holds data, bool ``[steps, trajectories]``
+``weights``             importance weights of a batch that was not drawn uniformly
+``rows``                the row ids of a batch, int64, by which priorities are updated
+``last_observations``   the observations after the newest step, only in ``get_all_buffer_data``
+any other name          a field of the user, declared in ``extra_fields``: required with every step, stored and served
+                        with the declared shape and dtype
+======================= ================================================================================================
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _AnyStorage = TypeVar("_AnyStorage", bound="Storage")
 
 
 class Critic(Protocol):
-    """What ``before_gradients`` asks of an actor: the value of the observations after the newest step."""
+    """What ``before_gradients`` needs of an actor: the value of the observations after the newest step."""
 
     def get_values(self, observations: Any) -> Tensor:
         """``V(observations)``, ``[N]`` or ``[N, 1]``."""
@@ -62,11 +64,11 @@ class Storage(ABC):
 
     Args:
         size: Capacity along the time axis.
-        device: Where the data lie.
-        actor: The actor that ``before_gradients`` asks when it is called without one.
-        algorithm: The algorithm whose discount it takes when it is called without one.
+        device: The device of the data.
+        actor: The actor that ``before_gradients`` uses when it is called without one.
+        algorithm: The algorithm whose discounts it uses when it is called without one.
         *args: For subclasses.
-        seed: The seed of the storage's own generator; None draws one from torch's.
+        seed: The seed of the storage's own generator; None draws one from torch's default generator.
     """
 
     max_size: int
@@ -86,7 +88,7 @@ class Storage(ABC):
         self.max_size = int(size)
         self.device = device
         self._torch_device = check_device(owner, device)
-        # What is saved. A bare number, which torch takes too, would not be read back.
+        # What is saved. An integer, which torch accepts too, would not be read back.
         self._given_device = device if isinstance(device, (str, torch.device)) else self._torch_device
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
@@ -98,23 +100,23 @@ class Storage(ABC):
         self._given_actor, self._given_algorithm = _Shared(actor), _Shared(algorithm)
 
     def seed(self, seed: int | None = None) -> None:
-        """Start the storage's generator anew: everything that is drawn at random comes from it."""
+        """Seed the storage's generator, from which all its random numbers come; None draws a seed from torch's."""
         self._generator.manual_seed(check_seed(type(self).__name__, seed))
 
     def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Let a CUDA graph draw from the storage; call it before the graph captures the storage's work.
+        """Register the storage's generator with a CUDA graph; call it before the graph captures the storage's work.
 
-        Each replay then draws anew, as one more call would::
+        Each replay then draws new random numbers, as another call would::
 
             graph = torch.cuda.CUDAGraph()
             storage.register_graph(graph)
             with torch.cuda.graph(graph):
                 storage.compute_returns(last_values, 0.99, 0.95)
                 batches = list(storage.mini_batch_generator(4, 5))
-            graph.replay()  # with what the storage and last_values hold by now
+            graph.replay()  # with the current contents of the storage and of last_values
 
-        Everything but adding can be captured, on storages whose data lie on CUDA. Do the same work once before, so that
-        its kernels are compiled.
+        Everything but adding can be captured, on storages whose data are on CUDA. Run the same work once before, so
+        that its kernels are compiled.
         """
         generator = self.__dict__.get("_generator")
         if generator is not None and generator.device.type == "cuda":
@@ -125,7 +127,7 @@ class Storage(ABC):
     @classmethod
     @abstractmethod
     def create_factory(cls, size: int, *args: Any) -> Callable[..., Storage]:
-        """A function ``f(device, actor, algorithm)`` that makes new storages.
+        """A function ``f(device, actor, algorithm)`` that creates storages.
 
         Args:
             size: Capacity along the time axis.
@@ -142,7 +144,7 @@ class Storage(ABC):
 
     @abstractmethod
     def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
-        """Add data of the form that ``get_all_buffer_data`` gives; each storage says whether it replaces or appends."""
+        """Add data in the form of ``get_all_buffer_data``; each storage documents whether it replaces or appends."""
 
     @abstractmethod
     def insert_transition(self, sample: Sample, *args: Any) -> None:
@@ -150,14 +152,14 @@ class Storage(ABC):
 
     @abstractmethod
     def before_gradients(self, actor: Any, algo: Any, *args: Any) -> None:
-        """What is to be done before the actor is updated."""
+        """Prepare the data for an update of the actor."""
 
     @abstractmethod
     def after_gradients(self, actor: Any, algo: Any, info: dict[str, Any], *args: Any) -> dict[str, Any]:
-        """What is to be done after the actor was updated.
+        """Follow up on an update of the actor.
 
         Returns:
-            ``info``, with what the storage has to add.
+            ``info``, with the storage's own entries added.
         """
 
     @abstractmethod
@@ -172,7 +174,7 @@ class Storage(ABC):
 
     @abstractmethod
     def reset(self, *args: Any) -> None:
-        """Make the storage empty."""
+        """Remove all data."""
 
     @abstractmethod
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
@@ -181,13 +183,17 @@ class Storage(ABC):
     # ---------------------------------------------------------------------------------------------- save and load
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything that is needed to go on exactly: data, counters, parameters, the generator.
+        """Save everything needed to resume exactly: data, counters, parameters, the generator.
 
-        What is saved is a folder of JSON and safetensors files; a snapshot that is there already is replaced. A crash
-        leaves the old one or the new one, whole. The actor and the algorithm are not part of it.
+        A snapshot is a folder of a JSON manifest and a safetensors file. Saving to a folder with a snapshot replaces
+        it; a crash leaves the old one or the new one, complete. The actor and the algorithm are not saved.
 
         Args:
-            path: The folder: a new or an empty one, or one with a snapshot.
+            path: The folder: new, empty, or with a snapshot.
+
+        Raises:
+            InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
+            DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
         settings = self._settings()
         numbers, tensors = self._state()
@@ -201,12 +207,12 @@ class Storage(ABC):
     def load(
         cls: type[_AnyStorage], path: str | os.PathLike[str], device: str | torch.device | None = None
     ) -> _AnyStorage:
-        """The storage that was saved in a folder.
+        """Load the storage that was saved in a folder.
 
         Args:
             path: The folder.
-            device: Where the data are to lie; None for the device that the storage was made with: "cuda" is the
-                current one here, "cuda:1" is that.
+            device: The device of the data; None for the one that the storage was created with: "cuda" then means the
+                current CUDA device, "cuda:1" that one.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.
@@ -222,8 +228,8 @@ class Storage(ABC):
                     check_device(kind.__name__, device)
                 except InvalidInputError as error:
                     raise SnapshotError(
-                        f"the storage in {reader.folder} was saved on {device!r}, which is not here. Say where to load "
-                        f'it to, as in load(path, device="cpu"). ({error})'
+                        f"the storage in {reader.folder} was saved on {device!r}, which is not available here. Give "
+                        f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             storage = kind._from_settings(reader.settings, device)
             storage._set_state(reader.numbers, reader)
@@ -232,38 +238,38 @@ class Storage(ABC):
         return storage
 
     def _settings(self) -> dict[str, Any]:
-        """What :meth:`_from_settings` needs: plain values, dtypes, spaces, and tuples, lists and dicts of them."""
+        """The arguments of :meth:`_from_settings`: plain values, dtypes, spaces; tuples, lists and dicts of them."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how it is saved. Give it _settings(), _state(), _set_state(numbers, "
-            "reader) and the classmethod _from_settings(settings, device); rlstore.Storage documents them."
+            f"{type(self).__name__} cannot be saved. Implement _settings(), _state(), _set_state(numbers, reader) and "
+            "the classmethod _from_settings(settings, device), which rlstore.Storage documents."
         )
 
     @classmethod
     def _from_settings(cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device) -> _AnyStorage:
-        """A storage without data, made with what :meth:`_settings` gave."""
-        raise NotImplementedError(f"{cls.__name__} does not say how it is made anew: give it _from_settings()")
+        """An empty storage, created from what :meth:`_settings` returned."""
+        raise NotImplementedError(f"{cls.__name__} cannot be loaded: implement _from_settings()")
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Everything else: plain values, as in :meth:`_settings`, and tensors by name, which may be large views."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it holds: give it _state()")
+        """The rest: plain values, as in :meth:`_settings`, and tensors by name, which may be large views."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be saved: implement _state()")
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
-        """Put back what :meth:`_state` gave; ``reader.read_into(name, target)`` fills a tensor or a view of one."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is filled: give it _set_state()")
+        """Restore what :meth:`_state` returned; ``reader.read_into(name, target)`` fills a tensor or a view of one."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be loaded: implement _set_state()")
 
     # ---------------------------------------------------------------------------------------------- what all share
 
     def __len__(self) -> int:
-        """Transitions held now, over all environments."""
+        """The number of transitions stored, over all environments."""
         return 0 if self._ring is None else self._ring.size * self._ring.lanes
 
     @property
     def draw_total(self) -> float:
-        """What draws are in proportion to, over everything held: transitions here, windows or priorities elsewhere."""
+        """The total that random draws are proportional to: transitions, or windows, or the sum of priorities."""
         return float(len(self))
 
     def __bool__(self) -> bool:
-        """True, also when empty: ``if storage`` asks whether there is one."""
+        """True, also if it is empty: ``if storage`` tests for None."""
         return True
 
     def __repr__(self) -> str:
@@ -280,7 +286,7 @@ class Storage(ABC):
 
 
 class _Shared:
-    """Something that is not the storage's own: copies of the storage share it, and a pickle leaves it out."""
+    """An object that the storage does not own: copies of the storage share it, and a pickle leaves it out."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -293,13 +299,13 @@ class _Shared:
 
 
 def _saved_name(kind: type[Storage]) -> str:
-    """What a snapshot calls a class. Those of rlstore are known by their public names, wherever they are defined."""
+    """The name of a class in snapshots. Classes of rlstore go by their public names, wherever they are defined."""
     module = "rlstore" if kind.__module__.startswith("rlstore.") else kind.__module__
     return f"{module}.{kind.__qualname__}"
 
 
 def _saved_class(wanted: type[_AnyStorage], reader: SnapshotReader) -> type[_AnyStorage]:
-    """The class that was saved. It is looked for among those there are: a snapshot does not choose what is imported."""
+    """The class that was saved, among those that are imported: a snapshot cannot cause an import."""
     found = _find_class(wanted, reader.class_name)
     if found is not None:
         return found

@@ -272,3 +272,19 @@ def test_in_one_process_no_shared_memory_is_made():
     control.leave(0)
     with control.pause(DEADLINE, nothing):
         pass
+
+
+def test_a_lane_that_has_a_new_writer_is_not_taken_from_it():
+    """Two processes find a writer dead; the slower one must not take lanes that the other has given to a new writer."""
+    control = LaneControl(2, shared=False)
+    dead, new = control.peers.join("writer", "dead"), control.peers.join("writer", "new")
+    control.claim(range(2), dead, lambda lane: None)
+
+    def overtaken(lane):
+        if lane == 0:  # meanwhile the other process does all of it
+            control.reclaim(dead, lambda lane: None)
+            control.claim(range(1, 2), new, lambda lane: None)
+
+    control.reclaim(dead, overtaken)
+    control.enter(1, new, 1.0)
+    control.leave(1)

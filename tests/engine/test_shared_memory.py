@@ -52,6 +52,19 @@ def test_pieces_are_zeros_of_their_own_in_lines_of_the_cache():
     assert segment.left == 0
 
 
+def test_without_the_private_function_of_torch_the_memory_is_the_same(monkeypatch):
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_fd_cpu", None)
+    segment = SharedMemory.create(128)
+    numbers = segment.carve((8,), torch.int64)
+    assert numbers.is_shared()
+    assert not numbers.any()
+    in_child(numbers.copy_, torch.arange(8))
+    other = pickle.loads(pickle.dumps(segment)).carve((8,), torch.int64)
+    assert numbers.tolist() == other.tolist() == list(range(8))
+    with pytest.raises(DoesNotFitError, match="are not available"):
+        SharedMemory.create(1 << 62)
+
+
 def test_more_than_there_is_cannot_be_carved():
     segment = SharedMemory.create(128)
     segment.carve((64,), torch.uint8)
@@ -62,7 +75,7 @@ def test_more_than_there_is_cannot_be_carved():
 
 
 def test_memory_that_no_machine_has_is_refused():
-    with pytest.raises(DoesNotFitError, match="cannot be had") as refused:
+    with pytest.raises(DoesNotFitError, match="bytes of shared memory are not available") as refused:
         SharedMemory.create(1 << 62)
     assert isinstance(refused.value, MemoryError)
 
@@ -155,7 +168,7 @@ def test_what_was_let_go_is_not_taken_for_something_else(instead, tmp_path):
 
 
 def test_a_segment_cannot_be_copied():
-    with pytest.raises(TypeError, match="shared, and cannot be copied"):
+    with pytest.raises(TypeError, match="shared memory cannot be copied"):
         copy.deepcopy(SharedMemory.create(64))
 
 

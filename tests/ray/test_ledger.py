@@ -9,7 +9,7 @@ import pytest
 
 from rlstore import InvalidInputError, NotReadyError, PeerLostError, RateLimit, WaitTimeoutError
 from rlstore.ray import ledger as module
-from rlstore.ray.ledger import Facts, Ledger
+from rlstore.ray.ledger import Ledger, ShardState
 from rlstore.ray.places import Place, Places
 
 
@@ -25,7 +25,7 @@ def make(monkeypatch):
 
 
 def facts(shard, generation=1, **more):
-    return Facts(shard, "somewhere", generation, **{"lanes": 4, "splits": True, **more})
+    return ShardState(shard, "somewhere", generation, **{"lanes": 4, "splits": True, **more})
 
 
 # ---------------------------------------------------------------------------------------------------- places
@@ -79,9 +79,9 @@ def test_the_first_writer_fixes_the_lanes_of_a_storage_that_learns_them():
 def test_a_silent_writer_loses_its_place_only_to_one_that_needs_it():
     table = places(shards=1, lanes=2, patience=0.0)
     table.give("a", 2)
-    assert table.touch("a")
+    assert table.heartbeat("a")
     assert table.give("b", 2) == Place(0, 0, 2, True, 2)
-    assert not table.touch("a")
+    assert not table.heartbeat("a")
 
 
 # ---------------------------------------------------------------------------------------------------- counts
@@ -90,26 +90,26 @@ def test_a_silent_writer_loses_its_place_only_to_one_that_needs_it():
 def test_what_a_life_had_stored_since_the_snapshot_is_lost_with_it(make):
     async def run():
         ledger = make(shards=2)
-        await ledger.tell(facts(0))
-        await ledger.tell(facts(1))
-        await ledger.tell(facts(0, inserted=100, held=100, sampled=7))
-        await ledger.tell(facts(0, generation=2, inserted=60, held=60, restored=60))  # from a snapshot
-        await ledger.tell(facts(0, generation=1, inserted=120, held=100))  # late news of the life before
-        await ledger.tell(facts(0, generation=2, inserted=90, held=90, restored=60, sampled=3))
-        await ledger.tell(facts(0, generation=3))  # without one
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(1))
+        await ledger.heartbeat(facts(0, inserted=100, held=100, sampled=7))
+        await ledger.heartbeat(facts(0, generation=2, inserted=60, held=60, restored=60))  # from a snapshot
+        await ledger.heartbeat(facts(0, generation=1, inserted=120, held=100))  # late news of the life before
+        await ledger.heartbeat(facts(0, generation=2, inserted=90, held=90, restored=60, sampled=3))
+        await ledger.heartbeat(facts(0, generation=3))  # without one
         return (await ledger.report())["shards"]
 
     first, second = asyncio.run(run())
-    assert (first.births, first.inserted, first.sampled, first.lost) == (3, 150, 10, 60 + 90)
-    assert (second.births, second.inserted, second.lost) == (1, 0, 0)
+    assert (first.starts, first.inserted, first.sampled, first.lost) == (3, 150, 10, 60 + 90)
+    assert (second.starts, second.inserted, second.lost) == (1, 0, 0)
 
 
 def test_no_more_is_lost_than_was_held(make):
     async def run():
         ledger = make(shards=1)
-        await ledger.tell(facts(0))
-        await ledger.tell(facts(0, inserted=1000, held=50))
-        await ledger.tell(facts(0, generation=2))
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(0, inserted=1000, held=50))
+        await ledger.heartbeat(facts(0, generation=2))
         return (await ledger.report())["shards"][0].lost
 
     assert asyncio.run(run()) == 50
@@ -119,10 +119,10 @@ def test_places_wait_for_the_shards(make):
     async def run():
         ledger = make(shards=2)
         asked = asyncio.ensure_future(ledger.place("w", 2, 10.0))
-        await ledger.tell(facts(0))
+        await ledger.heartbeat(facts(0))
         await asyncio.sleep(0)
         assert not asked.done()
-        await ledger.tell(facts(1))
+        await ledger.heartbeat(facts(1))
         return await asked
 
     assert lanes(asyncio.run(run())) in ((0, 0, 2), (1, 0, 2))
@@ -131,10 +131,10 @@ def test_places_wait_for_the_shards(make):
 def test_news_comes_with_what_a_shard_tells(make):
     async def run():
         ledger = make(shards=1)
-        assert await ledger.wait_for_news(0, 0.01) == 0
-        asked = asyncio.ensure_future(ledger.wait_for_news(0, 10.0))
+        assert await ledger.wait_for_heartbeat(0, 0.01) == 0
+        asked = asyncio.ensure_future(ledger.wait_for_heartbeat(0, 10.0))
         await asyncio.sleep(0)
-        await ledger.tell(facts(0))
+        await ledger.heartbeat(facts(0))
         return await asked
 
     assert asyncio.run(run()) == 1
@@ -146,7 +146,7 @@ def test_news_comes_with_what_a_shard_tells(make):
 def placed(ledger, *writers):
     for writer in writers:
         ledger._places.given[writer] = Place(0, 0, 1, False)
-        ledger._places._heard[writer] = 0.0
+        ledger._places._heartbeats[writer] = 0.0
 
 
 def test_without_a_limit_a_learner_waits_for_the_first_insert(make):
@@ -165,11 +165,11 @@ def test_without_a_limit_a_learner_waits_for_the_first_insert(make):
 def test_what_went_without_a_permit_counts_for_the_limit_too(make):
     async def run():
         ledger = make(shards=2)
-        await ledger.tell(facts(0))
-        await ledger.tell(facts(1))
-        await ledger.tell(facts(0, inserted=10, held=10, sampled=6, free_inserted=7, free_sampled=6))
-        await ledger.tell(facts(0, inserted=12, held=12, sampled=9, free_inserted=9, free_sampled=9))
-        await ledger.tell(facts(1, generation=2, inserted=4, held=4, free_inserted=3))  # another life
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(1))
+        await ledger.heartbeat(facts(0, inserted=10, held=10, sampled=6, inserted_freely=7, sampled_freely=6))
+        await ledger.heartbeat(facts(0, inserted=12, held=12, sampled=9, inserted_freely=9, sampled_freely=9))
+        await ledger.heartbeat(facts(1, generation=2, inserted=4, held=4, inserted_freely=3))  # another life
         report = await ledger.report()
         return report["limiter_inserted"], report["limiter_sampled"]
 
@@ -179,19 +179,19 @@ def test_what_went_without_a_permit_counts_for_the_limit_too(make):
 def test_what_a_lost_shard_had_not_told_its_writers_tell(make):
     async def run(late):
         ledger = make(shards=1)
-        await ledger.tell(facts(0))
-        await ledger.tell(facts(0, inserted=80, held=80, free_inserted=80))
-        told = facts(0, inserted=104, held=104, sampled=5, free_inserted=104)
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(0, inserted=80, held=80, inserted_freely=80))
+        told = facts(0, inserted=104, held=104, sampled=5, inserted_freely=104)
         if not late:
-            await ledger.witness(told)
-        await ledger.tell(facts(0, generation=2, inserted=60, held=60, restored=60))
-        await ledger.witness(told)
-        await ledger.witness(facts(0, inserted=96, held=96, free_inserted=96))  # another writer knows less
-        await ledger.tell(facts(0, generation=2, inserted=64, held=64, restored=60))
-        await ledger.witness(facts(0, generation=3, inserted=90, held=90))  # of a life that has not told of itself
+            await ledger.last_state(told)
+        await ledger.heartbeat(facts(0, generation=2, inserted=60, held=60, restored=60))
+        await ledger.last_state(told)
+        await ledger.last_state(facts(0, inserted=96, held=96, inserted_freely=96))  # another writer knows less
+        await ledger.heartbeat(facts(0, generation=2, inserted=64, held=64, restored=60))
+        await ledger.last_state(facts(0, generation=3, inserted=90, held=90))  # of a life that has not told of itself
         report = await ledger.report()
         (counts,) = report["shards"]
-        return counts.lost, counts.inserted, counts.sampled, report["limiter_inserted"], counts.facts.inserted
+        return counts.lost, counts.inserted, counts.sampled, report["limiter_inserted"], counts.state.inserted
 
     assert asyncio.run(run(late=False)) == (44, 108, 5, 104, 64)
     assert asyncio.run(run(late=True)) == (44, 108, 5, 104, 64)
@@ -200,11 +200,11 @@ def test_what_a_lost_shard_had_not_told_its_writers_tell(make):
 def test_a_writer_of_which_a_shard_tells_keeps_its_place(make):
     async def run():
         ledger = make(shards=1, patience=0.2)
-        await ledger.tell(facts(0))
+        await ledger.heartbeat(facts(0))
         await ledger.place("kept", 4, 1.0)
-        heard = ledger._places._heard["kept"]
-        await ledger.tell(facts(0, inserted=4), ["kept", "unknown"])
-        return heard, ledger._places._heard
+        heard = ledger._places._heartbeats["kept"]
+        await ledger.heartbeat(facts(0, inserted=4), ["kept", "unknown"])
+        return heard, ledger._places._heartbeats
 
     before, heard = asyncio.run(run())
     assert heard.keys() == {"kept"}
@@ -277,7 +277,7 @@ def test_a_permit_of_what_was_lost_is_given_back(make):
         waiting = asyncio.ensure_future(ledger.permit_insert("w", 4, 10.0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await ledger.lose(4, 3, 4)
+        await ledger.count_lost(4, 3, 4)
         await waiting
         return await ledger.report()
 

@@ -1,8 +1,10 @@
-"""A served storage on a small cluster: what is written is what is drawn, and how often."""
+"""A served storage on a small cluster: what is drawn and how often, and what is left when a process dies."""
 
 from __future__ import annotations
 
 import pickle
+import re
+import warnings
 from collections import deque
 from dataclasses import replace
 
@@ -10,36 +12,35 @@ import numpy as np
 import pytest
 import ray
 import torch
-from ray_play import check_batch, chi_square, held_ids, ids_of, prioritized, step_of
+from ray_play import check_batch, chi_square, held_ids, id_of, ids_of, prioritized, step_of, until
 
-from rlstore import InvalidInputError, NotReadyError, RateLimit, StorageClosedError, WaitTimeoutError
-from rlstore.ray import ServedStorage, serve
+from rlstore import InvalidInputError, NotReadyError, PeerLostError, RateLimit, StorageClosedError, WaitTimeoutError
+from rlstore.ray import ServedStorage, serve, serving
 
 STEPS = 60  # of each of three writers with two environments
 BATCHES = 150
 
 
 @pytest.fixture(scope="module")
-def filled(cluster):
-    """Two shards with three writers' steps: one wrote in a task of its own, one in two batches, one one by one."""
-    served = serve(prioritized(num_envs=4, beta=0.5), shards=2, deadline=60.0, seed=3)
-
-    @ray.remote(num_cpus=0.1)
-    def write(handle, number):
-        with handle.writer(num_envs=2, batch_steps=7, max_in_flight=2) as writer:
-            for step in range(STEPS):
-                writer.add(step_of(number, step, 2))
-        return writer.added, writer.lost
-
-    remote = write.remote(served, 0)
+def filled(cluster, elsewhere, tmp_path_factory):
+    """Two shards with the steps of three writers: one in another process, one in two calls, one step by step."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    served = serve(prioritized(num_envs=4, beta=0.5), shards=2, deadline=60.0, seed=3, snapshot_dir=folder)
+    remote = elsewhere(write, served, 0)
     with served.writer(num_envs=2, batch_steps=30) as one, served.writer(num_envs=2, batch_steps=1) as other:
         for step in range(STEPS):
             one.add(step_of(1, step, 2))
             other.add(step_of(2, step, 2))
-    added, lost = ray.get(remote, timeout=60)
-    assert (added, lost) == (2 * STEPS, 0)
+    assert ray.get(remote, timeout=60) == (2 * STEPS, 0)
     yield served
     served.shutdown()
+
+
+def write(served, number):
+    with served.writer(num_envs=2, batch_steps=7, max_in_flight=2) as writer:
+        for step in range(STEPS):
+            writer.add(step_of(number, step, 2))
+    return writer.added, writer.lost
 
 
 def test_everything_that_was_written_is_there_once(filled):
@@ -129,20 +130,15 @@ def test_wrong_priorities_are_refused_before_they_are_sent(filled, rows, priorit
         learner.update(rows, priorities)
 
 
-def test_the_handle_works_wherever_it_is_sent(filled):
-    @ray.remote(num_cpus=0.1)
-    class Trainer:
-        def __init__(self, handle):
-            self.learner = handle.learner(8, prefetch=1)
+def train(served):
+    with served.learner(8, prefetch=1) as learner:
+        batch = next(learner)
+        learner.update(batch["rows"], torch.ones(8))
+    return batch
 
-        def train(self):
-            batch = next(self.learner)
-            self.learner.update(batch["rows"], torch.ones(8))
-            return batch
 
-    trainer = Trainer.remote(pickle.loads(pickle.dumps(filled)))
-    check_batch(ray.get(trainer.train.remote(), timeout=60))
-    ray.kill(trainer)
+def test_the_handle_works_in_other_processes(filled, elsewhere):
+    check_batch(ray.get(elsewhere(train, pickle.loads(pickle.dumps(filled))), timeout=60))
 
 
 def test_what_a_storage_refuses_is_raised_by_its_writer_and_counted(filled):
@@ -190,7 +186,30 @@ def test_the_rate_limit_holds_and_every_wait_ends_at_the_deadline(cluster):
     writer.flush()
     with served.learner(100) as learner:
         next(learner)
+    check_shut_down(served, writer)
+
+
+def check_shut_down(served, writer):
     served.shutdown()
+    until(lambda: is_gone(served), "the end of the ledger")
+    with served.learner(4) as learner, pytest.raises(PeerLostError, match=r"the ledger of rlstore-.* is gone for good"):
+        next(learner)
+    lost = writer.lost
+    writer.add(step_of(0, 200, 2))
+    with (
+        pytest.warns(UserWarning, match="What was on its way to it is lost"),
+        pytest.raises(PeerLostError, match=r"shard 0 of rlstore-.* was lost and did not come back within 1 s"),
+    ):
+        writer.flush()
+    assert writer.lost - lost == 2
+
+
+def is_gone(served):
+    try:
+        served.set_rate_limit(None)
+    except PeerLostError as error:
+        return "is gone for good" in str(error)
+    return False
 
 
 def test_wrong_arguments_are_refused_before_anything_is_started(cluster):
@@ -199,12 +218,123 @@ def test_wrong_arguments_are_refused_before_anything_is_started(cluster):
             serve(**{"factory": prioritized(), **wrong})
 
 
-def test_a_factory_that_fails_says_why(cluster):
-    with pytest.raises(InvalidInputError, match="storage_size is 1 for 4 environments"):
-        serve(prioritized(size=1, num_envs=4), deadline=60.0)
+class FakeActors:
+    """Stands for ``ray``: every call to an actor fails."""
+
+    def __init__(self, monkeypatch):
+        self.started, self.killed = 0, []
+        monkeypatch.setattr(serving, "answer", self.answer)
+        monkeypatch.setattr(serving, "check_connected", lambda: None)
+        monkeypatch.setattr(serving, "on_this_node", lambda: None)
+        monkeypatch.setattr(ray, "remote", lambda *args, **options: self if args else (lambda kind: self))
+        monkeypatch.setattr(ray, "kill", self.killed.append)
+
+    def options(self, **options):
+        self.started += 1
+        return self
+
+    def remote(self, *args):
+        return self
+
+    @property
+    def ready(self):
+        return self
+
+    def answer(self, ref, who, seconds):
+        raise InvalidInputError(f"{who} was refused")
+
+
+def test_a_shard_that_fails_to_start_ends_all_actors(monkeypatch):
+    actors = FakeActors(monkeypatch)
+    with pytest.raises(InvalidInputError, match=r"shard 0 of rlstore-.*was refused"):
+        serve(prioritized(), shards=2)
+    assert len(actors.killed) == actors.started == 3
 
 
 def test_without_a_cluster_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(NotReadyError, match=r"ray.init\(\)"):
         serve(prioritized())
+
+
+# ---------------------------------------------------------------------------------------------------- loss
+
+SINCE = 6  # steps after the snapshot
+
+
+@pytest.mark.filterwarnings("ignore:shard . of:UserWarning", "default::RuntimeWarning")
+def test_a_dead_shard_loses_what_was_stored_since_its_snapshot_and_nothing_else(filled):
+    writers = sorted((filled.writer(num_envs=4, batch_steps=4) for _ in range(2)), key=lambda one: one.place.shard)
+    learner = filled.learner(16, prefetch=2)
+    filled.save()
+    saved = [held_ids(data) for data in filled.each("get_all_buffer_data")]
+    add_steps(writers, range(SINCE))
+    before, old = filled.report(), next(learner)
+    until(lambda: known_to_ledger(filled, 1) == before.shards[1].inserted, "a heartbeat after the last insert")
+    ray.kill(filled._connection.shards[1], no_restart=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        until(lambda: continues(filled, learner), "a batch without the dead shard")
+    message = "shard 1 of .* is gone.*The other shards serve on"
+    assert all(re.search(message, str(warning.message)) for warning in caught)
+    assert len(caught) == learner._health.absences
+    until(lambda: filled.report().restarts == 1, "the restart of the shard")
+    report = filled.report()
+    assert report.shards[1].lost == report.lost_in_shards == SINCE * 4
+    assert report.shards[1].restored == report.shards[1].held == len(saved[1])
+    assert report.held == before.held - SINCE * 4
+    assert report.inserted == before.inserted
+    assert f"shard 1 was restarted 1 times: {SINCE * 4} transitions lost, {len(saved[1])} restored" in str(report)
+
+    until(lambda: 1 in next(learner)["rows"][:, 0].tolist(), "a batch from the restarted shard")
+    add_steps(writers, range(100, 103))  # the first call may find the shard dead
+    added = [number_ids(number, range(SINCE)) for number in (6, 7)]
+    more = [number_ids(number, range(100, 103)) for number in (6, 7)]
+    held = [held_ids(data) for data in filled.each("get_all_buffer_data")]
+    assert held[0] == saved[0] | added[0] | more[0]
+    assert saved[1] <= held[1] <= saved[1] | more[1]
+    assert len(saved[1] | more[1]) - len(held[1]) == writers[1].lost
+    assert filled.report().lost_in_flight - before.lost_in_flight == writers[1].lost
+
+    stale = filled.report().stale_updates
+    learner.update(old["rows"], torch.ones(16))  # rows of the generation that is gone
+    learner.close()
+    late = int((old["rows"][:, 0] == 1).sum())
+    assert filled.report().stale_updates - stale == late > 0
+    check_restart_of_the_ledger(filled)
+    for writer in writers:
+        writer.close()
+
+
+def known_to_ledger(served, shard):
+    return ray.get(served._connection.ledger.report.remote())["shards"][shard].state.inserted
+
+
+def number_ids(writer, steps):
+    return {int(id_of(writer, step, env)) for step in steps for env in range(4)}
+
+
+def add_steps(writers, steps):
+    for number, writer in enumerate(writers):
+        for step in steps:
+            writer.add(step_of(6 + number, step, 4))
+        writer.flush()
+
+
+def continues(served, learner):
+    """A batch comes. True if it was drawn without the dead shard, or that was restarted before it was asked."""
+    batch = next(learner)
+    check_batch(batch)
+    missed = learner._health.absences > 0 and 1 not in batch["rows"][:, 0].tolist()
+    return missed or served.report().restarts > 0
+
+
+def check_restart_of_the_ledger(served):
+    """The ledger resumes with the places and counts that the shards have stored."""
+    before = served.report()
+    ray.kill(served._connection.ledger, no_restart=False)
+    until(lambda: served.report().ledger_restarts == 1, "the restart of the ledger")
+    after = served.report()
+    for name in ("inserted", "held", "sampled", "lost_in_shards", "lost_in_flight", "restarts", "writers"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert after.limiter_inserted == before.limiter_inserted

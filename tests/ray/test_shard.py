@@ -25,8 +25,8 @@ from rlstore import (
 from rlstore.ray import shard as module
 from rlstore.ray.places import Place
 from rlstore.ray.shard import Shard, packed_factory
-from rlstore.ray.steps import StepBuffer
 from rlstore.ray.wire import join
+from rlstore.ray.writer import StepBuffer
 
 
 class FakeMethod:
@@ -42,7 +42,7 @@ class FakeLedger:
 
     def __init__(self):
         self.told, self.saved = [], []
-        self.tell, self.save = FakeMethod(self.told), FakeMethod(self.saved)
+        self.heartbeat, self.save = FakeMethod(self.told), FakeMethod(self.saved)
 
     @property
     def newest(self):
@@ -114,7 +114,7 @@ def test_lanes_that_were_given_away_are_not_written_by_the_writer_before(make):
     insert(shard, "new", Place(0, 1, 3, False), [step_of(1, 0, 2)])
     _, refused, *_ = shard.insert("old", Place(0, 0, 2, False), steps([step_of(0, 1, 2)], 2), True)
     assert isinstance(refused, PeerLostError)
-    shard.forget("new")
+    shard.remove_writer("new")
     insert(shard, "third", Place(0, 0, 4, True), [step_of(2, 0, 4)])
     assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 2) | ids_of(1, 1, 2) | ids_of(2, 1, 4)
 
@@ -135,18 +135,18 @@ def test_of_two_places_that_overlap_the_one_given_later_holds(make):
 def test_without_a_rate_limit_nobody_needs_a_permit_and_all_is_counted(make):
     shard, ledger = make(uniform(num_envs=4))
     stored = shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True)
-    assert (stored.stored, stored.facts.inserted, stored.facts.held, stored.limited) == (4, 4, 4, True)
-    shard.keep(1, None, False)
+    assert (stored.stored, stored.state.inserted, stored.state.held, stored.limited) == (4, 4, 4, True)
+    shard.store_backup(1, None, False)
     assert not shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True).limited
     assert not shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False).limited
     assert [draw.limited for draw in shard.draw([3, 2], False)] == [False, False]
-    shard.keep(0, None, True)  # older than what is known
+    shard.store_backup(0, None, True)  # older than what is known
     assert shard.draw([7], True)[0].limited is False
-    shard.keep(2, None, True)
+    shard.store_backup(2, None, True)
     assert shard.draw([1], True)[0].limited is True
     shard.each("__len__", (), {})
     told = ledger.newest
-    assert (told.inserted, told.free_inserted, told.sampled, told.free_sampled) == (12, 4, 13, 5)
+    assert (told.inserted, told.inserted_freely, told.sampled, told.sampled_freely) == (12, 4, 13, 5)
 
 
 def test_the_ledger_is_told_of_inserts_soon_and_of_their_writers(make):
@@ -248,7 +248,7 @@ def test_a_damaged_snapshot_fails_a_start_and_is_told_by_a_restart(make, tmp_pat
     monkeypatch.setattr(module, "was_restarted", lambda: True)
     restarted, _ = make(uniform(), folder=tmp_path)
     assert restarted.ready().held == 0
-    assert "could not be read" in restarted.ready().said
+    assert "could not be read" in restarted.ready().note
 
 
 def test_save_without_a_folder_is_refused(make):

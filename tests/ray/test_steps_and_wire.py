@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlstore import InvalidInputError
-from rlstore.ray.steps import StepBuffer, each_step
-from rlstore.ray.wire import join, own_tensors, pack
+from rlstore.ray.wire import join, pack
+from rlstore.ray.writer import StepBuffer, each_step
 
 
 def plain(shape, dtype):
@@ -34,7 +34,7 @@ def test_a_nest_comes_back_as_it_was_in_memory_of_its_own():
         "g": torch.tensor([1 + 2j, 0, 3]),
         "n": 7,
     }
-    back = own_tensors(sent(pack(nest)))
+    back = join([sent(pack(nest))], plain)
     assert back["n"] == 7
     assert back["b"]["d"][1] is None
     assert back["e"].batch_size == torch.Size([3])
@@ -58,6 +58,13 @@ def test_parts_are_joined_on_the_batch_axis_and_states_on_the_second():
     assert torch.equal(joined["x"], torch.cat([part["x"] for part in parts]))
     for index in range(2):
         assert torch.equal(joined["hidden_states"][index], torch.cat([p["hidden_states"][index] for p in parts], 1))
+
+
+def test_parts_of_rollouts_are_joined_on_the_second_axis():
+    parts = [{"x": torch.full((5, n, 2), n), "hidden_states": torch.full((1, n, 3), n)} for n in (1, 2)]
+    joined = join([sent(pack(part)) for part in parts], plain, axis=1)
+    for name in ("x", "hidden_states"):
+        assert torch.equal(joined[name], torch.cat([part[name] for part in parts], 1))
 
 
 def test_parts_of_different_form_are_refused():
@@ -104,7 +111,7 @@ def test_steps_come_out_as_they_were_added_and_are_copies():
         (sample(1.0, envs=3), "begin with 2 environments"),
         ({"observations": np.zeros((2, 4)), "rewards": [0.0, 0.0]}, "fixed by its first sample"),
         ({"observations": np.zeros((2, 3), complex), "rewards": [0.0, 0.0]}, "complex128"),
-        ({"observations": {"a": np.zeros((2, 3))}, "rewards": [0.0, 0.0]}, "form"),
+        ({"observations": {"a": np.zeros((2, 3))}, "rewards": [0.0, 0.0]}, "consists of"),
     ],
 )
 def test_a_refused_step_changes_nothing(bad, says):

@@ -13,6 +13,8 @@ from like_configs import LikeDictConfig
 from nstep_steps import BOX, assert_tables, fill, ids_of, make_step, make_storage, obs_of, served, table
 from tensordict import TensorDict
 
+from rlstore import ReplayStorage
+
 # ------------------------------------------------------------------------------------------------- batches
 
 
@@ -343,3 +345,15 @@ def test_spaces_come_as_hydra_passes_them(space):
         fill(storage, 5, truncated=(1,))
     assert_tables(served(mapped), served(plain))
     assert_tables(served(beside), served(plain))
+
+
+def test_plain_numbers_of_one_environment_are_each_their_own():
+    """An observation was read as half a double, and the action took the reward's place."""
+    storage = ReplayStorage(spaces.Box(-10, 10, (1,)), spaces.Box(-10, 10, (1,)), storage_size=4, batch_size=2)
+    storage.add(0.25, 0.5, 2.0, False, False, {}, 0.75)
+    storage.add(0.75, -0.5, 3.0, True, False, {}, 1.25)
+    data = storage.get_all_buffer_data()
+    assert data["observations"].flatten().tolist() == [0.25, 0.75]
+    assert data["actions"].flatten().tolist() == [0.5, -0.5]
+    assert data["rewards"].flatten().tolist() == [2.0, 3.0]
+    assert data["next_observations"].flatten().tolist() == [0.75, 1.25]

@@ -6,11 +6,23 @@ import copy
 import multiprocessing
 
 import pytest
+import torch
+from combinations import each
 from rate_sides import RATIO, add_at_changing_speed, sample_at_changing_speed
 from shared_kinds import REPLAY, SHARED
-from shared_steps import DEADLINE, add_and_wait, join, kill, start
+from shared_steps import DEADLINE, FIVE, OBSERVATIONS, add_and_wait, join, kill, put, start
 
-from rlstore import InvalidInputError, PeerLostError, RateLimit, Storage, WaitTimeoutError
+from rlstore import (
+    InvalidInputError,
+    NotReadyError,
+    NStepReplayStorage,
+    PeerLostError,
+    RateLimit,
+    ReplayStorage,
+    SequenceReplayStorage,
+    Storage,
+    WaitTimeoutError,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -189,8 +201,7 @@ def batches_until_a_wait(storage):
     return 100
 
 
-@pytest.mark.parametrize("kind", SHARED, ids=repr)
-@pytest.mark.parametrize("how", ["saved", "copied"])
+@pytest.mark.parametrize(("kind", "how"), each(SHARED, ["saved", "copied"]), ids=repr)
 def test_limit_and_counts_go_on_where_they_were(kind, how, tmp_path):
     """Neither a burst of samples nor a wait for transitions that are there already."""
     storage = kind.make(batch_size=16, rate_limit=RateLimit(8.0, min_size=20), timeout=0.05, num_workers=0)
@@ -213,3 +224,110 @@ def test_limit_and_counts_go_on_where_they_were(kind, how, tmp_path):
     assert batches_until_a_wait(storage) == batches_until_a_wait(other) < 100
     for either in (storage, other):
         either.close()
+
+
+# --------------------------------------------------------------------------------------------------- what is counted
+
+LIMIT = RateLimit(2, min_size=10)
+
+
+def limited(memory="ram", limit=LIMIT, **more):
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 1, 4, memory=memory, timeout=0.2, **more)
+    storage.set_rate_limit(limit)
+    return storage
+
+
+def test_a_sample_that_fails_is_not_counted():
+    storage = SequenceReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 1, 4, sequence_length=8, rate_limit=RateLimit(4))
+    put(storage, 0)
+    with pytest.raises(NotReadyError):
+        storage.sample()
+    assert storage._control.limiter.sampled == 0
+
+
+def test_reset_steps_are_not_counted():
+    storage = limited(autoreset="NextStep")
+    put(storage, 0)
+    put(storage, 1, ended=True)
+    put(storage, 2)  # the reset step
+    assert counts(storage) == (len(storage), 0) == (2, 0)
+    writer = storage.writer()
+    put(writer, 3, ended=True)
+    put(writer, 4)
+    assert counts(storage) == (len(storage), 0) == (3, 0)
+
+
+def test_a_refused_insert_is_not_counted():
+    storage = limited()
+    for make in (lambda: storage, storage.writer):
+        with pytest.raises(InvalidInputError, match="observations is"):
+            make().add(torch.zeros(1, 7), 0, 0.0, False, False, {}, torch.zeros(1, 3))
+    assert counts(storage) == (0, 0)
+
+
+def test_a_copy_goes_on_with_the_limit_and_its_counts():
+    storage = limited()
+    for time in range(12):
+        put(storage, time)
+    storage.sample()
+    copied = copy.deepcopy(storage)
+    assert copied.rate_limit == storage.rate_limit
+    assert counts(copied) == (12, 4)
+    copied.sample()
+    assert (counts(copied), counts(storage)) == ((12, 8), (12, 4))
+    storage.set_rate_limit(None)
+    assert copy.deepcopy(storage).rate_limit is None
+
+
+def test_an_emptied_storage_waits_for_min_size_again():
+    storage = limited()
+    for time in range(12):
+        put(storage, time)
+    storage.sample()
+    storage.reset()
+    put(storage, 0)
+    assert counts(storage) == (1, 0)
+    with pytest.raises(WaitTimeoutError):
+        storage.sample()
+
+
+def test_a_limit_that_is_set_late_holds_from_then_on():
+    storage = limited(limit=None)
+    for time in range(90):
+        put(storage, time)
+    storage.set_rate_limit(RateLimit(2, min_size=10))
+    put(storage, 90)  # was: nothing could be added before 160 were sampled
+    storage.sample()
+
+
+def test_inserted_data_count_and_hold_nobody_back():
+    source, storage = limited(limit=None), limited()
+    for time in range(50):
+        put(source, time)
+    storage.insert_data_slice(source.get_all_buffer_data())
+    storage.sample()
+    put(storage, 50)
+
+
+def test_batches_prepared_ahead_fit_into_the_tolerance():
+    storage = NStepReplayStorage(
+        OBSERVATIONS, FIVE, "cpu", 100, 1, 8, num_workers=4, rate_limit=RateLimit(1, min_size=10), timeout=0.2
+    )
+    for time in range(10):
+        put(storage, time)
+    storage.sample()
+    storage.close()
+
+
+def test_the_first_row_is_waited_for_after_it_was_counted(monkeypatch):
+    storage = limited("shared", RateLimit(4, min_size=1))
+    writer, limiter = storage.writer(), storage._controlled().limiter
+    limiter.count_inserts(1)  # what add() does first, in another process
+
+    def awaited(seconds):
+        limiter.count_inserts(-1)
+        put(writer, 7)
+
+    monkeypatch.setattr(limiter, "await_insert", awaited)
+    assert storage.sample().rewards.tolist() == [[7.0]] * 4
+    assert counts(storage) == (1, 4)

@@ -184,3 +184,26 @@ def test_windows_across_episodes_count_from_the_last_reset():
     play(storage, 5, 5, begin=10)
     # Rows 3 to 7 hold the steps 10 to 14: windows of two begin at rows 3 and 5.
     assert set(storage.sample(64).rows.tolist()) == {3, 5}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_windows_of_many_episodes_are_all_there_after_loading(tmp_path, alpha):
+    """More episodes than a new storage has room for: the windows were looked up in the small, old table."""
+    storage = SequenceReplayStorage(
+        spaces.Box(-10, 10, (1,)),
+        spaces.Discrete(2),
+        storage_size=600,
+        batch_size=4,
+        sequence_length=2,
+        alpha=alpha,
+        seed=0,
+    )
+    for step in range(500):
+        storage.add([float(step)], 0, 1.0, True, False, {}, [step + 0.5])
+    storage.save(tmp_path / "saved")
+    loaded = SequenceReplayStorage.load(tmp_path / "saved")
+    seen = {int(row) for _ in range(40) for row in loaded.sample(200).rows}
+    assert seen == set(range(500))
+    batch = loaded.sample(50)
+    assert batch.observations[:, 0, 0].tolist() == batch.rows.tolist()
+    assert batch.masks.tolist() == [[True, False]] * 50

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 import torch
+from combinations import each
 from replay_kinds import assert_same, assert_same_draws, leaves
 from shared_kinds import PRIORITIZED, REPLAY, SEQUENCE, SHARED, full, part_of, vocabulary
-from shared_steps import join, start, write_all, write_plan, writing
+from shared_steps import FIVE, OBSERVATIONS, join, put, start, write_all, write_plan, writing
 
-from rlstore import InvalidInputError, Storage, StorageClosedError
+from rlstore import (
+    InvalidInputError,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    ReplayStorage,
+    SequenceReplayStorage,
+    Storage,
+    StorageClosedError,
+)
+from rlstore.replay.base import Drawn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -37,8 +48,7 @@ def assert_same_content(storage, twin):
 # ------------------------------------------------------------------------------------------------- the same rows
 
 
-@pytest.mark.parametrize("kind", SHARED, ids=repr)
-@pytest.mark.parametrize("memory", ["shared", "ram", "device", "mapped"])
+@pytest.mark.parametrize(("kind", "memory"), each(SHARED, ["shared", "ram", "device", "mapped"]), ids=repr)
 def test_parts_written_here_are_what_add_would_have_written(kind, memory, tmp_path):
     """Three writers, lanes that wrap, and so many episodes that the tables of RAM and files grow in several parts."""
     plan = kind.plan(range(5), 70, longest=3)
@@ -208,3 +218,85 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written_or_counted(kind):
         for step in plan[6:]:
             writer.add(**step)
     assert_same_content(storage, twin)
+
+
+# ------------------------------------------------------------------------------------------- writers of this process
+
+
+@pytest.mark.parametrize(("memory", "behind"), each(["ram", "shared"], [13, 20, 33, 59]))
+def test_only_windows_have_priorities_when_a_writer_ran_ahead(memory, behind):
+    storage = SequenceReplayStorage(
+        OBSERVATIONS, FIVE, "cpu", 20, 1, 8, sequence_length=4, alpha=1.0, memory=memory, autoreset="Disabled"
+    )
+    writer = storage.writer()
+    for time in range(4 * behind):
+        put(writer, time)
+        if time % behind == behind - 1:
+            batch = storage.sample()
+            assert bool((batch.rows % 4 == 0).all())
+            storage.update(batch.rows, torch.ones(8))  # refused if no window begins at one of them
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    each([ReplayStorage, PrioritizedReplayStorage, SequenceReplayStorage], ["ram", "shared"]),
+)
+def test_a_storage_made_in_inference_mode_can_be_emptied_outside(kind, memory):
+    more = {"sequence_length": 2, "alpha": 0.5} if kind is SequenceReplayStorage else {}
+    with torch.inference_mode():
+        storage = kind(OBSERVATIONS, FIVE, "cpu", 20, 1, 4, memory=memory, **more)
+        put(storage, 0)
+    storage.reset()
+    for time in range(60):
+        put(storage, time)
+    assert bool((storage.sample().observations >= 40).all())
+
+
+def test_a_writer_of_this_process_does_not_write_what_is_being_prepared():
+    storage = NStepReplayStorage(OBSERVATIONS, FIVE, "cpu", 16, 1, 64, num_workers=2, n_step=1)
+    for time in range(16):
+        put(storage, time)
+    storage.sample()  # others are prepared behind it
+    writer = storage.writer()
+    for time in range(16, 200):
+        put(writer, time)
+        if time % 10 == 0:
+            batch = storage.sample()
+            assert torch.equal(batch.observations[:, :1], batch.rewards)
+            assert bool((batch.rewards > time - 16).all())
+    writer.close()
+    storage.close()
+
+
+def test_a_writer_in_a_thread_waits_while_a_batch_is_read():
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 16, 1, 256, memory="ram")
+    writer, done = storage.writer(), threading.Event()
+    for time in range(16):
+        put(writer, time)
+
+    def act():
+        for time in range(16, 1500):
+            put(writer, time)
+        done.set()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    while not done.is_set():
+        batch = storage.sample()  # was: IndexError, a row is not held
+        assert torch.equal(batch.observations, batch.rewards.expand(256, 3))
+    thread.join()
+
+
+def test_saved_while_a_batch_ahead_was_overwritten(tmp_path):
+    storage = NStepReplayStorage(OBSERVATIONS, FIVE, "cpu", 16, 1, 8, num_workers=2, memory="shared")
+    for time in range(16):
+        put(storage, time)
+    storage.sample()
+    storage._ahead.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
+    storage.save(tmp_path / "saved")
+    resumed = Storage.load(tmp_path / "saved")
+    assert len(resumed) == 16
+    resumed.sample()
+    resumed.close()
+    storage.close()

@@ -10,11 +10,12 @@ import re
 
 import pytest
 import torch
+from combinations import each
 from replay_kinds import assert_same, assert_same_draws, leaves
 from shared_kinds import REPLAY, SEQUENCE, SHARED, part_of
-from shared_steps import DEADLINE, add_and_wait, join, kill, start, write_plan
+from shared_steps import DEADLINE, FIVE, OBSERVATIONS, add_and_wait, join, kill, put, start, write_plan
 
-from rlstore import InvalidInputError, PeerLostError, StorageClosedError
+from rlstore import InvalidInputError, PeerLostError, RateLimit, ReplayStorage, SlotQueue, StorageClosedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -57,8 +58,7 @@ def test_a_writer_tells_what_it_is():
 # ------------------------------------------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize("kind", SHARED, ids=repr)
-@pytest.mark.parametrize("done", [1, 5, 37])
+@pytest.mark.parametrize(("kind", "done"), each(SHARED, [1, 5, 37]), ids=repr)
 def test_what_a_killed_writer_had_finished_stays_and_its_episode_is_cut(kind, done):
     """The next writer begins an episode there: the same as if the first one had been broken off."""
     plan, others = kind.plan([0], 60, kinds=(0, 1), longest=9), kind.plan([1], 20)
@@ -76,8 +76,11 @@ def test_what_a_killed_writer_had_finished_stays_and_its_episode_is_cut(kind, do
     assert_same_rows(storage, twin)
 
 
-@pytest.mark.parametrize("when", ["begin", "continue", "end", "break"])
-@pytest.mark.parametrize("kind", [REPLAY, SEQUENCE, SHARED[-2]], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [*each([REPLAY, SEQUENCE, SHARED[-2]], ["begin", "continue", "end", "break"]), (SEQUENCE, "break")],
+    ids=repr,
+)
 def test_a_writer_killed_in_the_middle_of_a_row_leaves_nothing_of_it(kind, when):
     """Whatever the row had already changed before its number was told."""
     plan, others = kind.plan([0], 60, kinds=(0,), longest=6, seed=3), kind.plan([1], 20)
@@ -276,8 +279,7 @@ def test_writers_that_nothing_here_holds_reach_the_processes_that_they_were_give
     storage.close()
 
 
-@pytest.mark.parametrize("kind", SHARED, ids=repr)
-@pytest.mark.parametrize("memory", ["ram", "shared"])
+@pytest.mark.parametrize(("kind", "memory"), each(SHARED, ["ram", "shared"]), ids=repr)
 def test_nothing_but_its_writers_adds_while_there_are_any(kind, memory):
     plan = kind.plan(range(2), 9)
     storage, source = kind.make(memory=memory), kind.make(memory="ram")
@@ -349,3 +351,63 @@ def test_a_copy_of_a_shared_storage_can_be_saved_and_taken_up(tmp_path):
     copied.save(tmp_path / "copy")
     loaded = type(storage).load(tmp_path / "copy")
     assert_same_rows(loaded, copied)
+
+
+# ----------------------------------------------------------------------------------------------------------- handles
+
+
+def test_handles_that_are_given_away_and_let_go_of_are_for_different_lanes():
+    """As ``Process(target=act, args=(storage.writer(1),)).start()`` in a loop does: it drops its arguments."""
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 2, 4, memory="shared")
+    given = [pickle.dumps(storage.writer(1)) for _ in range(2)]
+    first, second = (pickle.loads(handle) for handle in given)
+    assert (first.lanes, second.lanes) == (range(1), range(1, 2))
+    put(second, 5)
+    put(first, 3)
+    assert storage.sample().rewards.unique().tolist() in ([3.0], [5.0], [3.0, 5.0])
+    first.close()
+    assert storage.writer(1).lanes == range(1)  # closed: free at once
+    put(second, 6)
+    second.close()
+
+
+def test_lanes_that_were_given_to_nobody_in_the_end_can_be_had_again():
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 1, 4, memory="shared")
+    given = pickle.dumps(storage.writer())
+    put(storage, 0)  # nobody writes yet
+    with storage.writer() as writer:
+        put(writer, 1)
+        with pytest.raises(InvalidInputError, match="lanes are taken"):
+            put(pickle.loads(given), 20)
+    put(pickle.loads(given), 30)
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [0.0, 1.0, 30.0]
+
+
+def test_data_are_not_inserted_beside_writers():
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, memory="shared")
+    with storage.writer() as writer:
+        put(writer, 0)
+        data = storage.get_all_buffer_data()
+        with pytest.raises(InvalidInputError, match="added by its writers"):
+            storage.insert_data_slice(data)
+        assert len(storage) == 1
+    storage.insert_data_slice(data)
+    assert len(storage) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda storage: storage.writer("all"), "lanes are 'all'"),
+        (lambda storage: storage.writer(0.5), "lanes are 0.5"),
+        (lambda storage: storage.writer([0]), r"lanes are \[0\]"),
+        (lambda storage: storage.writer(name=5), "name is 5"),
+        (lambda storage: RateLimit("4"), "samples_per_insert is '4'"),
+        (lambda storage: RateLimit(4, min_size=None), "min_size is None"),
+        (lambda storage: RateLimit(4, tolerance="x"), "tolerance is 'x'"),
+        (lambda storage: SlotQueue(2).put("a"), "'a' is no slot"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(make, words):
+    with pytest.raises(InvalidInputError, match=words):
+        make(ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, memory="shared"))

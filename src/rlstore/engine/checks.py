@@ -1,4 +1,4 @@
-"""Checks of plain arguments, each with an error that says what was given and what is needed."""
+"""Checks of plain arguments; each error names the argument, what was given and what is needed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def check_fraction(owner: str, **fractions: object) -> None:
 
 
 def check_seconds(owner: str, **times: object) -> None:
-    """Refuse what is no time to wait: a number of seconds of at least 0, or infinity."""
+    """Refuse timeouts that are not a number of seconds of at least 0, or infinity."""
     for name, seconds in times.items():
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float, np.number)) or not float(seconds) >= 0:
             raise InvalidInputError(f"{name} is {seconds!r}; {owner} needs a number of seconds that is not negative")
 
 
 def check_name(owner: str, name: object) -> None:
-    """Refuse what is no name: a string, or None."""
+    """Refuse a name that is neither a string nor None."""
     if name is not None and not isinstance(name, str):
         raise InvalidInputError(f"name is {name!r}; {owner} needs a string, or None")
 
@@ -59,12 +59,12 @@ def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_device(owner: str, device: str | torch.device) -> torch.device:
-    """The device, if torch knows it and it is there; on CUDA with its number, as tensors have it."""
+    """The device as tensors have it, with its index on CUDA, if torch supports it and it is available."""
     try:
         known = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInputError(
-            f"device is {device!r}; {owner} needs one that torch knows, as 'cpu' or 'cuda:0'"
+            f"device is {device!r}; {owner} needs one that torch supports, as 'cpu' or 'cuda:0'"
         ) from error
     if known.type == "meta":
         raise InvalidInputError(f"device is {device!r}, which has no memory; {owner} needs one that holds data")
@@ -75,11 +75,11 @@ def check_device(owner: str, device: str | torch.device) -> torch.device:
     try:
         return torch.empty(1, device=known).device
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise InvalidInputError(f"device is {device!r}, which is not to be had on this machine: {error}") from error
+        raise InvalidInputError(f"device is {device!r}, which is not available on this machine: {error}") from error
 
 
 def check_seed(owner: str, seed: object) -> int:
-    """The seed, or one drawn from torch's own generator, so that ``torch.manual_seed`` reaches the storage too."""
+    """The seed, or one drawn from torch's default generator, so that ``torch.manual_seed`` determines it."""
     if seed is None:
         return int(torch.randint(2**62, ()).item())
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**63:

@@ -1,16 +1,17 @@
-"""Targets and advantages: tensors in, tensors out, each one backward scan.
+"""Returns and advantages as functions of tensors, each computed in one backward scan.
 
-All of them read an episode's end in the same way (terminated and truncated are never one flag):
+All functions treat the end of an episode in the same way (terminated and truncated are separate flags):
 
-- ``terminated``: no bootstrap, and nothing flows in from later steps;
-- ``truncated`` and not terminated: bootstrap from ``final_values``, the value of the observation in which the episode
-  was cut, and nothing flows in from later steps. Where it is not known (``final_values`` is None, or NaN there) the
-  step takes the neutral choice: its target is its own value, its advantage 0;
-- neither: bootstrap from the value of the next step; after the last step from ``last_values``. If an episode ended with
-  the last step, ``last_values`` (the value of the next episode's start) is not read there.
+- ``terminated``: no bootstrap, and later steps do not contribute;
+- ``truncated`` and not terminated: bootstrap from ``final_values``, the value of the final observation of the episode,
+  and later steps do not contribute. Where the final value is unknown (``final_values`` is None, or NaN there), the
+  target of the step is its own value and its advantage is 0;
+- neither: bootstrap from the value of the next step; in the last step from ``last_values``. If an episode ended in the
+  last step, ``last_values`` (the value of the next episode's first observation) is not used there.
 
-Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, float32 or float64, as the rewards are; ``last_values`` ``[lanes]``
-or ``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``, also where that is empty.
+Shapes: ``[steps, lanes]`` or ``[steps, lanes, 1]``, where a lane is an environment; float32 or float64, as the rewards;
+``last_values`` ``[lanes]`` or ``[lanes, 1]``; flags of any dtype. Results have the shape and dtype of ``rewards``, also
+if it is empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016).
+    """Generalized advantage estimation (Schulman et al. 2016).
 
     ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``.
 
@@ -42,11 +43,11 @@ def gae(
         rewards: ``r``.
         values: ``V``.
         last_values: The value of the observation after the last step.
-        terminated: The episode really ended with this step.
-        truncated: The episode was cut off after this step.
-        final_values: The value of the observation in which the episode was cut; read where truncated.
-        gamma: The discount.
-        lam: The weight of longer estimates.
+        terminated: The episode terminated in this step.
+        truncated: The episode was truncated after this step, for example by a time limit.
+        final_values: The value of the final observation; used where truncated.
+        gamma: The discount factor.
+        lam: The trade-off between bias (0) and variance (1).
 
     Returns:
         Advantages and returns.
@@ -72,12 +73,12 @@ def fill_gae(
     epsilon: float | None = None,
     dones: bool = False,
 ) -> None:
-    """:func:`gae` on the blocks of a ring, as they are: float32 and contiguous, flags as :func:`readable_flags`.
+    """:func:`gae` on the blocks of a ring, which are float32 and contiguous, with flags from :func:`readable_flags`.
 
-    With an ``epsilon`` the advantages are normalised, see :func:`normalize`. With ``dones``, ``terminated`` tells of
-    every end, and those that ``truncated`` tells of too were only cut off.
+    With an ``epsilon`` the advantages are normalized, see :func:`normalize`. With ``dones``, ``terminated`` is set at
+    every end, and where ``truncated`` is set too the episode was only truncated.
     """
-    if rewards.is_cuda:  # at most two launches, whatever is asked for
+    if rewards.is_cuda:  # at most two launches
         inputs = (rewards, values, last_values, terminated, truncated, final_values)
         kernel("fill_gae", "cuda")(*inputs, dones, gamma, lam, epsilon, advantages, returns)
         return
@@ -90,7 +91,7 @@ def fill_gae(
 
 
 def readable_flags(block: Tensor) -> Tensor:
-    """Flags as :func:`fill_gae` reads them: of one byte each, or, on CUDA, of any dtype."""
+    """Flags in a form that :func:`fill_gae` can read: one byte each or, on CUDA, any dtype."""
     return block if block.is_cuda or block.element_size() == 1 else block != 0
 
 
@@ -123,7 +124,7 @@ def discounted_returns(
 ) -> Tensor:
     """``R_t = r_t + gamma * R_{t+1}``. Arguments as for :func:`gae`.
 
-    There are no values to fall back on here: where the final value is not known it counts as 0.
+    Without value estimates, an unknown final value counts as 0.
     """
     inputs = _Inputs(rewards, rewards, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
@@ -144,8 +145,8 @@ def n_step_returns(
 ) -> Tensor:
     """``G_t = r_t + gamma * r_{t+1} + ... + gamma^(k-1) * r_{t+k-1} + gamma^k * V_{t+k}``.
 
-    ``k`` is n, or fewer where the episode or the rollout ends before; the bootstrap is then the one that the end asks
-    for. Other arguments as for :func:`gae`.
+    ``k`` is ``n``, or less where the episode or the rollout ends earlier; how it bootstraps depends on the end.
+    Other arguments as for :func:`gae`.
     """
     if n < 1:
         raise InvalidInputError(f"n is {n}; n-step returns need at least 1 step")
@@ -177,18 +178,18 @@ def vtrace(
     ``A_t = min(clip_pg_rho, rho_t) * (r_t + gamma * v_{t+1} - V_t)``.
 
     Args:
-        rewards: As for :func:`gae`, and so the other arguments not named here.
+        rewards: As for :func:`gae`.
         values: As for :func:`gae`.
         last_values: As for :func:`gae`.
         terminated: As for :func:`gae`.
         truncated: As for :func:`gae`.
         final_values: As for :func:`gae`.
-        log_rhos: ``log(pi(a|s) / mu(a|s))``, the target policy's log-probability less the behaviour policy's.
-        gamma: The discount.
-        lam: The weight of longer corrections.
-        clip_rho: The bound of the ratio in the temporal difference.
-        clip_c: The bound of the ratio in the trace.
-        clip_pg_rho: The bound of the ratio in the advantage.
+        log_rhos: ``log(pi(a|s) / mu(a|s))``: log-probability of the target policy minus that of the behavior policy.
+        gamma: The discount factor.
+        lam: The factor of the trace.
+        clip_rho: The upper bound of the ratio in the temporal difference.
+        clip_c: The upper bound of the ratio in the trace.
+        clip_pg_rho: The upper bound of the ratio in the advantage.
 
     Returns:
         Targets and advantages.
@@ -205,7 +206,7 @@ def vtrace(
 def normalize(x: Tensor, epsilon: float) -> None:
     """``x = (x - mean) / (std + epsilon)`` in place, over all entries, std unbiased.
 
-    A single entry has no spread to divide by: it becomes 0.
+    A single entry becomes 0.
     """
     if x.numel() < 2:
         x.zero_()
@@ -214,7 +215,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
 
 class _Inputs:
-    """The arguments that all scans share, checked and brought into the form that kernels take."""
+    """The arguments that all scans share, checked and converted to the form that kernels take."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ def _plain(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The tensor itself if a kernel can read its memory as it is, else a copy that it can."""
+    """The tensor itself if a kernel can read its memory, else a contiguous copy."""
     if given.dtype == dtype and given.device == device and not given.requires_grad and given.is_contiguous():
         return given
     return given.detach().to(device, dtype).contiguous()

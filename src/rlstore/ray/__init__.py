@@ -1,4 +1,4 @@
-"""Any storage served from a Ray cluster, and a queue of rollouts across machines: ``pip install rlstore[ray]``.
+"""Storages served from a Ray cluster, and a queue of rollouts across machines: ``pip install rlstore[ray]``.
 
 ::
 
@@ -16,9 +16,8 @@ except ImportError as error:  # pragma: no cover - run by a test in a process of
     raise ImportError("rlstore.ray needs Ray, which is not installed: pip install rlstore[ray]") from error
 
 from rlstore.ray.learner import ServedLearner
-from rlstore.ray.reports import QueueReport, ServedReport, ShardReport
-from rlstore.ray.rollout_queue import QueueLearner, RolloutQueue, rollout_queue
-from rlstore.ray.serving import ServedStorage, serve
+from rlstore.ray.rollout_queue import QueueLearner, QueueReport, RolloutQueue, rollout_queue
+from rlstore.ray.serving import ServedReport, ServedStorage, ShardReport, serve
 from rlstore.ray.writer import ServedWriter
 
 __all__ = [

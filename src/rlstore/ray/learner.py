@@ -1,38 +1,43 @@
-"""Learning from a served storage: batches are drawn across the shards ahead of their use."""
+"""Learning from a served storage: batches are drawn across the shards and prefetched."""
 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import ray
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rlstore.engine.checks import check_seed
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.ray.calls import Deadline, answer, answers, is_done, program_goes_on
-from rlstore.ray.connection import Connection
-from rlstore.ray.health import Health
-from rlstore.ray.output import Output
+from rlstore.ray.calls import Connection, Deadline, answer, answers, is_done, is_running
 from rlstore.ray.shard import Draw, Totals
-from rlstore.ray.wire import join
+from rlstore.ray.wire import Array, Output, join
 from rlstore.storage import BatchDict
 
-# A batch of this size is worth a call of its own.
+# Batches of at least this size are requested one by one.
 _LARGE_BYTES = 1 << 20
 
 # Calls with priorities that may be open; then update() waits for the oldest.
 _OPEN_UPDATES = 8
 
+# Between two calls to a shard that does not answer.
+_PROBE_SECONDS = 0.5
+
+_UNCHANGED = "No priority was changed."
+
 
 class _Part(NamedTuple):
-    """A shard's part of a batch, and the chance with which a row is that shard's."""
+    """The part of a batch that one shard has drawn, and the probability of a row to be from that shard."""
 
     shard: int
     chance: float
@@ -40,24 +45,23 @@ class _Part(NamedTuple):
 
 
 class ServedLearner:
-    """Iterates over batches without end; made by ``served.learner()``, for one process.
+    """An endless iterator over batches; created by ``served.learner()``, for one process.
 
-    A batch is drawn as if all shards were one storage: each shard tells what its draws are in proportion to
+    Batches are drawn as if all shards were one storage: each shard reports what its draws are proportional to
     (transitions, windows, or the sum of priorities), the batch is split multinomially in these proportions, and each
-    shard draws its share. So row i of shard s has the chance ``P(i) = (total_s / sum of totals) * (p_i / total_s)``,
-    which is ``p_i`` over the sum of all p. Where batches have ``weights`` they are ``(P(i) * N) ** -beta`` over the
-    largest in the batch, with P(i) as it was when the row was drawn. ``rows`` are int64 ``[n, 3]``: shard, row,
-    generation.
+    shard draws its part. So the probability of row i of shard s is ``P(i) = (total_s / sum of totals) * (p_i /
+    total_s)``, which is ``p_i`` over the sum of all p. ``weights``, if a batch has them, are ``(P(i) * N) ** -beta``
+    over the largest in the batch, with P(i) at the time of the draw. ``rows`` are int64 ``[n, 3]``: shard, row id,
+    generation. The rows of one shard are contiguous in a batch.
 
-    ``prefetch`` batches are always under way, or drawn and not taken yet. The rows of one shard stand together in a
-    batch.
+    ``prefetch`` batches are always in flight or ready.
 
     Args:
         connection: The served storage.
         batch_size: Rows (or sequences) in a batch.
-        prefetch: Batches under way.
+        prefetch: Batches in flight.
         device: Where batches are served.
-        seed: Of the splits; None draws one from torch's own generator.
+        seed: The seed of the splits; None draws one from torch's own generator.
     """
 
     def __init__(
@@ -68,10 +72,10 @@ class ServedLearner:
         self._random = np.random.default_rng(check_seed("learner()", seed))
         self._random_lock = threading.Lock()
         self._prefetch, self._group = prefetch, 1
-        self._limited = True  # until the shards say that there is no rate limit
+        self._limited = True  # until the shards answer that there is no rate limit
         self._threads = ThreadPoolExecutor(prefetch, thread_name_prefix="rlstore-learner")
-        self._ahead: deque[Future[list[Any]]] = deque()
-        self._ready: deque[Any] = deque()  # batches, perhaps on their way to the device
+        self._in_flight: deque[Future[list[Any]]] = deque()
+        self._ready: deque[Any] = deque()  # batches, possibly still being copied to the device
         self._updates: deque[tuple[Any, int, int]] = deque()
         self._closed = False
 
@@ -84,42 +88,42 @@ class ServedLearner:
         """The next batch.
 
         Raises:
-            WaitTimeoutError: (a TimeoutError) if none came within the deadline, because there are no data or the rate
-                limit holds the learner back.
+            WaitTimeoutError: (a TimeoutError) if none came within the deadline, because nothing was inserted or the
+                rate limit does not allow it.
             PeerLostError: (a ConnectionError) if no shard answered within the deadline.
         """
         if self._closed:
             raise StopIteration
-        self._ask_ahead()
+        self._request()
         if not self._ready:
             try:
-                self._ready.extend(self._ahead.popleft().result())
+                self._ready.extend(self._in_flight.popleft().result())
             except (StorageClosedError, CancelledError):
                 raise StopIteration from None
             finally:
                 for message in self._health.take_messages():
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
-            self._ask_ahead()
-        batch: BatchDict = self._output.hand_out(self._ready.popleft())
+            self._request()
+        batch: BatchDict = self._output.receive(self._ready.popleft())
         return batch
 
-    def _ask_ahead(self) -> None:
-        while len(self._ahead) * self._group < self._prefetch:
-            self._ahead.append(self._threads.submit(self._fetch))
+    def _request(self) -> None:
+        while len(self._in_flight) * self._group < self._prefetch:
+            self._in_flight.append(self._threads.submit(self._fetch))
 
     def _wanted(self) -> bool:
-        return not self._closed and program_goes_on()
+        return not self._closed and is_running()
 
     def _fetch(self) -> list[Any]:
-        """Some batches, in a thread."""
+        """One or more batches, in a thread."""
         served, size = self._served, self._size
-        many, news, limited = self._group, -1, self._limited
+        count, seen, limited = self._group, -1, self._limited
         if limited:
-            many, news = served.ask_ledger("permit_sample", size, many, served.deadline, wanted=self._wanted)
+            count, seen = served.ask_ledger("permit_sample", size, count, served.deadline, wanted=self._wanted)
         deadline = Deadline(served.deadline)
         try:
             while True:
-                batches = self._draw(many, limited)
+                batches = self._draw(count, limited)
                 if batches is not None:
                     return batches
                 if not self._wanted():
@@ -127,85 +131,92 @@ class ServedLearner:
                 if not deadline.left:
                     self._give_up(deadline)
                 if self._health.answering():
-                    news = served.ask_ledger("wait_for_news", news, min(deadline.left, 0.5))
+                    seen = served.ask_ledger("wait_for_heartbeat", seen, min(deadline.left, 0.5))
                 else:
                     self._health.wait(deadline)
         except BaseException:
             if limited:
-                served.ledger.return_sample.remote(many * size)
+                self._return_permits(count)
             raise
 
-    def _give_up(self, deadline: Deadline) -> None:
+    def _give_up(self, deadline: Deadline) -> NoReturn:
+        name, silent = self._served.name, self._health.silent()
         if not self._health.answering():
-            raise PeerLostError(
-                f"no shard of {self._served.name} answered within {deadline.seconds:g} s: {self._health.left_out()}"
-            )
+            raise PeerLostError(f"no shard of {name} answered within {deadline.seconds:g} s: {silent}")
         raise WaitTimeoutError(
-            f"no shard of {self._served.name} had anything to draw from within {deadline.seconds:g} s; left out were: "
-            f"{self._health.left_out()}"
+            f"no shard of {name} had anything to draw from within {deadline.seconds:g} s; left out were: {silent}"
         )
 
-    def _draw(self, many: int, permitted: bool) -> list[Any] | None:
-        """Batches to hand out, drawn across the shards that answer; None if it has to be tried again."""
+    def _draw(self, count: int, permitted: bool) -> list[Any] | None:
+        """Batches drawn across the shards that answer; None if the draw has to be repeated."""
         shards = self._health.answering()
         if len(self._served.shards) == 1:
-            chances, counts = [1.0] * len(shards), np.full((many, len(shards)), self._size)
+            chances, sizes = [1.0] * len(shards), np.full((count, len(shards)), self._size)
         else:
-            asked = [(shard, told.total) for shard, told in self._ask(shards, "totals") if told.total > 0]
-            shards, totals = [shard for shard, _ in asked], [total for _, total in asked]
-            if not shards:
+            totals = self._totals(shards)
+            if not totals:
                 return None
-            chances = [total / sum(totals) for total in totals]
+            shards, total = list(totals), sum(totals.values())
+            chances = [part / total for part in totals.values()]
             with self._random_lock:
-                counts = self._random.multinomial(self._size, chances, size=many)
-        wanted = [(place, shard) for place, shard in enumerate(shards) if counts[:, place].any()]
-        refs = [self._served.shards[s].draw.remote(counts[counts[:, i] > 0, i].tolist(), permitted) for i, s in wanted]
-        given = self._collect([shard for _, shard in wanted], refs)
-        if not wanted or any(drawn is None for drawn in given):
+                sizes = self._random.multinomial(self._size, chances, size=count)
+        asked = [(column, shard) for column, shard in enumerate(shards) if sizes[:, column].any()]
+        refs = [
+            self._served.shards[shard].draw.remote(sizes[sizes[:, column] > 0, column].tolist(), permitted)
+            for column, shard in asked
+        ]
+        drawn = self._collect([shard for _, shard in asked], refs)
+        if not asked or any(draws is None for draws in drawn):
             return None
-        parts: list[list[_Part]] = [[] for _ in range(many)]
-        for (place, shard), drawn in zip(wanted, given, strict=True):
-            for batch, part in zip(np.flatnonzero(counts[:, place]).tolist(), drawn, strict=True):
-                parts[batch].append(_Part(shard, chances[place], part))
-        self._limited = any(part.draw.limited for batch in parts for part in batch)
-        # Half of the batches under way are asked for at once, if they are small: so they need few calls.
-        nbytes = sum(array.nbytes for part in parts[0] for packed in part.draw.parts for array in packed.arrays)
+        batches: list[list[_Part]] = [[] for _ in range(count)]
+        for (column, shard), draws in zip(asked, drawn, strict=True):
+            for batch, draw in zip(np.flatnonzero(sizes[:, column]).tolist(), draws, strict=True):
+                batches[batch].append(_Part(shard, chances[column], draw))
+        self._limited = any(part.draw.limited for batch in batches for part in batch)
+        # Small batches are requested half of ``prefetch`` at a time, which needs fewer calls.
+        nbytes = sum(array.nbytes for part in batches[0] for packed in part.draw.parts for array in packed.arrays)
         self._group = max(self._prefetch // 2, 1) if nbytes < _LARGE_BYTES else 1
-        return [self._output.send(self._assemble(batch)) for batch in parts]
+        return [self._output.send(self._assemble(parts)) for parts in batches]
 
-    def _ask(self, shards: list[int], method: str) -> list[tuple[int, Totals]]:
-        refs = [getattr(self._served.shards[shard], method).remote() for shard in shards]
-        return [pair for pair in zip(shards, self._collect(shards, refs), strict=True) if pair[1] is not None]
+    def _totals(self, shards: list[int]) -> dict[int, float]:
+        """What the draws of each shard are proportional to; without shards that are empty or do not answer."""
+        answered: list[Totals | None] = self._collect(
+            shards, [self._served.shards[shard].totals.remote() for shard in shards]
+        )
+        pairs = zip(shards, answered, strict=True)
+        return {shard: totals.total for shard, totals in pairs if totals is not None and totals.total > 0}
 
     def _collect(self, shards: list[int], refs: list[Any]) -> list[Any]:
-        """What each shard answered; None where it has nothing yet, or did not answer, which leaves it out for now."""
-        given = answers(refs, [self._served.who(shard) for shard in shards], self._served.patience)
-        for shard, told in zip(shards, given, strict=True):
-            if isinstance(told, (PeerLostError, WaitTimeoutError)):
-                self._health.leave_out(shard, told)
-        return [None if isinstance(told, Exception) else told for told in given]
+        """The answer of each shard; None if it is empty or did not answer, and then it is left out for a while."""
+        answered = answers(refs, [self._served.who(shard) for shard in shards], self._served.patience)
+        for shard, result in zip(shards, answered, strict=True):
+            if isinstance(result, (PeerLostError, WaitTimeoutError)):
+                self._health.leave_out(shard, result)
+        return [None if isinstance(result, Exception) else result for result in answered]
 
     def _assemble(self, parts: list[_Part]) -> BatchDict:
-        batch: BatchDict = join([packed for part in parts for packed in part.draw.parts], self._output.allocate)
-        if all(len(part.draw.rows) for part in parts):
-            rows = np.concatenate([part.draw.rows for part in parts])
-            shards, generations = (
-                np.concatenate([np.full(len(part.draw.rows), value) for part, value in zip(parts, column, strict=True)])
-                for column in ([part.shard for part in parts], [part.draw.generation for part in parts])
-            )
-            batch["rows"] = self._output.own(torch.from_numpy(np.stack([shards, rows, generations], 1)))
-        if all(part.draw.priorities is not None for part in parts):
-            batch["weights"] = self._output.own(_weights(parts))
+        draws, axis = [part.draw for part in parts], parts[0].draw.axis
+        batch: BatchDict = join([packed for draw in draws for packed in draw.parts], self._output.allocate, axis)
+        if all(draw.rows.size for draw in draws):
+            ids = [
+                np.stack(np.broadcast_arrays(part.shard, part.draw.rows, part.draw.generation), -1) for part in parts
+            ]
+            batch["rows"] = self._output.pinned(torch.from_numpy(np.concatenate(ids, axis).reshape(-1, 3)))
+        if all(draw.priorities is not None for draw in draws):
+            batch["weights"] = self._output.pinned(_weights(parts))
         return batch
 
     # ---------------------------------------------------------------------------------------------- priorities
 
-    def update(self, rows: Any, priorities: Any) -> None:
-        """Set priorities. They are sent and not waited for; those for rows that are gone are dropped and counted.
+    def update(self, rows: Tensor | ArrayLike, priorities: Tensor | ArrayLike) -> None:
+        """Set priorities. The call does not wait for the shards; updates of stale rows are dropped and counted.
 
         Args:
-            rows: As a batch gave them, int64 ``[n, 3]``.
+            rows: The ``rows`` of a batch, int64 ``[n, 3]``.
             priorities: Finite and not negative, ``[n]`` or ``[n, 1]``.
+
+        Raises:
+            InvalidInputError: (a ValueError) if one of them is refused; no priority is changed.
         """
         if self._closed:
             raise StorageClosedError("this learner is closed")
@@ -215,10 +226,10 @@ class ServedLearner:
             part = ids[mine]
             while len(self._updates) >= _OPEN_UPDATES or (self._updates and is_done(self._updates[0][0])):
                 self._finish_update()
-            handle = self._served.shards[shard]
-            self._updates.append((handle.update.remote(part[:, 1], part[:, 2], values[mine]), shard, len(part)))
+            call = self._served.shards[shard].update.remote(part[:, 1], part[:, 2], values[mine])
+            self._updates.append((call, shard, len(part)))
 
-    def _check_update(self, rows: Any, priorities: Any) -> tuple[Any, Any]:
+    def _check_update(self, rows: Any, priorities: Any) -> tuple[Array, Array]:
         ids, values = as_tensor(rows, "rows").cpu(), as_tensor(priorities, "priorities").cpu()
         if ids.dim() != 2 or ids.shape[1] != 3 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise InvalidInputError(
@@ -237,15 +248,15 @@ class ServedLearner:
                 f"priority {index} of {len(ids)} is {values[index].item()}; priorities must be finite (as float32) and "
                 f">= 0. {_UNCHANGED}"
             )
-        if len(ids) and not 0 <= int(ids[:, 0].min()) <= int(ids[:, 0].max()) < len(self._served.shards):
+        shards, count = ids[:, 0], len(self._served.shards)
+        if len(ids) and not 0 <= int(shards.min()) <= int(shards.max()) < count:
             raise InvalidInputError(
-                f"rows name shards from {int(ids[:, 0].min())} to {int(ids[:, 0].max())}; there are "
-                f"{len(self._served.shards)}. {_UNCHANGED}"
+                f"rows name shards from {int(shards.min())} to {int(shards.max())}; there are {count}. {_UNCHANGED}"
             )
         return ids.to(torch.int64).numpy(), values.numpy()
 
     def flush(self) -> None:
-        """Wait until the shards have all priorities."""
+        """Wait until the shards have set all priorities."""
         while self._updates:
             self._finish_update()
 
@@ -254,12 +265,12 @@ class ServedLearner:
         try:
             answer(ref, self._served.who(shard), self._served.deadline)
         except (PeerLostError, WaitTimeoutError):
-            self._served.ledger.lose.remote(0, count, 0)
+            self._served.ledger.count_lost.remote(0, count, 0)
 
-    # ---------------------------------------------------------------------------------------------- the end
+    # ---------------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Wait for priorities that are under way, and let go of batches that are. Calling it again does nothing."""
+        """Flush priorities, and discard the prefetched batches. Calling it again does nothing."""
         if self._closed:
             return
         try:
@@ -268,17 +279,17 @@ class ServedLearner:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._return_permits(len(self._ready))
-            for future in self._ahead:
-                future.add_done_callback(
-                    lambda done: (
-                        None if done.cancelled() or done.exception() else self._return_permits(len(done.result()))
-                    )
-                )
-            self._ahead.clear()
+            for future in self._in_flight:
+                future.add_done_callback(self._discard)
+            self._in_flight.clear()
             self._ready.clear()
 
+    def _discard(self, done: Future[list[Any]]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._return_permits(len(done.result()))
+
     def _return_permits(self, batches: int) -> None:
-        """Batches that were drawn ahead and are not served do not count for the rate limit."""
+        """Batches that were drawn and not served do not count for the rate limit."""
         if batches:
             self._served.ledger.return_sample.remote(batches * self._size)
 
@@ -292,18 +303,76 @@ class ServedLearner:
 
 
 def _weights(parts: list[_Part]) -> Tensor:
-    """``(P(i) * N) ** -beta`` over the largest of them, float32 ``[n, 1]``, with P(i) as the rows were drawn.
-
-    N is the same for all and cancels.
-    """
-    logs = [
-        np.log(part.chance / part.draw.total) + np.log(np.asarray(part.draw.priorities, dtype=np.float64))
-        for part in parts
-    ]
-    chance = np.concatenate(logs)
+    """``(P(i) * N) ** -beta`` over the largest of them, float32 ``[n, 1]``; N is the same for all and cancels."""
+    chance = np.concatenate(
+        [
+            np.log(part.chance / part.draw.total) + np.log(np.asarray(part.draw.priorities, dtype=np.float64))
+            for part in parts
+        ]
+    )
     beta = max(part.draw.beta for part in parts)
     weights: Any = np.exp(-beta * (chance - chance.min()))
     return torch.from_numpy(weights.astype(np.float32)).unsqueeze(1)
 
 
-_UNCHANGED = "No priority was changed."
+class Health:
+    """Which shards answer, for the threads of one learner. A silent shard is left out and called again regularly.
+
+    Args:
+        connection: The served storage.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._served = connection
+        self._lock = threading.Lock()
+        self._probes: dict[int, tuple[Any, float]] = {}  # for each silent shard a call, and when it was made
+        self._messages: list[str] = []
+        self.absences = 0
+
+    def answering(self) -> list[int]:
+        """The shards that never failed, and those that are back."""
+        with self._lock:
+            for shard, (ref, since) in list(self._probes.items()):
+                if is_done(ref):
+                    self._check(shard, ref, since)
+            return [shard for shard in range(len(self._served.shards)) if shard not in self._probes]
+
+    def _check(self, shard: int, ref: Any, since: float) -> None:
+        try:
+            answer(ref, self._served.who(shard), 1.0)
+        except (PeerLostError, WaitTimeoutError):
+            if time.monotonic() - since >= _PROBE_SECONDS:
+                self._probe(shard)
+        else:
+            del self._probes[shard]
+
+    def _probe(self, shard: int) -> None:
+        self._probes[shard] = self._served.shards[shard].totals.remote(), time.monotonic()
+
+    def leave_out(self, shard: int, error: Exception) -> None:
+        """Leave out a shard that did not answer."""
+        with self._lock:
+            if shard not in self._probes:
+                self.absences += 1
+                self._messages.append(f"{error}. The other shards serve on; it is asked again now and then")
+                self._probe(shard)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until a silent shard may be back, or for a short time."""
+        with self._lock:
+            refs = [ref for ref, _ in self._probes.values() if not is_done(ref)]
+        if refs:
+            ray.wait(refs, num_returns=1, timeout=min(_PROBE_SECONDS, deadline.left))
+        else:
+            deadline.pause()
+
+    def silent(self) -> str:
+        """The shards that are left out, for errors."""
+        with self._lock:
+            return ", ".join(self._served.who(shard) for shard in self._probes) or "none"
+
+    def take_messages(self) -> list[str]:
+        """The warnings about shards that failed since the last call."""
+        with self._lock:
+            messages, self._messages = self._messages, []
+        return messages

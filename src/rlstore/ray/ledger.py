@@ -1,18 +1,17 @@
-"""The ledger of a served storage: one small actor that gives out places, holds the rate limit and counts.
+"""The ledger of a served storage: one small actor that assigns places to writers, enforces the rate limit and counts.
 
-No data pass through it. It runs in one asyncio loop, so nothing here is ever interrupted between two awaits.
+No experience passes through it. It runs in one asyncio loop, so nothing here is interrupted between two awaits.
 
-It runs on the node of whoever serves the storage. If it is lost, Ray starts it again, and it takes up what it knew
-from the shards: each keeps the newest copy of the rare facts (places, losses, the limit), and its own counts. Permits
-that were given and not yet used are forgotten, and so are the counts of a shard that is lost at the same time. If all
-are lost together, a served storage with snapshots goes on from those, and one without begins anew.
+It runs on the node that serves the storage. If it dies, Ray restarts it and it resumes from the shards: each stores a
+backup of the ledger's state, and its own counts. Permits that were granted and not used are forgotten, as are the
+counts of a shard that dies at the same time. If all die together, a served storage resumes from its snapshots, and one
+without snapshots starts empty.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,19 +23,40 @@ import ray
 from rlstore.engine.disk.files import write_whole
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
-from rlstore.ray.calls import was_restarted
+from rlstore.ray.calls import Changed, Deadline, was_restarted
 from rlstore.ray.places import Place, Places
 
 NAMESPACE = "rlstore"
+_BACKUP_SECONDS = 5.0
+
+
+def shard_name(name: str, shard: int) -> str:
+    """The name of a shard's actor in the cluster."""
+    return f"{name}-shard-{shard}"
+
+
+def ledger_name(name: str) -> str:
+    """The name of the ledger's actor in the cluster."""
+    return f"{name}-ledger"
 
 
 @dataclass
-class Facts:
-    """What a shard tells of itself.
+class ShardState:
+    """What a shard reports with each heartbeat.
 
-    ``lanes`` is None as long as the storage waits for its first sample; ``splits`` tells whether several writers can
-    share its lanes. ``inserted`` counts on from the snapshot that the shard began with; what is ``free`` came without
-    a permit, while there was no rate limit.
+    Attributes:
+        shard: Its number.
+        where: Its node and process.
+        generation: The start time of its process.
+        lanes: Its environments; None until its first sample decides.
+        splits: Whether several writers can share its lanes.
+        inserted: Transitions ever inserted, counted on from the snapshot that it was restored from.
+        held: Transitions held.
+        sampled: Rows sampled in this generation.
+        restored: Transitions restored from a snapshot.
+        inserted_freely: Inserts of this generation without a permit, while there was no rate limit.
+        sampled_freely: The same of samples.
+        note: What went wrong when it was restored, or nothing.
     """
 
     shard: int
@@ -48,42 +68,42 @@ class Facts:
     held: int = 0
     sampled: int = 0
     restored: int = 0
-    free_inserted: int = 0
-    free_sampled: int = 0
-    said: str = ""
+    inserted_freely: int = 0
+    sampled_freely: int = 0
+    note: str = ""
 
 
 @dataclass
 class ShardCounts:
-    """What the ledger knows of a shard."""
+    """The counts of a shard over all its generations."""
 
-    facts: Facts
-    births: int = 0
-    inserted: int = 0  # in all lives
+    state: ShardState
+    starts: int = 0
+    inserted: int = 0
     sampled: int = 0
     lost: int = 0
-    before: Facts | None = None  # the last that is known of the life before this one
-    begun_with: int = 0  # of all that was inserted, what this life began with
+    previous: ShardState | None = None  # the last known state of the previous generation
+    restored_at: int = 0  # the inserts in the snapshot that the current generation was restored from
 
-    def lost_with(self, life: Facts) -> int:
-        """What went with the life before this one: stored since the snapshot, and not overwritten."""
-        return min(max(life.inserted - self.begun_with, 0), life.held)
+    def lost_with(self, state: ShardState) -> int:
+        """Transitions lost with the previous generation: inserted since the snapshot, and not overwritten."""
+        return min(max(state.inserted - self.restored_at, 0), state.held)
 
 
 @dataclass
-class _Kept:
-    """What the shards keep for the ledger."""
+class _Backup:
+    """The state of the ledger that the shards store."""
 
     limit: RateLimit | None
     shards: list[ShardCounts]
-    places: dict[str, Place]
     lost_in_flight: int = 0
     lost_updates: int = 0
-    # Of the limiter's counts, what is not in the shards' own.
-    inserted_beside: int = 0
-    sampled_beside: int = 0
     restarts: int = 0
     version: int = 0
+    places: dict[str, Place] = field(default_factory=dict)
+    # The limiter's counts minus those of the shards.
+    inserted_offset: int = 0
+    sampled_offset: int = 0
 
 
 @dataclass
@@ -99,196 +119,190 @@ class Ledger:
     """The actor.
 
     Args:
-        name: Of the served storage.
-        shards: How many there are.
+        name: The name of the served storage.
+        shards: The number of shards.
         limit: The rate limit, or None.
-        snapshot_dir: Where the limiter's counts are kept, or None.
-        patience: Seconds after which a writer that says nothing loses its place to one that asks for it.
+        snapshot_dir: Where the limiter's counts are saved, or None.
+        patience: Seconds without a heartbeat after which the place of a writer may be reclaimed.
     """
 
     def __init__(
         self, name: str, shards: int, limit: RateLimit | None, snapshot_dir: str | None, patience: float
     ) -> None:
-        self._name, self._limit, self._file = name, limit, None
-        self._shards = [ShardCounts(Facts(shard)) for shard in range(shards)]
+        self._name = name
+        self._state = _Backup(limit, [ShardCounts(ShardState(shard)) for shard in range(shards)])
         self._places = Places(shards, patience)
         self._inserts, self._samples = _Line(), _Line()
-        self._lost_in_flight, self._lost_updates, self._version, self._restarts = 0, 0, 0, 0
-        self._news, self._changed = 0, asyncio.Event()
+        self._heartbeats, self._changed = 0, Changed()
         self._handles: dict[int, Any] = {}
-        if snapshot_dir is not None:
-            self._file = Path(snapshot_dir) / "limiter.json"
-            self._read_counts()
+        self._file = None if snapshot_dir is None else Path(snapshot_dir) / "limiter.json"
+        self._load()
         if was_restarted():
             self._recover()
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    async def tell(self, facts: Facts, writers: Sequence[str] = ()) -> None:
-        """A shard tells of itself, when it begins a life and soon after inserts, and of the writers that made them."""
+    async def heartbeat(self, state: ShardState, writers: Sequence[str] = ()) -> None:
+        """The state of a shard, sent when it starts and shortly after inserts; and the writers that inserted."""
         for writer in writers:
-            self._places.touch(writer)
-        if self._hear(facts):
-            self._share()
-        self._news += 1
-        self._wake()
+            self._places.heartbeat(writer)
+        if self._record(state):
+            self._back_up()
+        self._heartbeats += 1
+        self._changed.notify()
 
-    async def witness(self, facts: Facts) -> None:
-        """A writer has met the loss of a shard: the last that the shard told it, which may be news here.
+    async def last_state(self, state: ShardState) -> None:
+        """The last state of a dead shard that a writer knows, which may be newer than its last heartbeat.
 
-        Only the shard itself can tell that a life began, and with what.
+        That a generation begins, and what it was restored from, is known from its own heartbeat only.
         """
-        if facts.generation <= self._shards[facts.shard].facts.generation:
-            self._hear(facts)
-            self._wake()
+        if state.generation <= self._state.shards[state.shard].state.generation:
+            self._record(state)
+            self._changed.notify()
 
-    def _hear(self, facts: Facts) -> bool:
-        """Take in what is told of a shard; True if it has begun a new life."""
-        counts = self._shards[facts.shard]
-        known = counts.facts
-        if facts.generation < known.generation:
-            self._hear_of_the_past(counts, facts)
+    def _record(self, state: ShardState) -> bool:
+        """Count what is new in a shard's state; True if it begins a new generation."""
+        counts = self._state.shards[state.shard]
+        known = counts.state
+        if state.generation < known.generation:
+            self._record_previous(counts, state)
             return False
-        if facts.generation == known.generation and facts.inserted < known.inserted:
-            return False  # older than what is known
-        counts.facts = facts
-        if facts.generation == known.generation:
-            counts.inserted += facts.inserted - known.inserted
-            counts.sampled += facts.sampled - known.sampled
-            self._inserts.granted += facts.free_inserted - known.free_inserted
-            self._samples.granted += facts.free_sampled - known.free_sampled
-            self._serve_lines()
+        if state.generation == known.generation:
+            if state.inserted >= known.inserted:  # not older than what is known
+                counts.state = state
+                counts.inserted += state.inserted - known.inserted
+                counts.sampled += state.sampled - known.sampled
+                self._inserts.granted += state.inserted_freely - known.inserted_freely
+                self._samples.granted += state.sampled_freely - known.sampled_freely
+                self._grant()
             return False
-        counts.births += 1
-        if counts.births == 1:
-            counts.inserted = facts.inserted  # those of a snapshot are there too
+        counts.state = state
+        counts.starts += 1
+        if counts.starts == 1:
+            counts.inserted = state.inserted  # with those of its snapshot
         else:
-            counts.before, counts.begun_with = known, facts.inserted
+            counts.previous, counts.restored_at = known, state.inserted
             counts.lost += counts.lost_with(known)
-        counts.sampled += facts.sampled
-        self._inserts.granted += facts.free_inserted
-        self._samples.granted += facts.free_sampled
-        self._places.describe(facts.shard, facts.lanes, facts.splits)
-        # A snapshot may hold data that no file with the limiter's counts tells of.
-        self._inserts.granted = max(self._inserts.granted, sum(other.facts.inserted for other in self._shards))
-        self._serve_lines()
+        counts.sampled += state.sampled
+        self._inserts.granted += state.inserted_freely
+        self._samples.granted += state.sampled_freely
+        self._places.describe(state.shard, state.lanes, state.splits)
+        # A snapshot may be newer than the saved counts of the limiter.
+        inserted = sum(other.state.inserted for other in self._state.shards)
+        self._inserts.granted = max(self._inserts.granted, inserted)
+        self._grant()
         return True
 
-    def _hear_of_the_past(self, counts: ShardCounts, facts: Facts) -> None:
-        before = counts.before
-        if before is None or facts.generation != before.generation or facts.inserted <= before.inserted:
+    def _record_previous(self, counts: ShardCounts, state: ShardState) -> None:
+        previous = counts.previous
+        if previous is None or state.generation != previous.generation or state.inserted <= previous.inserted:
             return
-        counts.inserted += facts.inserted - before.inserted
-        counts.sampled += max(facts.sampled - before.sampled, 0)
-        counts.lost += counts.lost_with(facts) - counts.lost_with(before)
-        self._inserts.granted += facts.free_inserted - before.free_inserted
-        counts.before = facts
+        counts.inserted += state.inserted - previous.inserted
+        counts.sampled += max(state.sampled - previous.sampled, 0)
+        counts.lost += counts.lost_with(state) - counts.lost_with(previous)
+        self._inserts.granted += state.inserted_freely - previous.inserted_freely
+        counts.previous = state
 
-    async def wait_for_news(self, seen: int, seconds: float) -> int:
-        """A number that grows when a shard has something new to tell, as soon as it is above ``seen``."""
-        end = time.monotonic() + seconds
-        while self._news <= seen and time.monotonic() < end:
-            await self._change(end)
-        return self._news
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self, end: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), max(end - time.monotonic(), 0.0))
-        except asyncio.TimeoutError:
-            return
+    async def wait_for_heartbeat(self, seen: int, seconds: float) -> int:
+        """The number of heartbeats, as soon as it is above ``seen``."""
+        deadline = Deadline(seconds)
+        while self._heartbeats <= seen and deadline.left:
+            await self._changed.wait(deadline)
+        return self._heartbeats
 
     # ---------------------------------------------------------------------------------------------- writers
 
     async def place(self, writer: str, num_envs: int | None, seconds: float) -> Place:
-        """Lanes of a shard for a writer, as soon as every shard was heard of."""
-        end = time.monotonic() + seconds
-        while any(counts.births == 0 for counts in self._shards) and time.monotonic() < end:
-            await self._change(end)
+        """Lanes of a shard for a writer, as soon as every shard has started."""
+        deadline = Deadline(seconds)
+        while any(counts.starts == 0 for counts in self._state.shards) and deadline.left:
+            await self._changed.wait(deadline)
         place = self._places.give(writer, num_envs)
-        self._share()
+        self._back_up()
         return place
 
     async def leave(self, writer: str) -> None:
-        """A writer gives its place back."""
+        """Release the place of a writer."""
         self._places.leave(writer)
-        self._share()
+        self._back_up()
 
-    async def lose(self, transitions: int, priorities: int, permitted: int) -> None:
-        """Something that was on its way did not arrive; of the transitions, some had a permit, which is given back."""
-        self._lost_in_flight += transitions
-        self._lost_updates += priorities
+    async def count_lost(self, transitions: int, priorities: int, permitted: int) -> None:
+        """Count what was lost in flight; the permits of ``permitted`` of the transitions are returned."""
+        self._state.lost_in_flight += transitions
+        self._state.lost_updates += priorities
         self._inserts.granted -= permitted
-        self._serve_lines()
-        self._share()
+        self._grant()
+        self._back_up()
 
     # ---------------------------------------------------------------------------------------------- permits
 
     async def permit_insert(self, writer: str, count: int, seconds: float) -> None:
-        """Let a writer insert so many transitions, as soon as the rate limit allows."""
-        if not self._places.touch(writer):
+        """Wait until the rate limit allows a writer to insert ``count`` transitions."""
+        if not self._places.heartbeat(writer):
             raise PeerLostError(
                 "this writer's place was given to another one, because nothing had been heard of it for longer than "
                 "the deadline; make a new writer"
             )
-        await self._line_up(self._inserts, count, seconds)
+        await self._wait_in(self._inserts, count, seconds)
 
     async def permit_sample(self, size: int, most: int, seconds: float) -> tuple[int, int]:
-        """Let a learner draw batches of a size, as soon as the rate limit allows one and anything is there.
+        """Wait until the rate limit allows a learner to draw a batch of ``size``, and something was inserted.
 
         Returns:
-            How many batches, at most ``most``: one, and those that may follow at once; and the news.
+            The number of batches that are allowed, 1 to ``most``; and the number of heartbeats.
         """
-        await self._line_up(self._samples, size, seconds)
+        await self._wait_in(self._samples, size, seconds)
         granted = 1
         while granted < most and not self._samples.waiting and self._allows(self._samples, size):
             self._samples.granted += size
             granted += 1
-        self._serve_lines()
-        return granted, self._news
+        self._grant()
+        return granted, self._heartbeats
 
     async def return_sample(self, count: int) -> None:
-        """A learner gives back a permit that it could not use."""
+        """Take back a permit that a learner did not use."""
         self._samples.granted -= count
-        self._serve_lines()
+        self._grant()
 
     async def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again. When this returns the shards know of it.
+        """Change the limit. When this returns the shards know it.
 
-        Whether its tolerance is enough is looked at anew with each call that comes: those who made large ones may be
-        gone.
+        The tolerance is checked against those who wait now, and again with each call that follows: those who made the
+        largest calls before may be gone.
         """
         largest = [max((count for count, _ in line.waiting), default=1) for line in (self._inserts, self._samples)]
         if limit is not None:
             _resolved(limit, *largest)
         self._inserts.largest, self._samples.largest = largest
-        self._limit = limit
-        self._serve_lines()
-        known = asyncio.gather(*self._share(), return_exceptions=True)
+        self._state.limit = limit
+        self._grant()
+        stored = asyncio.gather(*self._back_up(), return_exceptions=True)
         try:
-            await asyncio.wait_for(known, _SHARE_SECONDS)
+            await asyncio.wait_for(stored, _BACKUP_SECONDS)
         except asyncio.TimeoutError:
-            return  # one that does not answer is told again when it begins another life
+            return  # a shard that does not answer gets it when it is restarted
 
-    async def _line_up(self, line: _Line, count: int, seconds: float) -> None:
-        other = self._samples if line is self._inserts else self._inserts
-        if count > line.largest and self._limit is not None:
-            sizes = (count, other.largest) if line is self._inserts else (other.largest, count)
-            _resolved(self._limit, *sizes)  # an error if both sides could wait for each other
+    async def _wait_in(self, line: _Line, count: int, seconds: float) -> None:
+        if count > line.largest and self._state.limit is not None:
+            inserts = (count, self._samples.largest) if line is self._inserts else (self._inserts.largest, count)
+            _resolved(self._state.limit, *inserts)  # an error if both sides could wait for each other
         line.largest = max(line.largest, count)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((count, future))
-        self._serve_lines()
+        self._grant()
         try:
             await asyncio.wait_for(future, seconds)
         except asyncio.TimeoutError:
-            self._serve_lines()  # those behind it may go ahead
-            raise WaitTimeoutError(self._why_waiting(line, count, seconds)) from None
+            self._grant()  # those behind it may be allowed
+            what = "insert" if line is self._inserts else "sample"
+            raise WaitTimeoutError(
+                f"the rate limit of {self._name} let no {what} of {count} go ahead within {seconds:g} s: "
+                f"{self._inserts.granted} were inserted and {self._samples.granted} sampled under {self._state.limit}. "
+                f"{len(self._places)} writers have a place"
+            ) from None
 
-    def _serve_lines(self) -> None:
+    def _grant(self) -> None:
+        """Grant the permits that the limit allows now."""
         moved = True
         while moved:
             moved = False
@@ -302,42 +316,34 @@ class Ledger:
 
     def _allows(self, line: _Line, count: int) -> bool:
         inserted, sampled = self._inserts.granted, self._samples.granted
-        if self._limit is None:
+        if self._state.limit is None:
             return line is self._inserts or inserted > 0
-        limit = _resolved(self._limit, self._inserts.largest, self._samples.largest)
+        limit = _resolved(self._state.limit, self._inserts.largest, self._samples.largest)
         allows = limit.allows_insert if line is self._inserts else limit.allows_sample
         return allows(inserted, sampled, count)
 
-    def _why_waiting(self, line: _Line, count: int, seconds: float) -> str:
-        what = "insert" if line is self._inserts else "sample"
-        return (
-            f"the rate limit of {self._name} let no {what} of {count} go ahead within {seconds:g} s: "
-            f"{self._inserts.granted} were inserted and {self._samples.granted} sampled under {self._limit}. "
-            f"{len(self._places)} writers have a place"
-        )
-
-    # ---------------------------------------------------------------------------------------------- the whole
+    # ---------------------------------------------------------------------------------------------- state
 
     async def report(self) -> dict[str, Any]:
-        """What the ledger knows."""
+        """The counts of the ledger; the arguments of ``ServedReport``, with ShardCounts for the shards."""
         return {
-            "shards": self._shards,
+            "shards": self._state.shards,
             "writers": len(self._places),
-            "lost_in_flight": self._lost_in_flight,
-            "lost_updates": self._lost_updates,
-            "rate_limit": self._limit,
+            "lost_in_flight": self._state.lost_in_flight,
+            "lost_updates": self._state.lost_updates,
+            "rate_limit": self._state.limit,
             "limiter_inserted": self._inserts.granted,
             "limiter_sampled": self._samples.granted,
-            "ledger_restarts": self._restarts,
+            "ledger_restarts": self._state.restarts,
         }
 
     async def save(self) -> None:
-        """Keep the limiter's counts on the disk."""
+        """Save the counts of the limiter."""
         if self._file is not None:
             counts = {"inserted": self._inserts.granted, "sampled": self._samples.granted}
             write_whole(self._file, json.dumps(counts).encode())
 
-    def _read_counts(self) -> None:
+    def _load(self) -> None:
         if self._file is None or not self._file.exists():
             return
         try:
@@ -346,27 +352,20 @@ class Ledger:
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(f"{self._file} does not hold a limiter's counts: {error}") from error
 
-    def _share(self) -> list[Any]:
-        """Have the shards keep what must not be lost with this process; gives the calls."""
-        self._version += 1
-        kept = _Kept(
-            self._limit,
-            self._shards,
-            self._places.given,
-            self._lost_in_flight,
-            self._lost_updates,
-            self._inserts.granted - sum(counts.inserted for counts in self._shards),
-            self._samples.granted - sum(counts.sampled for counts in self._shards),
-            self._restarts,
-            self._version,
-        )
-        handles = [self._handle(shard) for shard in range(len(self._shards))]
-        limited = self._limit is not None
-        return [handle.keep.remote(self._version, kept, limited) for handle in handles if handle is not None]
+    def _back_up(self) -> list[Any]:
+        """Send the shards a backup of the state; returns the calls."""
+        state = self._state
+        state.version += 1
+        state.places = self._places.given
+        state.inserted_offset = self._inserts.granted - sum(counts.inserted for counts in state.shards)
+        state.sampled_offset = self._samples.granted - sum(counts.sampled for counts in state.shards)
+        handles = [self._handle(shard) for shard in range(len(state.shards))]
+        limited = state.limit is not None
+        return [handle.store_backup.remote(state.version, state, limited) for handle in handles if handle is not None]
 
     def _handle(self, shard: int) -> Any:
-        """The actor of a shard, which stays the same when it is started again; None before its first life."""
-        if shard not in self._handles and self._shards[shard].births:
+        """The actor of a shard, which remains the same when it is restarted; None before it has started."""
+        if shard not in self._handles and self._state.shards[shard].starts:
             try:
                 self._handles[shard] = ray.get_actor(shard_name(self._name, shard), NAMESPACE)
             except ValueError:
@@ -374,58 +373,41 @@ class Ledger:
         return self._handles.get(shard)
 
     def _recover(self) -> None:
-        """Take up what the ledger before this one knew."""
+        """Resume from the newest backup and the states of the shards that answer."""
         refs: list[Any] = []
-        for shard in range(len(self._shards)):
+        for shard in range(len(self._state.shards)):
             try:
-                refs.append(ray.get_actor(shard_name(self._name, shard), NAMESPACE).recall.remote())
+                refs.append(ray.get_actor(shard_name(self._name, shard), NAMESPACE).get_backup.remote())
             except ValueError:
                 continue
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_RECOVER_SECONDS) if refs else ([], [])
-        told: list[tuple[_Kept | None, Facts]] = []
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_BACKUP_SECONDS) if refs else ([], [])
+        answered: list[tuple[_Backup | None, ShardState]] = []
         for ref in ready:
             try:
-                told.append(ray.get(ref, timeout=_RECOVER_SECONDS))
+                answered.append(ray.get(ref, timeout=_BACKUP_SECONDS))
             except ray.exceptions.RayError:
                 continue
-        newest = max((kept for kept, _ in told if kept is not None), key=lambda kept: kept.version, default=None)
-        if newest is not None:
-            self._take(newest)
-        self._restarts += 1
-        for _, facts in told:
-            self._hear(facts)
-        if newest is not None:
-            self._inserts.granted = newest.inserted_beside + sum(counts.inserted for counts in self._shards)
-            self._samples.granted = newest.sampled_beside + sum(counts.sampled for counts in self._shards)
-
-    def _take(self, kept: _Kept) -> None:
-        self._limit, self._shards, self._version = kept.limit, kept.shards, kept.version
-        self._lost_in_flight, self._lost_updates = kept.lost_in_flight, kept.lost_updates
-        self._restarts = kept.restarts
-        for counts in self._shards:
-            self._places.describe(counts.facts.shard, counts.facts.lanes, counts.facts.splits)
-        self._places.take(kept.places)
+        backups = [backup for backup, _ in answered if backup is not None]
+        if backups:
+            self._state = max(backups, key=lambda backup: backup.version)
+            for counts in self._state.shards:
+                self._places.describe(counts.state.shard, counts.state.lanes, counts.state.splits)
+            self._places.restore(self._state.places)
+        self._state.restarts += 1
+        for _, state in answered:
+            self._record(state)
+        if backups:
+            inserted, sampled = self._state.inserted_offset, self._state.sampled_offset
+            self._inserts.granted = inserted + sum(counts.inserted for counts in self._state.shards)
+            self._samples.granted = sampled + sum(counts.sampled for counts in self._state.shards)
 
 
 def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:
     """The limit for calls of these sizes.
 
-    A writer's call holds many steps, so the least tolerance with which one of both sides can always go on is taken
-    where none is given, and not twice as much.
+    A call of a writer has many steps; so a tolerance that is not given is the least with which one side can always
+    proceed, not twice as much.
     """
     if limit.tolerance is None:
         limit = replace(limit, tolerance=max(inserts * limit.samples_per_insert, float(samples)))
     return limit.resolved(inserts, samples)
-
-
-_RECOVER_SECONDS = _SHARE_SECONDS = 5.0
-
-
-def shard_name(name: str, shard: int) -> str:
-    """What a shard's actor is called in the cluster."""
-    return f"{name}-shard-{shard}"
-
-
-def ledger_name(name: str) -> str:
-    """What the ledger's actor is called in the cluster."""
-    return f"{name}-ledger"

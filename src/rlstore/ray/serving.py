@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,16 @@ import torch
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.processes.limiter import RateLimit
-from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.ray.calls import answer, answers, check_seconds, on_this_node
-from rlstore.ray.connection import Connection
+from rlstore.errors import InvalidInputError
+from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, on_this_node
 from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
-from rlstore.ray.reports import ServedReport, ShardReport
 from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.writer import ServedWriter
 from rlstore.storage import Storage
 
-# A shard is restarted wherever there is room; as good as no CPU is reserved for it, so that there always is. (Ray
-# spreads only actors that ask for something.) No call is repeated behind our back: its steps might be stored twice.
+# A shard is restarted on any node: it reserves almost no CPU, so that there is always one. (Ray spreads only actors
+# that reserve something.) Ray must not retry a call, whose steps would be stored twice.
 _SHARD_OPTIONS: Mapping[str, Any] = {
     "num_cpus": 0.001,
     "max_restarts": -1,
@@ -39,7 +37,7 @@ _LEDGER_OPTIONS: Mapping[str, Any] = {
     "max_concurrency": 10_000,
 }
 
-# Processes that begin import torch first: no deadline that is meant for data should cut them off.
+# A new process imports torch first, which a short deadline for data should not interrupt.
 _START_SECONDS = 120.0
 
 
@@ -54,25 +52,30 @@ def serve(
     *,
     seed: int | None = None,
 ) -> ServedStorage:
-    """Host storages on the Ray cluster that this process is connected to, and share the experience out among them.
+    """Create storages on the Ray cluster that this process is connected to, and serve them as one.
 
-    A shard that is lost is started again by Ray on a node that lives, restored from its newest snapshot if it has one;
-    the others serve on, and what was lost is counted. The actors end with the process that called this, or by
+    A shard that dies is restarted by Ray on another node and restored from its newest snapshot if there is one; the
+    others continue, and what was lost is counted. The actors end with the process that called this, or with
     :meth:`ServedStorage.shutdown`.
 
     Args:
-        factory: What ``create_factory`` of a storage gives. Its size and ``num_envs`` are those of one shard; the
+        factory: The result of ``create_factory`` of a storage. Its size and ``num_envs`` are those of one shard; the
             writers of a shard share its environments.
-        shards: Storages, each in an actor of its own, spread over the nodes.
-        rate_limit: Samples for each insert, held over all writers and learners; None for no limit.
-        snapshot_dir: Where the shards keep snapshots: a folder that every node can see. What is there is restored.
-        snapshot_every: Transitions inserted into a shard between its snapshots; None for those of ``save()`` alone.
-        deadline: Seconds after which any wait ends with an error that says what was waited for.
-        actor_options: Options of Ray for the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
-        seed: Of everything that the shards draw; None draws one from torch's own generator.
+        shards: The number of storages, each in an actor of its own, spread over the nodes.
+        rate_limit: Samples per insert, over all writers and learners; None for no limit.
+        snapshot_dir: The folder for the snapshots of the shards, which every node must see. Snapshots in it are
+            restored.
+        snapshot_every: Transitions inserted into a shard between its snapshots; None for ``save()`` only.
+        deadline: Seconds after which any wait ends with an error that names what was waited for.
+        actor_options: Ray options of the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
+        seed: The seed of everything that the shards draw; None draws one from torch's own generator.
 
     Returns:
         A handle that can be sent to any task or actor.
+
+    Raises:
+        InvalidInputError: (a ValueError) if an argument is refused, here or by the factory.
+        NotReadyError: (a RuntimeError) if this process is not connected to a cluster.
     """
     check_positive("serve()", shards=shards)
     check_seconds("serve()", deadline=deadline)
@@ -82,8 +85,7 @@ def serve(
             raise InvalidInputError("snapshot_every is given without a snapshot_dir; say where snapshots go")
     if not callable(factory):
         raise InvalidInputError(f"factory is {factory!r}; serve() needs what create_factory() of a storage gives")
-    if not ray.is_initialized():
-        raise NotReadyError("this process is not connected to a Ray cluster; call ray.init() first")
+    check_connected()
     folder = None if snapshot_dir is None else str(Path(snapshot_dir).absolute())
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ def serve(
     )
     try:
         seconds = max(deadline, _START_SECONDS)
-        facts = [
+        states = [
             answer(handle.ready.remote(), f"shard {index} of {name}, which is being started", seconds)
             for index, handle in enumerate(handles)
         ]
@@ -112,11 +114,11 @@ def serve(
         for actor in (*handles, ledger):
             ray.kill(actor)
         raise
-    return ServedStorage(Connection(name, ledger, handles, tuple(fact.where for fact in facts), deadline))
+    return ServedStorage(Connection(name, ledger, handles, tuple(state.where for state in states), deadline))
 
 
 class ServedStorage:
-    """A storage that is served from a Ray cluster; made by :func:`serve`, and picklable.
+    """A storage that is served from a Ray cluster; created by :func:`serve`, and picklable.
 
     Args:
         connection: Its actors.
@@ -127,17 +129,21 @@ class ServedStorage:
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self._connection.shards)
 
     def writer(self, num_envs: int | None = None, batch_steps: int = 32, max_in_flight: int = 4) -> ServedWriter:
         """A writer for some environments of one shard.
 
         Args:
-            num_envs: The environments in each of its samples; None for all of a shard's. Several writers can share the
-                environments of a replay storage; other storages take one writer a shard.
+            num_envs: The environments of each sample; None for all of a shard. Several writers can share the
+                environments of a replay storage; other storages take one writer per shard.
             batch_steps: Steps sent in one call.
             max_in_flight: Calls that may be open before ``add`` waits.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if all lanes are taken by other writers.
+            InvalidInputError: (a ValueError) if no shard has so many environments.
         """
         check_positive("writer()", batch_steps=batch_steps, max_in_flight=max_in_flight)
         if num_envs is not None:
@@ -152,54 +158,60 @@ class ServedStorage:
         *,
         seed: int | None = None,
     ) -> ServedLearner:
-        """Batches drawn across all shards.
+        """An iterator over batches drawn across all shards.
 
         Args:
             batch_size: Rows (or sequences) in a batch.
-            prefetch: Batches under way.
+            prefetch: Batches in flight.
             device: Where batches are served.
-            seed: Of the splits between the shards.
+            seed: The seed of the splits between the shards.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
         return ServedLearner(self._connection, batch_size, prefetch, check_device("learner()", device), seed)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every shard's storage, as ``each("before_gradients", actor)``; all must answer."""
-        served = self._connection
-        refs = [shard.each.remote(method, args, kwargs) for shard in served.shards]
-        return [answer(ref, served.who(index), served.deadline) for index, ref in enumerate(refs)]
+        """Call a method of the storage of every shard, as ``each("before_gradients", actor)``.
+
+        Args:
+            method: The name of the method.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The result of each shard.
+        """
+        return self._call_each("each", method, args, kwargs)
 
     def set_rate_limit(self, rate_limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again."""
+        """Change the rate limit, also for those who wait now."""
         self._connection.ask_ledger("set_rate_limit", rate_limit)
 
     def save(self) -> None:
-        """Write a snapshot of every shard, and the limiter's counts; all must answer."""
+        """Write a snapshot of every shard, and the counts of the rate limit."""
+        self._call_each("save")
+        self._connection.ask_ledger("save")
+
+    def _call_each(self, method: str, *args: Any) -> list[Any]:
         served = self._connection
-        refs = [shard.save.remote() for shard in served.shards]
-        for index, ref in enumerate(refs):
-            answer(ref, served.who(index), served.deadline)
-        served.ask_ledger("save")
+        refs = [getattr(shard, method).remote(*args) for shard in served.shards]
+        return [answer(ref, served.who(index), served.deadline) for index, ref in enumerate(refs)]
 
     def report(self) -> ServedReport:
-        """What was inserted, sampled, held and lost; shards that do not answer are told as they were last heard of."""
+        """The transitions that were inserted, sampled, held and lost; for a dead shard its last known counts."""
         served = self._connection
-        told = answers(
-            [shard.describe.remote() for shard in served.shards],
-            [served.who(index) for index in range(len(served.shards))],
-            served.patience,
-        )
+        refs = [shard.describe.remote() for shard in served.shards]
+        described = answers(refs, [served.who(index) for index in range(self.num_shards)], served.patience)
         known = served.ask_ledger("report")
         shards = []
-        for counts, answered in zip(known.pop("shards"), told, strict=True):
-            shards.append(_report(counts, answered))
-            if not isinstance(answered, Exception) and answered[0].generation == counts.facts.generation:
-                known["limiter_inserted"] += answered[0].free_inserted - counts.facts.free_inserted
-                known["limiter_sampled"] += answered[0].free_sampled - counts.facts.free_sampled
+        for counts, answered in zip(known.pop("shards"), described, strict=True):
+            shards.append(_shard_report(counts, answered))
+            if not isinstance(answered, Exception) and answered[0].generation == counts.state.generation:
+                known["limiter_inserted"] += answered[0].inserted_freely - counts.state.inserted_freely
+                known["limiter_sampled"] += answered[0].sampled_freely - counts.state.sampled_freely
         return ServedReport(shards=tuple(shards), **known)
 
     def shutdown(self) -> None:
-        """End all actors. Data that are in no snapshot are gone."""
+        """End all actors. Data that are in no snapshot are lost."""
         for actor in (*self._connection.shards, self._connection.ledger):
             ray.kill(actor)
 
@@ -207,31 +219,136 @@ class ServedStorage:
         return f"ServedStorage({self._connection.name}: {self.num_shards} shards)"
 
 
-def _report(counts: ShardCounts, told: Any) -> ShardReport:
-    """What is known of a shard: its own word, where it gave it."""
-    answers_now, late, snapshots = not isinstance(told, Exception), 0, 0
-    if answers_now:
-        facts, late, snapshots = told
-        if facts.generation == counts.facts.generation:
-            counts = replace(
-                counts,
-                inserted=counts.inserted + facts.inserted - counts.facts.inserted,
-                sampled=counts.sampled + facts.sampled - counts.facts.sampled,
-                facts=facts,
-            )
-    facts = counts.facts
+@dataclass(frozen=True)
+class ShardReport:
+    """The counts of one shard.
+
+    Attributes:
+        shard: Its number.
+        where: Its node and process at its last heartbeat.
+        answers: Whether it answered the request for this report.
+        generation: The number of its current process: the third column of ``rows``.
+        restarts: How often it was restarted.
+        inserted: Transitions ever inserted, in all generations.
+        held: Transitions held, as last known.
+        sampled: Rows ever sampled.
+        restored: Transitions that the current generation restored from a snapshot.
+        lost: Transitions lost with earlier generations: inserted since the snapshot, and not overwritten.
+        stale_updates: Priority updates that were dropped because their rows were overwritten or lost.
+        snapshots: Snapshots written by the current generation.
+        said: What went wrong when it was restored, or nothing.
+    """
+
+    shard: int
+    where: str
+    answers: bool
+    generation: int
+    restarts: int
+    inserted: int
+    held: int
+    sampled: int
+    restored: int
+    lost: int
+    stale_updates: int
+    snapshots: int
+    said: str
+
+
+def _shard_report(counts: ShardCounts, described: Any) -> ShardReport:
+    """The report of a shard from the ledger's counts and, if it answered, from its own newer state."""
+    answered = not isinstance(described, Exception)
+    state, stale, snapshots = described if answered else (counts.state, 0, 0)
+    inserted, sampled = counts.inserted, counts.sampled
+    if state.generation == counts.state.generation:
+        inserted += state.inserted - counts.state.inserted
+        sampled += state.sampled - counts.state.sampled
+    else:
+        state = counts.state  # the ledger has not counted the new generation yet
     return ShardReport(
-        shard=facts.shard,
-        where=facts.where,
-        answers=answers_now,
-        generation=facts.generation,
-        restarts=max(counts.births - 1, 0),
-        inserted=counts.inserted,
-        held=facts.held,
-        sampled=counts.sampled,
-        restored=facts.restored,
+        shard=state.shard,
+        where=state.where,
+        answers=answered,
+        generation=state.generation,
+        restarts=max(counts.starts - 1, 0),
+        inserted=inserted,
+        held=state.held,
+        sampled=sampled,
+        restored=state.restored,
         lost=counts.lost,
-        stale_updates=late,
+        stale_updates=stale,
         snapshots=snapshots,
-        said=facts.said,
+        said=state.note,
     )
+
+
+@dataclass(frozen=True)
+class ServedReport:
+    """The counts of a served storage: ``inserted = held + overwritten + lost_in_shards``.
+
+    Attributes:
+        shards: Each shard.
+        writers: Writers that have a place.
+        lost_in_flight: Transitions that were sent to a shard and not stored.
+        lost_updates: Priority updates that were sent to a dead shard.
+        rate_limit: The current limit; None for none.
+        limiter_inserted: Inserts that the rate limit has counted.
+        limiter_sampled: Samples that the rate limit has counted.
+        ledger_restarts: How often the ledger was restarted.
+    """
+
+    shards: tuple[ShardReport, ...]
+    writers: int
+    lost_in_flight: int
+    lost_updates: int
+    rate_limit: RateLimit | None
+    limiter_inserted: int
+    limiter_sampled: int
+    ledger_restarts: int
+
+    @property
+    def inserted(self) -> int:
+        """Transitions ever inserted."""
+        return sum(shard.inserted for shard in self.shards)
+
+    @property
+    def held(self) -> int:
+        """Transitions held by the shards that answer."""
+        return sum(shard.held for shard in self.shards if shard.answers)
+
+    @property
+    def sampled(self) -> int:
+        """Rows ever sampled."""
+        return sum(shard.sampled for shard in self.shards)
+
+    @property
+    def lost_in_shards(self) -> int:
+        """Transitions lost with dead shards."""
+        return sum(shard.lost for shard in self.shards)
+
+    @property
+    def restarts(self) -> int:
+        """How often shards were restarted."""
+        return sum(shard.restarts for shard in self.shards)
+
+    @property
+    def stale_updates(self) -> int:
+        """Priority updates that were dropped because their rows were overwritten or lost."""
+        return sum(shard.stale_updates for shard in self.shards)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.shards)} shards, {self.writers} writers: {self.inserted} transitions inserted, {self.held} "
+            f"held, {self.sampled} sampled",
+            f"lost: {self.lost_in_shards} with shards ({self.restarts} restarts), {self.lost_in_flight} on the way, "
+            f"{self.lost_updates} priorities on the way; {self.stale_updates} priorities too late",
+        ]
+        for shard in self.shards:
+            if not shard.answers:
+                lines.append(f"shard {shard.shard} does not answer; it was last on {shard.where}")
+        for shard in self.shards:
+            if shard.restarts:
+                lines.append(
+                    f"shard {shard.shard} was restarted {shard.restarts} times: {shard.lost} transitions lost, "
+                    f"{shard.restored} restored{', ' + shard.said if shard.said else ''}; now on {shard.where}"
+                )
+        return "\n".join(lines)

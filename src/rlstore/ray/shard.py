@@ -1,17 +1,20 @@
-"""A shard: an actor with a storage in it.
+"""A shard: an actor that holds a storage.
 
-Inserts come in one thread and draws in others, one step or one draw at a time (``_lock``): a draw waits for a step,
-never for a whole call of steps, and a batch is sent while the next one is drawn.
+Inserts run in one thread and draws in two others. Each step and each draw holds ``_lock``: a draw waits for one step,
+never for a call of many steps, and a batch is sent while the next one is drawn.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -19,46 +22,54 @@ import ray
 import torch
 from torch import Tensor
 
+from rlstore import HindsightReplayStorage
+from rlstore.engine.disk.files import write_whole
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.ray.calls import this_node, was_restarted
-from rlstore.ray.lanes import LaneWriter, can_split, count_lanes
-from rlstore.ray.ledger import NAMESPACE, Facts, ledger_name
+from rlstore.ray.ledger import NAMESPACE, ShardState, ledger_name
 from rlstore.ray.places import Place
-from rlstore.ray.shard_folder import ShardFolder
-from rlstore.ray.steps import Steps, each_step
 from rlstore.ray.wire import Array, Packed, pack
-from rlstore.storage import BatchDict, Storage
+from rlstore.ray.writer import Steps, each_step
+from rlstore.storage import BatchDict, Sample, Storage
 
-# How soon after an insert the ledger knows of it: many inserts are told of in one call. If this process is lost in the
-# meantime, the writers tell what they know.
-_TELL_SECONDS = 0.02
+# The delay of a heartbeat after an insert: one heartbeat covers many inserts. If the process dies in the meantime, the
+# writers forward the state that they know.
+_HEARTBEAT_SECONDS = 0.02
 
 
 def packed_factory(factory: Callable[..., Storage]) -> bytes:
     """A factory as a shard takes it.
 
-    Small, so that Ray keeps it with the actor: a large one, as the bounds of images make it, would lie in the object
-    store and could be missing when the shard is started again.
+    Compressed, so that Ray stores it with the actor: a large one, with the bounds of images, would be in the object
+    store and could be lost before the shard is restarted.
     """
     pickler: Any = ray.cloudpickle
     return zlib.compress(pickler.dumps(factory))
 
 
 class Totals(NamedTuple):
-    """What draws from a shard are in proportion to, and how many transitions it holds."""
+    """What draws from a shard are proportional to, and the transitions it holds."""
 
     total: float
     held: int
 
 
 class Draw(NamedTuple):
-    """A shard's part of a batch.
+    """The part of a batch that one shard has drawn.
 
-    ``priorities`` are p_i of the rows, or None where draws are uniform; ``total`` is their sum over the shard, and
-    ``beta`` the exponent of the weights, both as they were at the draw. ``limited``: the next draw needs a permit.
+    Attributes:
+        parts: The batches of the storage, concatenated along ``axis``.
+        axis: The axis of the batch: 1 where the storage serves ``[time, batch, ...]``.
+        rows: The row ids, ``[n]`` or ``[time, n]``; none if the storage has no row ids.
+        generation: The generation of the shard.
+        priorities: p_i of the rows; None where draws are uniform.
+        total: The sum of p over the shard.
+        beta: The exponent of the importance weights.
+        limited: Whether the next draw needs a permit.
     """
 
     parts: list[Packed]
+    axis: int
     rows: Array
     generation: int
     priorities: Array | None
@@ -68,14 +79,18 @@ class Draw(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The answer to an insert: how many transitions are stored, the error if a step was refused, and the shard's facts.
+    """The answer to an insert.
 
-    ``limited``: the next insert needs a permit.
+    Attributes:
+        stored: Transitions that were stored.
+        refused: The error, if a step was refused.
+        state: The state of the shard.
+        limited: Whether the next insert needs a permit.
     """
 
     stored: int
     refused: Exception | None
-    facts: Facts
+    state: ShardState
     limited: bool
 
 
@@ -83,11 +98,11 @@ class Shard:
     """The actor.
 
     Args:
-        index: Which shard it is.
-        factory: What makes the storage, as :func:`packed_factory` gives it.
-        name: Of the served storage, by which the ledger is found.
-        seed: Of everything that the storage draws.
-        snapshot_dir: Where snapshots go, or None.
+        index: The number of the shard.
+        factory: Creates the storage; as :func:`packed_factory` returns it.
+        name: The name of the served storage, by which the ledger is found.
+        seed: The seed of everything that the storage draws.
+        snapshot_dir: The folder of the snapshots, or None.
         snapshot_every: Transitions between snapshots, or None.
     """
 
@@ -101,50 +116,52 @@ class Shard:
         snapshot_every: int | None,
     ) -> None:
         self._ledger: Any = ray.get_actor(ledger_name(name), NAMESPACE)
-        self._every = snapshot_every
-        self._folder = None if snapshot_dir is None else ShardFolder(snapshot_dir, index)
+        self._snapshot_every = snapshot_every
+        self._snapshots = None if snapshot_dir is None else _Snapshots(snapshot_dir, index)
         self._lock = threading.RLock()
-        self._writers: dict[str, LaneWriter] = {}
-        self._gone: set[str] = set()
-        self._late, self._snapshots, self._saved_at = 0, 0, 0
-        self._kept: tuple[int, Any] = (0, None)
-        self._limited = True  # until the ledger says that it is not
-        self._to_tell: set[str] | None = None  # the writers since the ledger was told; None if there is no news
-        self._facts = Facts(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
+        self._writers: dict[str, _LaneWriter] = {}
+        self._removed: set[str] = set()
+        self._late, self._saved, self._saved_at = 0, 0, 0
+        self._backup: tuple[int, Any] = (0, None)
+        self._limited = True  # until the ledger sends that there is no rate limit
+        self._pending: set[str] | None = None  # the writers since the last heartbeat; None if nothing has changed
+        self._state = ShardState(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
         self._storage: Storage | None = None
         self._failure: Exception | None = None
         try:
-            self._begin(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
-        except Exception as error:  # told to whoever calls: an actor that fails to start could only say that it did
+            self._start(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
+        except Exception as error:  # raised by every call: Ray would not report why an actor failed to start
             self._failure = error
             return
-        self._tell(())
+        self._heartbeat(())
 
-    def _begin(self, factory: Callable[..., Storage], seed: int) -> None:
+    def _start(self, factory: Callable[..., Storage], seed: int) -> None:
         try:
-            found = None if self._folder is None else self._folder.load(factory)
+            loaded = None if self._snapshots is None else self._snapshots.load(factory)
         except SnapshotError as error:
             if not was_restarted():
                 raise
-            found, self._facts.said = None, f"the snapshot could not be read ({error})"
-        if found is not None:
-            self._storage, numbers = found
-            self._facts.inserted = self._saved_at = numbers["inserted"]
-            self._facts.restored = self._held(self._storage)
+            loaded, self._state.note = None, f"the snapshot could not be read ({error})"
+        if loaded is not None:
+            self._storage, self._state.inserted = loaded
+            self._saved_at = self._state.inserted
+            self._state.restored = self._held(self._storage)
         else:
             self._storage = factory("cpu", None, None)
-            if "_generator" in vars(self._storage):  # else a class with randomness of its own
-                again = [self._facts.generation] if was_restarted() else []  # not the same draws once more
-                entropy = np.random.SeedSequence([seed, self._facts.shard, *again])
+            if "_generator" in vars(self._storage):  # not a class with its own source of randomness
+                more = [self._state.generation] if was_restarted() else []  # do not repeat the same draws
+                entropy = np.random.SeedSequence([seed, self._state.shard, *more])
                 self._storage.seed(int(entropy.generate_state(1)[0]))
-
         if getattr(self._storage, "rate_limit", None) is not None:
             raise InvalidInputError("the factory's storage has a rate_limit of its own; give it to serve() instead")
 
-    def ready(self) -> Facts:
-        """The shard works; else an error that says why not."""
-        self._open()
-        return self._news()
+    def ready(self) -> ShardState:
+        """The state of the shard; raises the error with which the shard failed to start."""
+        storage = self._open()
+        with self._lock:
+            return replace(
+                self._state, lanes=_count_lanes(storage), splits=_can_split(storage), held=self._held(storage)
+            )
 
     def _open(self) -> Storage:
         if self._failure is not None:
@@ -153,84 +170,79 @@ class Shard:
         return self._storage
 
     def _held(self, storage: Storage) -> int:
-        """Transitions held; a class that does not tell its length is taken to hold all it was given."""
-        return len(storage) or (self._facts.inserted if type(storage).__len__ is Storage.__len__ else 0)
+        """Transitions held; for a class without a length of its own, everything that was inserted."""
+        return len(storage) or (self._state.inserted if type(storage).__len__ is Storage.__len__ else 0)
 
-    def _news(self) -> Facts:
-        storage = self._open()
+    def _heartbeat(self, writers: Iterable[str]) -> None:
+        self._ledger.heartbeat.remote(self.ready(), list(writers))
+
+    def _heartbeat_soon(self, writer: str) -> None:
         with self._lock:
-            return replace(self._facts, lanes=count_lanes(storage), splits=can_split(storage), held=self._held(storage))
-
-    def _tell(self, writers: Iterable[str]) -> None:
-        self._ledger.tell.remote(self._news(), list(writers))
-
-    def _tell_soon(self, writer: str) -> None:
-        with self._lock:
-            if self._to_tell is None:
-                self._to_tell = set()
-                timer = threading.Timer(_TELL_SECONDS, self._tell_now)
+            if self._pending is None:
+                self._pending = set()
+                timer = threading.Timer(_HEARTBEAT_SECONDS, self._send_pending)
                 timer.daemon = True
                 timer.start()
-            self._to_tell.add(writer)
+            self._pending.add(writer)
 
-    def _tell_now(self) -> None:
+    def _send_pending(self) -> None:
         with self._lock:
-            writers, self._to_tell = self._to_tell or set(), None
-        self._tell(writers)
+            writers, self._pending = self._pending or set(), None
+        self._heartbeat(writers)
 
     # ---------------------------------------------------------------------------------------------- writing
 
     def insert(self, writer: str, place: Place, steps: Steps, permitted: bool) -> Stored:
-        """Store steps ``[steps, envs, ...]`` of a writer's lanes, with or without the ledger's permit.
+        """Store steps ``[steps, envs, ...]`` in the lanes of a writer, with or without a permit of the ledger.
 
-        If a step is refused, those before it are stored, and it and those behind it are not.
+        If a step is refused, those before it are stored; it and those after it are not.
         """
         storage, stored, refused = self._open(), 0, None
         try:
             with self._lock:
-                self._open_lanes(storage, writer, place)
+                self._assign_lanes(storage, writer, place)
             for sample, count in each_step(steps):
                 with self._lock:
                     self._writers[writer].insert(sample)
-                    self._facts.inserted += count
-                    self._facts.free_inserted += 0 if permitted else count
+                    self._state.inserted += count
+                    self._state.inserted_freely += 0 if permitted else count
                 stored += count
         except Exception as error:
             refused = error
-        self._tell_soon(writer)
-        if self._every is not None and self._facts.inserted - self._saved_at >= self._every:
+        self._heartbeat_soon(writer)
+        if self._snapshot_every is not None and self._state.inserted - self._saved_at >= self._snapshot_every:
             self.save()
         with self._lock:
-            return Stored(stored, refused, replace(self._facts, held=self._held(storage)), self._limited)
+            return Stored(stored, refused, replace(self._state, held=self._held(storage)), self._limited)
 
-    def _open_lanes(self, storage: Storage, writer: str, place: Place) -> None:
+    def _assign_lanes(self, storage: Storage, writer: str, place: Place) -> None:
         if writer in self._writers:
             return
-        if writer in self._gone:
+        if writer in self._removed:
             raise PeerLostError("this writer was closed, or its place was given to another one; make a new writer")
-        others = [name for name, lanes in self._writers.items() if lanes.overlaps(place)]
-        if any(self._writers[other].ticket > place.ticket for other in others):
+        others = [name for name, lanes in self._writers.items() if lanes.place.overlaps(place)]
+        if any(self._writers[other].place.ticket > place.ticket for other in others):
             raise PeerLostError(
                 "this writer's place was given to another one, because nothing had been heard of it for longer than "
                 "the deadline; make a new writer"
             )
         for other in others:
-            self.forget(other)  # the ledger has given its lanes away
-        self._writers[writer] = LaneWriter(storage, place)
+            self.remove_writer(other)  # the ledger has reclaimed its lanes
+        self._writers[writer] = _LaneWriter(storage, place)
 
-    def forget(self, writer: str) -> None:
-        """A writer is closed."""
+    def remove_writer(self, writer: str) -> None:
+        """Release the lanes of a writer that is closed or dead."""
         lanes = self._writers.pop(writer, None)
         if lanes is not None:
             with self._lock:
                 lanes.close()
-            self._gone.add(writer)
+            self._removed.add(writer)
 
     # ---------------------------------------------------------------------------------------------- reading
 
     @ray.method(concurrency_group="draw")
     def totals(self) -> Totals:
-        """What draws are in proportion to."""
+        """What draws are proportional to."""
         storage = self._open()
         with self._lock:
             held = self._held(storage)
@@ -238,74 +250,80 @@ class Shard:
 
     @ray.method(concurrency_group="draw")
     def draw(self, counts: list[int], permitted: bool) -> list[Draw]:
-        """Parts of several batches, of so many rows each, drawn as the storage draws them."""
+        """The parts of several batches, each with the given number of rows, as the storage draws them."""
         storage = self._open()
         return [self._draw(storage, count, permitted) for count in counts]
 
     def _draw(self, storage: Storage, count: int, permitted: bool) -> Draw:
         with self._lock:
             batches = _batches(storage, count)
-            rows = torch.cat([batch.pop("rows", torch.full((0,), -1)).flatten() for batch in batches])
+            ids = [batch.pop("rows", torch.full((0,), -1)) for batch in batches]
+            axis = ids[0].dim() - 1
+            rows = torch.cat(ids, axis)
             priorities, total, beta = None, 0.0, 0.0
             if _has_priorities(storage) and storage.alpha > 0:
                 priorities = storage.priorities(rows).numpy()
                 total, beta = storage.priority_total, storage.current_beta
-            self._facts.sampled += count
-            self._facts.free_sampled += 0 if permitted else count
+            self._state.sampled += count
+            self._state.sampled_freely += 0 if permitted else count
         parts = [pack(batch) for batch in batches]
-        return Draw(parts, rows.cpu().numpy(), self._facts.generation, priorities, total, beta, self._limited)
+        generation = self._state.generation
+        return Draw(parts, axis, rows.cpu().numpy(), generation, priorities, total, beta, self._limited)
 
     @ray.method(concurrency_group="draw")
     def update(self, rows: Array, generations: Array, priorities: Array) -> None:
-        """Set priorities; those for another life of this shard are dropped and counted, as are overwritten rows."""
+        """Set priorities; those for another generation or for overwritten rows are dropped and counted."""
         storage = self._open()
-        mine = generations == self._facts.generation
+        current = generations == self._state.generation
         with self._lock:
-            self._late += int((~mine).sum())
-            if mine.any():
+            self._late += int((~current).sum())
+            if current.any():
                 update: Any = storage.update  # type: ignore[attr-defined]
-                update(torch.from_numpy(rows[mine]), torch.from_numpy(priorities[mine]))
+                update(torch.from_numpy(rows[current]), torch.from_numpy(priorities[current]))
 
-    # ---------------------------------------------------------------------------------------------- the whole
+    # ---------------------------------------------------------------------------------------------- the storage
 
     def each(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the storage."""
         storage = self._open()
         with self._lock:
             result = getattr(storage, method)(*args, **kwargs)
-        self._tell(())
+        self._heartbeat(())
         return list(result) if isinstance(result, Iterator) else result
 
-    def save(self) -> int:
-        """Write a snapshot; gives the transitions ever inserted that it knows of."""
+    def save(self) -> None:
+        """Write a snapshot."""
         storage = self._open()
-        if self._folder is None:
+        if self._snapshots is None:
             raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
         with self._lock:
-            inserted = self._facts.inserted
-            self._folder.save(storage, {"inserted": inserted})
-            self._saved_at = inserted
-            self._snapshots += 1
+            self._snapshots.save(storage, self._state.inserted)
+            self._saved_at = self._state.inserted
+            self._saved += 1
         self._ledger.save.remote()
-        return inserted
 
     @ray.method(concurrency_group="draw")
-    def describe(self) -> tuple[Facts, int, int]:
-        """The facts, priorities that came too late, and snapshots written."""
+    def describe(self) -> tuple[ShardState, int, int]:
+        """The state, the stale priority updates, and the snapshots written."""
         storage = self._open()
-        late = storage.stale_updates if _has_priorities(storage) else 0
-        return self._news(), self._late + late, self._snapshots
+        stale = storage.stale_updates if _has_priorities(storage) else 0
+        return self.ready(), self._late + stale, self._saved
 
     @ray.method(concurrency_group="draw")
-    def keep(self, version: int, kept: Any, limited: bool) -> None:
-        """Keep what the ledger knows, in case that it is lost; and whether there is a rate limit."""
-        if version > self._kept[0]:
-            self._kept, self._limited = (version, kept), limited
+    def store_backup(self, version: int, backup: Any, limited: bool) -> None:
+        """Store the newest state of the ledger, in case that it dies; and whether there is a rate limit."""
+        if version > self._backup[0]:
+            self._backup, self._limited = (version, backup), limited
 
     @ray.method(concurrency_group="draw")
-    def recall(self) -> tuple[Any, Facts]:
-        """What the ledger knew, and the facts."""
-        return self._kept[1], self._news()
+    def get_backup(self) -> tuple[Any, ShardState]:
+        """The newest state of the ledger, and that of the shard."""
+        return self._backup[1], self.ready()
+
+
+# ---------------------------------------------------------------------------------------------------- storages
+# What is asked of a storage beyond the methods of Storage is asked of its class: an instance of a user's own class may
+# have any attribute, as a logger called writer.
 
 
 class _Prioritized(Protocol):
@@ -326,13 +344,23 @@ class _Prioritized(Protocol):
 
 
 def _has_priorities(storage: object) -> TypeGuard[_Prioritized]:
-    """True if the storage's class offers priorities; its properties are not evaluated, which may cost a wait."""
     names = ("priorities", "priority_total", "current_beta", "stale_updates")
     return all(hasattr(type(storage), name) for name in names)
 
 
+def _count_lanes(storage: Storage) -> int | None:
+    """The environments of a storage; None if its first sample decides."""
+    lanes = getattr(storage, "num_envs", None)
+    return lanes if isinstance(lanes, int) else None
+
+
+def _can_split(storage: Storage) -> bool:
+    """True if several writers can share the lanes of the storage."""
+    return callable(getattr(type(storage), "writer", None)) and not getattr(storage, "save_snapshot", False)
+
+
 def _batches(storage: Storage, count: int) -> list[BatchDict]:
-    """``count`` rows in as few batches as the storage can give: a rollout serves no row twice in one."""
+    """``count`` rows in as few batches as the storage can serve: a rollout serves no row twice in one."""
     try:
         return [_batch(storage, count)]
     except InvalidInputError:
@@ -344,3 +372,79 @@ def _batches(storage: Storage, count: int) -> list[BatchDict]:
 
 def _batch(storage: Storage, size: int) -> BatchDict:
     return next(iter(storage.generate_batches(1, size, 1)))
+
+
+class _LaneWriter:
+    """Appends to the lanes of a place.
+
+    Args:
+        storage: The storage.
+        place: The lanes. The whole storage if it cannot split its lanes or does not know them yet.
+    """
+
+    def __init__(self, storage: Storage, place: Place) -> None:
+        self.place = place
+        self._storage, self._writer = storage, None
+        lanes = _count_lanes(storage)
+        if _can_split(storage) and lanes is not None:
+            writer: Any = storage.writer  # type: ignore[attr-defined]
+            self._writer = writer(range(lanes) if place.whole else range(place.first, place.stop))
+
+    def insert(self, sample: Sample) -> None:
+        """Store one step of these lanes."""
+        (self._writer or self._storage).insert_transition(sample)
+
+    def close(self) -> None:
+        """Release the lanes; their unfinished episodes are cut off."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _Snapshots:
+    """The snapshots of one shard.
+
+    Each is a folder, and a file names the newest one together with the inserts up to it. A crash leaves the previous
+    snapshot or the new one, each with its own count.
+
+    Args:
+        root: The folder of all shards.
+        shard: The number of the shard.
+    """
+
+    def __init__(self, root: str, shard: int) -> None:
+        self._folder = Path(root) / f"shard-{shard}"
+        self._file = self._folder / "newest.json"
+
+    def save(self, storage: Storage, inserted: int) -> None:
+        """Save the storage and the number of transitions that were ever inserted."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _, count, _ = self._newest() or ("", 0, 0)
+        name = f"snapshot-{count + 1}"
+        shutil.rmtree(self._folder / name, ignore_errors=True)  # left by a crash
+        storage.save(self._folder / name)
+        newest = {"folder": name, "count": count + 1, "numbers": {"inserted": inserted}}
+        write_whole(self._file, json.dumps(newest).encode())
+        for other in self._folder.glob("snapshot-*"):
+            if other.name != name:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def load(self, factory: Callable[..., Storage]) -> tuple[Storage, int] | None:
+        """The newest snapshot and its inserts; None if there is none."""
+        newest = self._newest()
+        if newest is None:
+            return None
+        fresh = factory("cpu", None, None)  # imports its class, and has what a snapshot cannot hold
+        storage = type(fresh).load(self._folder / newest[0], device="cpu")
+        if isinstance(storage, HindsightReplayStorage) and isinstance(fresh, HindsightReplayStorage):
+            storage.compute_reward = fresh.compute_reward
+        return storage, newest[2]
+
+    def _newest(self) -> tuple[str, int, int] | None:
+        """The name of the newest snapshot, how many there were, and its inserts."""
+        if not self._file.exists():
+            return None
+        try:
+            newest = json.loads(self._file.read_bytes())
+            return newest["folder"], newest["count"], newest["numbers"]["inserted"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SnapshotError(f"{self._file} does not name a snapshot: {error}") from error

@@ -1,4 +1,4 @@
-"""How much memory and disk there is still to be had, as far as the system tells."""
+"""How much memory is free, as far as the system reports it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_ram(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, str] | None:
-    """The bytes of RAM that this process may still take, and what says so; None where nothing tells.
+    """The bytes of RAM that this process may still use, and what limits them; None if the system does not report it.
 
-    That is what the system has available, or what the tightest control group around the process leaves, if less.
+    They are limited by the available memory of the system and by the control groups of the process.
     """
     limits = [*_system_limit(proc), *_group_limits(proc, cgroups)]
     return min(limits, default=None)
 
 
 def free_device(device: torch.device) -> int | None:
-    """The bytes free on a CUDA device, with what torch holds there and does not use; None for other devices."""
+    """The bytes free on a CUDA device, including unused memory that torch has reserved; None for other devices."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -35,7 +35,7 @@ def _system_limit(proc: Path) -> list[tuple[int, str]]:
 
 
 def _group_limits(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
-    """What each control group with a limit leaves, from the process's own up to the root; versions 1 and 2."""
+    """The free bytes of each control group with a limit, from the process's own to the root; versions 1 and 2."""
     limits: list[tuple[int, str]] = []
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, own = line.split(":", 2)
@@ -48,13 +48,13 @@ def _group_limits(proc: Path, cgroups: Path) -> list[tuple[int, str]]:
 
 
 def _limits_upward(root: Path, own: str, limit: str, usage: str, prefix: str) -> list[tuple[int, str]]:
-    # Inside a container the path may be one of the host, of which only the root is to be seen.
+    # Inside a container the path may be one of the host, of which only the root is visible.
     inside = Path(own.lstrip("/"))
     limits = []
     for folder in (root / part for part in (inside, *inside.parents)):
         most, used = _number(folder / f"memory.{limit}"), _number(folder / f"memory.{usage}")
         if most is not None and used is not None:
-            # Pages of files count as used and are given up as soon as the memory is needed.
+            # The page cache counts as used, and is evicted when memory is needed.
             stat = dict(_words(folder / "memory.stat"))
             cached = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
             limits.append((max(most - max(used - cached, 0), 0), f"the limit of the control group, {most:,} bytes"))

@@ -1,8 +1,8 @@
-"""One piece of memory that several processes have, without a name that a crash could leave behind.
+"""Memory shared between processes, without a name that a crash could leave behind.
 
-It is a file in memory that only its descriptors lead to: the kernel takes it back when the last process that has it
-ends, in whatever way. Nothing lies in ``/dev/shm``. Another process of the same user opens it through
-``/proc/<pid>/fd``, so a :class:`SharedMemory` can be pickled in any way and sent along any road on one machine.
+It is an anonymous file in memory, reachable only through its descriptors: the kernel frees it when the last process
+that has it open ends, however it ends. There is nothing in ``/dev/shm``. Another process of the same user opens it
+through ``/proc/<pid>/fd``, so a :class:`SharedMemory` can be pickled and sent in any way on one machine.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from torch import Tensor
 from rlstore.errors import DoesNotFitError, InvalidInputError, PeerLostError
 from rlstore.kernels import process_start
 
-_ALIGNED = 64  # a cache line: two pieces never share one
+_ALIGNED = 64  # bytes of a cache line: no two pieces share one
 
 
 class SharedMemory:
-    """Zeros, whose pages are taken when they are touched; see :meth:`create`."""
+    """A segment of zeros, whose pages are committed when they are first written; see :meth:`create`."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes, self._carved = nbytes, 0
         try:
-            storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
+            self._bytes = _map(descriptor, nbytes)
         except RuntimeError as error:
             os.close(descriptor)
-            raise DoesNotFitError(f"{nbytes:,} bytes of shared memory cannot be had: {error}") from error
+            raise DoesNotFitError(f"{nbytes:,} bytes of shared memory are not available: {error}") from error
         self._descriptor = descriptor
-        with torch.inference_mode(False):
-            self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
@@ -46,7 +44,7 @@ class SharedMemory:
             os.ftruncate(descriptor, max(nbytes, 1))
         except OSError as error:
             os.close(descriptor)
-            raise DoesNotFitError(f"{nbytes:,} bytes of shared memory cannot be had: {error}") from error
+            raise DoesNotFitError(f"{nbytes:,} bytes of shared memory are not available: {error}") from error
         return cls(descriptor, max(nbytes, 1))
 
     @staticmethod
@@ -56,11 +54,11 @@ class SharedMemory:
 
     @property
     def left(self) -> int:
-        """Bytes that are not carved yet."""
+        """The bytes not carved yet."""
         return self.nbytes - self._carved
 
     def carve(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next piece that is not in use, as a tensor. In every process the same order gives the same pieces."""
+        """The next free piece, as a tensor. The same calls in the same order give the same pieces in every process."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._carved + nbytes > self.nbytes:
             raise InvalidInputError(f"{nbytes:,} bytes more than the {self.nbytes:,} of this segment")
@@ -70,12 +68,12 @@ class SharedMemory:
             return piece.view(dtype).view(tuple(shape))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # This process is named, not the one that made it: a forked child has the descriptor too, and may outlive that.
+        # The sender is named, not the creator: a forked child has the descriptor, too, and may outlive its parent.
         pid, descriptor = os.getpid(), self._descriptor
         return _attach, (pid, process_start(pid), descriptor, os.fstat(descriptor).st_ino, self.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemory:
-        raise TypeError("a segment is shared, and cannot be copied")
+        raise TypeError("shared memory cannot be copied")
 
     def __del__(self) -> None:
         descriptor = self.__dict__.get("_descriptor")
@@ -83,20 +81,29 @@ class SharedMemory:
             os.close(descriptor)
 
 
+def _map(descriptor: int, nbytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        # Unlike torch.from_file it keeps the descriptor, with which torch.multiprocessing sends tensors without a copy.
+        make = getattr(torch.UntypedStorage, "_new_shared_fd_cpu", None)
+        if make is None:
+            return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8).set_(make(descriptor, nbytes))
+
+
 def _attach(pid: int, started: int, descriptor: int, inode: int, nbytes: int) -> SharedMemory:
-    """The segment that a process has under a descriptor, carved from the beginning."""
-    gone = f"process {pid}, which shared this memory, is gone; whoever uses it must begin before that process ends"
+    """The segment that a process has open under a descriptor, with nothing carved yet."""
+    gone = f"process {pid}, which shared this memory, is gone; attach to the memory before that process ends"
     if process_start(pid) != started:
         raise PeerLostError(gone)
     try:
         own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except PermissionError:
         raise
-    except OSError as error:  # nothing is there any more, or something that cannot be opened
-        raise PeerLostError(f"{gone}, or has let it go") from error
+    except OSError as error:  # the descriptor was closed, or reused for something that cannot be opened
+        raise PeerLostError(f"{gone}, or has closed it") from error
     if os.fstat(own).st_ino != inode:
         os.close(own)
-        raise PeerLostError(f"process {pid} has let go of the memory that it shared")
+        raise PeerLostError(f"process {pid} has closed the memory that it shared")
     return SharedMemory(own, nbytes)
 
 
