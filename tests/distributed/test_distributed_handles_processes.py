@@ -55,6 +55,7 @@ def use_everything(pipe, actor, learner, storages, states, queue, published):
     write(LSTM, storages, states, 2, 77)
     queue.put(2)
     pipe.send(all(tensor.is_shared() for tensor in storages["obs"]))
+    pipe.recv()
     fill(LSTM, actor.reserve(), 3, 2)
     pipe.send("stuck")
     pipe.poll(UNTIL)
@@ -70,6 +71,7 @@ def test_a_spawned_process_uses_handles_tensors_and_queues(start):
     assert queue.get(timeout=UNTIL) == 2
     found = storage.sample("cpu", 1, ListQueue(), ListQueue([2]), storages, states)
     assert rollouts_in(LSTM, *found) == [77]
+    child.say()
     assert child.hear() == "stuck"
     assert (slots(storage), counts(storage)) == ((2, 1, 0, 0), (2, 2, 0))
     assert (storage.report().actors, storage.report().learners) == (1, 1)
