@@ -27,7 +27,7 @@ from rlstore.replay.sequence import SequenceBatch, SequenceReplayStorage
 from rlstore.replay.storage import ReplayStorage
 from rlstore.replay.transitions import ReplayBatch
 from rlstore.replay.writer import ReplayWriter
-from rlstore.rollout.decoupled import DecoupledRolloutStorage
+from rlstore.rollout.decoupled import DecoupledBatch, DecoupledRolloutStorage
 from rlstore.rollout.storage import RolloutStorage
 from rlstore.storage import Critic, Storage
 
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorHandle",
     "Critic",
+    "DecoupledBatch",
     "DecoupledRolloutStorage",
     "DiskFullError",
     "DistributedStorage",
