@@ -1,4 +1,4 @@
-"""DistributedStorage through the ten methods, saved, loaded and copied."""
+"""DistributedStorage through the ten methods: rows, batches, copies, parameters."""
 
 from __future__ import annotations
 
