@@ -60,10 +60,10 @@ def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(name, on_triton, m
     storage.save(tmp_path)
     others = [copy.deepcopy(storage), Storage.load(tmp_path), Storage.load(tmp_path, device="cpu")]
     if name != "sequences":
-        total, leaves = storage.priority_total, storage._priorities.leaves.cpu()
+        total, leaves = storage.priority_total, storage._sampler.tree.leaves.cpu()
         for other in others:
             assert other.priority_total == pytest.approx(total)
-            assert torch.equal(other._priorities.leaves.cpu(), leaves)
+            assert torch.equal(other._sampler.tree.leaves.cpu(), leaves)
     batch = flat(storage.sample())
     for other in others:
         assert_same(flat(other.sample()), batch)

@@ -17,7 +17,7 @@ import torch.multiprocessing
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
 from rlstore.engine.disk import manifest
 from rlstore.engine.disk.episode_files import EpisodeFiles
-from rlstore.engine.disk.folder import Folder, FolderLock
+from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.mapped import MappedFiles
 from rlstore.engine.disk.snapshot import SnapshotReader, write_snapshot
 
@@ -172,7 +172,10 @@ def test_a_field_of_a_snapshot_that_is_missing_or_of_another_type_is_named(field
         ({"tensors": {"ids": {"dtype": "int64", "shape": [3]}}}, '"tensors.ids.crc32" is missing'),
         ({"tensors": {"ids": {"dtype": "int64", "shape": 3, "crc32": 1}}}, '"tensors.ids.shape" is 3, not a list'),
         ({"contents": "changes"}, "newer rlstore: \"contents\" is 'changes', and this version reads 'whole'"),
-        ({"settings": {"space": {"$space": "Sphere"}}}, r'"settings" cannot be read \(KeyError\(\'Sphere\'\)\)'),
+        (
+            {"settings": {"space": {"$space": "Sphere"}}},
+            r'"settings" cannot be read \(ValueError.*Sphere',
+        ),
         ({"numbers": {"form": {"$dtype": "int65"}}}, r'"numbers" cannot be read \(AttributeError'),
     ],
     ids=str,
@@ -280,13 +283,14 @@ def test_a_full_disk_releases_the_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_in_use_is_refused_by_every_kind(kind, tmp_path):
     write_all_kinds(tmp_path)
-    lock, before = FolderLock("another", tmp_path / kind), contents(tmp_path)
+    folder = Folder("another", tmp_path / kind, kind, {}, lambda name: True, IF_FULL)
+    before = contents(tmp_path)
     write = {**READ, "snapshot": lambda path: write_snapshot(path, "S", "cpu", {}, {}, {})}[kind]
     with pytest.raises(InvalidInputError, match="is in use by another storage"):
         write(tmp_path / kind)
     assert contents(tmp_path) == before
-    lock.release()
-    lock.release()
+    folder.release()
+    folder.release()
     write(tmp_path / kind)
 
 

@@ -109,6 +109,12 @@ def test_spaces(space):
         assert back.high.tobytes() == space.high.tobytes()
 
 
+def test_a_subclass_of_a_space_comes_back_as_that_space():
+    back = there_and_back(type("MyBox", (spaces.Box,), {})(0, 1, (2,)))
+    assert type(back) is spaces.Box
+    assert back == spaces.Box(0, 1, (2,))
+
+
 def test_the_keys_of_a_dict_keep_their_order():
     back = there_and_back(SPACES[-1])
     assert list(back.spaces) == ["z", "a"]

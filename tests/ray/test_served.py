@@ -225,7 +225,7 @@ class FakeActors:
         self.started, self.killed = 0, []
         monkeypatch.setattr(serving, "answer", self.answer)
         monkeypatch.setattr(serving, "check_connected", lambda: None)
-        monkeypatch.setattr(serving, "on_this_node", lambda: None)
+        monkeypatch.setattr(serving, "start_on_this_node", lambda *args, **options: self.options())
         monkeypatch.setattr(ray, "remote", lambda *args, **options: self if args else (lambda kind: self))
         monkeypatch.setattr(ray, "kill", self.killed.append)
 

@@ -161,7 +161,7 @@ def test_the_ledger_is_told_of_inserts_soon_and_of_their_writers(make):
 
 def test_an_empty_shard_has_nothing_to_draw(make):
     shard, _ = make(prioritized())
-    assert shard.totals() == (0.0, 0)
+    assert shard.total() == 0.0
     with pytest.raises(NotReadyError):
         shard.draw([3], True)
 
@@ -172,7 +172,7 @@ def test_priorities_decide_what_is_drawn_and_go_with_it(make):
     rows = np.arange(20)
     generation = np.full(20, shard.ready().generation)
     shard.update(rows, generation, rows.astype(float))
-    assert shard.totals() == (190.0, 20)
+    assert shard.total() == 190.0
     draw, batch = drawn(shard, 512)
     check_batch(batch)
     assert draw.total == 190.0
@@ -187,7 +187,7 @@ def test_priorities_for_another_life_or_an_overwritten_row_are_dropped_and_count
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])  # rows 0 to 3 are overwritten
     mine = shard.ready().generation
     shard.update(np.array([1, 5, 6]), np.array([mine, mine, mine - 1]), np.array([50.0, 7.0, 60.0]))
-    assert shard.totals().total == 7.0 + 7 * 1.0
+    assert shard.total() == 7.0 + 7 * 1.0
     assert shard.describe()[1] == 2
 
 
@@ -267,7 +267,7 @@ def test_sequences_are_drawn_in_proportion_to_windows_and_carry_their_states(mak
     shard, _ = make(factory)
     samples = [{**step_of(0, step, 4), "hidden_states": torch.full((1, 4, 3), float(step))} for step in range(12)]
     insert(shard, "a", WHOLE, samples)
-    assert shard.totals() == (8.0, 48)  # two windows of five in each lane
+    assert shard.total() == 8.0  # two windows of five in each lane
     draw, batch = drawn(shard, 6)
     assert draw.priorities is None
     assert batch["actions"].shape == (6, 5)
@@ -327,7 +327,7 @@ def test_rollouts_are_served_after_before_gradients(make, kind):
         sample["actions"] = sample["actions"].float().unsqueeze(1)
     insert(shard, "a", WHOLE, samples)
     assert ledger.newest.splits is False
-    assert shard.totals() == (24.0, 24)
+    assert shard.total() == 24.0
     shard.each("before_gradients", (Actor(),), {})
     _, batch = drawn(shard, 40)  # more than there are: no row twice in 24, and 16 of them again
     ids, counts = batch["rewards"].flatten().unique(return_counts=True)
@@ -365,7 +365,7 @@ class Foreign(Storage):
 def test_a_storage_written_against_the_base_alone_is_served(make):
     shard, _ = make(Foreign.create_factory(10))
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])
-    assert shard.totals() == (12.0, 12)
+    assert shard.total() == 12.0
     draw, batch = drawn(shard, 5)
     assert set(batch["actions"].tolist()) <= ids_of(0, 3, 4)
     assert len(draw.rows) == 0

@@ -184,12 +184,17 @@ def this_node() -> str:
     return f"{address()} {context.get_node_id()[:8]}"
 
 
-def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """Schedules a small actor on this node, whose loss would end everything anyway.
+def start_on_this_node(kind: type[Any], *args: Any, **options: Any) -> Any:
+    """Start a small asyncio actor on this node, whose loss would end everything anyway; returns its handle.
 
-    Not a soft affinity: with that Ray may choose another node whenever this one is busy.
+    Ray restarts it, and never repeats a call.
     """
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # Not a soft affinity: with that Ray may choose another node whenever this one is busy.
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class: Any = ray.remote(kind)
+    return actor_class.options(
+        num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=10_000, scheduling_strategy=node, **options
+    ).remote(*args)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rlstore.engine.checks import check_seed
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.ray.calls import Connection, Deadline, answer, answers, is_done, is_running
-from rlstore.ray.shard import Draw, Totals
+from rlstore.ray.shard import Draw
 from rlstore.ray.wire import Array, Output, join
 from rlstore.storage import BatchDict
 
@@ -180,11 +180,8 @@ class ServedLearner:
 
     def _totals(self, shards: list[int]) -> dict[int, float]:
         """What the draws of each shard are proportional to; without shards that are empty or do not answer."""
-        answered: list[Totals | None] = self._collect(
-            shards, [self._served.shards[shard].totals.remote() for shard in shards]
-        )
-        pairs = zip(shards, answered, strict=True)
-        return {shard: totals.total for shard, totals in pairs if totals is not None and totals.total > 0}
+        answered = self._collect(shards, [self._served.shards[shard].total.remote() for shard in shards])
+        return {shard: total for shard, total in zip(shards, answered, strict=True) if total}
 
     def _collect(self, shards: list[int], refs: list[Any]) -> list[Any]:
         """The answer of each shard; None if it is empty or did not answer, and then it is left out for a while."""
@@ -347,7 +344,7 @@ class Health:
             del self._probes[shard]
 
     def _probe(self, shard: int) -> None:
-        self._probes[shard] = self._served.shards[shard].totals.remote(), time.monotonic()
+        self._probes[shard] = self._served.shards[shard].total.remote(), time.monotonic()
 
     def leave_out(self, shard: int, error: Exception) -> None:
         """Leave out a shard that did not answer."""

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rlstore.distributed.batch import RolloutBatch
-from rlstore.engine.checks import check_device, check_positive
+from rlstore.engine.checks import check_count, check_device, check_positive
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, WaitTimeoutError
 from rlstore.ray.calls import (
@@ -32,12 +32,11 @@ from rlstore.ray.calls import (
     check_connected,
     check_seconds,
     is_running,
-    on_this_node,
+    start_on_this_node,
     was_restarted,
 )
-from rlstore.ray.wire import Output, Packed, join, pack, stack
+from rlstore.ray.wire import Output, Packed, join, pack
 
-_OPTIONS: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "max_concurrency": 10_000}
 # How often a waiting learner checks whether it was closed.
 _SLICE_SECONDS = 0.2
 
@@ -103,8 +102,7 @@ class _Taken:
     """The rollouts that one learner took."""
 
     served: int = 0
-    lost: int = 0
-    outstanding: int = 0  # neither served nor lost yet
+    outstanding: int = 0  # not served, dropped or lost yet
 
 
 class QueueActor:
@@ -162,13 +160,13 @@ class QueueActor:
         self._changed.notify()
         return entries, self._state
 
-    async def confirm(self, learner: str, served: int, lost: int, stale: int, settled: int) -> None:
-        """Set the rollouts that a learner has served and lost in total.
+    async def confirm(self, learner: str, served: int, stale: int, settled: int) -> None:
+        """Set the rollouts that a learner has served in total.
 
-        ``settled`` more of those it took are accounted for, ``stale`` of them as dropped.
+        ``settled`` more of those it took are served, dropped (``stale`` of them) or lost.
         """
         taken = self._learners.setdefault(learner, _Taken())
-        taken.served, taken.lost = max(served, taken.served), max(lost, taken.lost)
+        taken.served = max(served, taken.served)
         taken.outstanding = max(taken.outstanding - settled, 0)
         self._drop(stale)
 
@@ -236,13 +234,10 @@ def rollout_queue(capacity: int = 16, max_staleness: int | None = None, deadline
     """
     check_positive("rollout_queue()", capacity=capacity)
     check_seconds("rollout_queue()", deadline=deadline)
-    if max_staleness is not None and (
-        isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0
-    ):
-        raise InvalidInputError(f"max_staleness is {max_staleness!r}; rollout_queue() needs a number >= 0, or None")
+    if max_staleness is not None:
+        check_count("rollout_queue()", "max_staleness", max_staleness)
     check_connected()
-    queue_class: Any = ray.remote(QueueActor)
-    actor = queue_class.options(**_OPTIONS, scheduling_strategy=on_this_node()).remote(capacity, max_staleness)
+    actor = start_on_this_node(QueueActor, capacity, max_staleness)
     queue = RolloutQueue(actor, f"rollout queue {uuid.uuid4().hex[:8]}", capacity, max_staleness, deadline)
     queue.report()  # wait until it is started
     return queue
@@ -289,7 +284,7 @@ class RolloutQueue:
             InvalidInputError: (a ValueError) if the tensors differ in their number of steps.
             WaitTimeoutError: (a TimeoutError) if the queue was full until the deadline.
         """
-        packed = pack({"rollout": _check_rollout(rollout), "states": tuple(as_tensor(s, "states") for s in states)})
+        packed = pack((_check_rollout(rollout), tuple(as_tensor(state, "states") for state in states)))
 
         def call() -> Any:
             # In a list the reference itself is sent; as an argument the rollout would be fetched for the queue.
@@ -334,13 +329,14 @@ class RolloutQueue:
 
 
 def _check_rollout(rollout: Any) -> dict[str, Tensor]:
+    """The tensors of a rollout as those of a batch with one rollout, ``[T + 1, 1, ...]``."""
     if not isinstance(rollout, Mapping) or not rollout:
         raise InvalidInputError("a rollout is a mapping of tensors [T + 1, ...]; give one that is not empty")
     tensors = {str(key): as_tensor(value, str(key)) for key, value in rollout.items()}
     lengths = {key: tensor.shape[0] if tensor.dim() else None for key, tensor in tensors.items()}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         raise InvalidInputError(f"the tensors of a rollout must have as many steps each; these have {lengths}")
-    return tensors
+    return {key: tensor.unsqueeze(1) for key, tensor in tensors.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- the learner
@@ -377,7 +373,7 @@ class QueueLearner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlstore-rollouts")
         self._in_flight: deque[Future[tuple[list[_Fetched], _Batch | None]]] = deque()
         self._messages: list[str] = []
-        self._served = self._lost = 0
+        self._served = 0
         self._closed = False
 
     def __iter__(self) -> QueueLearner:
@@ -447,7 +443,7 @@ class QueueLearner:
             self._queue._ask(lambda: self._queue._actor.give_back.remote(self._client, entries))
 
     def _confirm(self, *, settled: int, stale: int = 0) -> None:
-        self._queue._actor.confirm.remote(self._client, self._served, self._lost, stale, settled)
+        self._queue._actor.confirm.remote(self._client, self._served, stale, settled)
 
     # ---------------------------------------------------------------------------------------------- in the thread
 
@@ -462,7 +458,7 @@ class QueueLearner:
         except BaseException:
             self._give_back(rollouts)
             raise
-        return rollouts, self._stack(rollouts)
+        return rollouts, self._join(rollouts)
 
     def _take(self, count: int, deadline: Deadline) -> list[Entry]:
         """Entries of the queue; none if the learner is closed while it waits."""
@@ -491,24 +487,15 @@ class QueueLearner:
         found = answers([entry.ref for entry in entries], names, max(self._queue._deadline / 6, 0.5))
         lost = [result for result in found if isinstance(result, Exception)]
         if lost:
-            self._lost += len(lost)
             self._confirm(settled=len(lost))
             self._messages.append(f"{len(lost)} rollouts were lost before they were served: {lost[0]}")
         pairs = zip(found, entries, strict=True)
         return [_Fetched(result, entry) for result, entry in pairs if not isinstance(result, Exception)]
 
-    def _stack(self, rollouts: list[_Fetched]) -> _Batch:
-        """The rollouts side by side, ``[T + 1, rollouts, ...]``; states are concatenated on their second axis."""
+    def _join(self, rollouts: list[_Fetched]) -> _Batch:
         parts = [rollout.packed for rollout in rollouts]
-        form, dtypes, arrays = parts[0]
-        shapes = [array.shape for array in arrays]
-        if any(part[:2] != (form, dtypes) or [a.shape for a in part.arrays] != shapes for part in parts):
+        kinds = [(part.form, part.dtypes, [array.shape for array in part.arrays]) for part in parts]
+        if any(kind != kinds[0] for kind in kinds):
             raise InvalidInputError("the rollouts of a batch differ in their names, dtypes or shapes")
-        names, states_form = list(form[1]["rollout"][1]), form[1]["states"]
-        count = len(names)
-        tensors = stack([part.arrays[:count] for part in parts], dtypes[:count], self._output.allocate)
-        states = join(
-            [Packed(states_form, dtypes[count:], part.arrays[count:]) for part in parts], self._output.allocate, axis=1
-        )
-        versions = torch.tensor([rollout.entry.version for rollout in rollouts])
-        return _Batch(self._output.send((dict(zip(names, tensors, strict=True)), states)), versions)
+        sent = self._output.send(join(parts, self._output.allocate, axis=1))
+        return _Batch(sent, torch.tensor([rollout.entry.version for rollout in rollouts]))

@@ -15,7 +15,7 @@ import torch
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError
-from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, on_this_node
+from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, start_on_this_node
 from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
 from rlstore.ray.shard import Shard, packed_factory
@@ -29,12 +29,6 @@ _SHARD_OPTIONS: Mapping[str, Any] = {
     "max_restarts": -1,
     "max_task_retries": 0,
     "scheduling_strategy": "SPREAD",
-}
-_LEDGER_OPTIONS: Mapping[str, Any] = {
-    "num_cpus": 0,
-    "max_restarts": -1,
-    "max_task_retries": 0,
-    "max_concurrency": 10_000,
 }
 
 # A new process imports torch first, which a short deadline for data should not interrupt.
@@ -90,19 +84,15 @@ def serve(
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
-    ledger_class: Any = ray.remote(Ledger)
-    ledger = ledger_class.options(
-        **_LEDGER_OPTIONS, name=ledger_name(name), namespace=NAMESPACE, scheduling_strategy=on_this_node()
-    ).remote(name, shards, rate_limit, folder, deadline)
+    ledger = start_on_this_node(
+        Ledger, name, shards, rate_limit, folder, deadline, name=ledger_name(name), namespace=NAMESPACE
+    )
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
-    shard_class = make_class(Shard)
+    shard_class = make_class(Shard).options
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
-    packed = packed_factory(factory)
+    arguments = (packed_factory(factory), name, root, folder, snapshot_every)
     handles = tuple(
-        shard_class.options(**options, name=shard_name(name, index)).remote(
-            index, packed, name, root, folder, snapshot_every
-        )
-        for index in range(shards)
+        shard_class(**options, name=shard_name(name, index)).remote(index, *arguments) for index in range(shards)
     )
     try:
         seconds = max(deadline, _START_SECONDS)

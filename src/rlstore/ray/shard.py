@@ -47,13 +47,6 @@ def packed_factory(factory: Callable[..., Storage]) -> bytes:
     return zlib.compress(pickler.dumps(factory))
 
 
-class Totals(NamedTuple):
-    """What draws from a shard are proportional to, and the transitions it holds."""
-
-    total: float
-    held: int
-
-
 class Draw(NamedTuple):
     """The part of a batch that one shard has drawn.
 
@@ -241,12 +234,11 @@ class Shard:
     # ---------------------------------------------------------------------------------------------- reading
 
     @ray.method(concurrency_group="draw")
-    def totals(self) -> Totals:
+    def total(self) -> float:
         """What draws are proportional to."""
         storage = self._open()
         with self._lock:
-            held = self._held(storage)
-            return Totals(float(storage.draw_total) if len(storage) else float(held), held)
+            return float(storage.draw_total if len(storage) else self._held(storage))
 
     @ray.method(concurrency_group="draw")
     def draw(self, counts: list[int], permitted: bool) -> list[Draw]:

@@ -136,17 +136,6 @@ def _concatenate(arrays: Sequence[Array], dtype: torch.dtype, axis: int, allocat
     return joined
 
 
-def stack(rollouts: Sequence[Sequence[Array]], dtypes: Sequence[torch.dtype], allocate: Allocator) -> list[Tensor]:
-    """The arrays ``[T, ...]`` of several rollouts side by side, ``[T, rollouts, ...]``."""
-    stacked = []
-    for arrays, dtype in zip(zip(*rollouts, strict=True), dtypes, strict=True):
-        first = arrays[0]
-        out = allocate([first.shape[0], len(arrays), *first.shape[1:]], dtype)
-        np.stack(arrays, axis=1, out=_bits_of(out))
-        stacked.append(out)
-    return stacked
-
-
 def own_tensors(packed: Packed) -> list[Tensor]:
     """The tensors of a nest, with memory of their own."""
     return [

@@ -18,7 +18,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-LOCK_NAME = "lock"
+_LOCK = "lock"
 
 
 class Folder:
@@ -53,7 +53,9 @@ class Folder:
         self._read()  # before anything is created
         with raising_disk_full(self.path, if_full):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(owner, self.path)
+            self._descriptor = self._lock()
+        self._unlock = weakref.finalize(self, _unlock, self._descriptor)
+        _LOCKED.add(self)
         try:
             self.manifest = self._read()
         except BaseException:
@@ -61,6 +63,7 @@ class Folder:
             raise
 
     def _read(self) -> dict[str, Any] | None:
+        """The manifest, None if the folder is new; refuses a folder that is not ours."""
         if not self.path.exists():
             return None
         if not self.path.is_dir():
@@ -72,7 +75,7 @@ class Folder:
                 raise InvalidInputError(
                     f"{error} {self._owner} cannot write to this folder; give another path. Nothing was changed."
                 ) from error
-        ours = (LOCK_NAME, f"{manifest.NAME}.new")
+        ours = (_LOCK, f"{manifest.NAME}.new")
         foreign = [name for name in sorted(os.listdir(self.path)) if name not in ours and self._is_foreign(name)]
         if foreign:
             raise InvalidInputError(
@@ -80,6 +83,30 @@ class Folder:
                 "needs a new or an empty folder. Nothing was changed."
             )
         return None
+
+    def _lock(self) -> int:
+        """Lock the folder, and return the descriptor that holds the lock."""
+        if fcntl is None:
+            raise InvalidInputError(f"{self._owner} cannot lock the folder {self.path}: this system has no file locks")
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise InvalidInputError(
+                f"the folder {self.path} is in use by another storage, in this process or in another; {self._owner} "
+                "needs one of its own. Close the other storage, or give another path. Nothing was changed."
+            ) from error
+        return descriptor
+
+    def release(self) -> None:
+        """Give up the lock: another storage may use the folder. Calling it again has no effect."""
+        self._unlock()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock is the parent's, and the child must neither release it nor keep it alive."""
+        if self._unlock.detach():
+            os.close(self._descriptor)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Replace the manifest atomically."""
@@ -116,59 +143,18 @@ class Folder:
             raise
         return True
 
-    def release(self) -> None:
-        """Give up the lock: another storage may use the folder. Calling it again has no effect."""
-        self._lock.release()
-
-
-class FolderLock:
-    """The lock of a folder, held until it is released or collected, or the process ends.
-
-    Args:
-        owner: Who wants it, for errors.
-        folder: An existing folder; a file named "lock" is created in it.
-
-    Raises:
-        InvalidInputError: If it is held already, in this process or in another.
-    """
-
-    def __init__(self, owner: str, folder: Path) -> None:
-        if fcntl is None:
-            raise InvalidInputError(f"{owner} cannot lock the folder {folder}: this system has no file locks")
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise InvalidInputError(
-                f"the folder {folder} is in use by another storage, in this process or in another; {owner} needs one "
-                "of its own. Close the other storage, or give another path. Nothing was changed."
-            ) from error
-        self._descriptor = descriptor
-        self._finalizer = weakref.finalize(self, _unlock, descriptor)
-        _HELD.add(self)
-
-    def release(self) -> None:
-        """Give up the lock. Calling it again has no effect."""
-        self._finalizer()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the lock is the parent's, and the child must neither release it nor keep it alive."""
-        if self._finalizer.detach():
-            os.close(self._descriptor)
-
 
 def _unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that is being forked right now may have the file open, too
     os.close(descriptor)
 
 
-_HELD: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    for lock in list(_HELD):
-        lock.leave_to_parent()
+    for folder in list(_LOCKED):
+        folder.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,6 +1,6 @@
 """Settings as JSON and back: plain values, dtypes, gymnasium spaces, and mappings as Hydra passes them.
 
-What JSON has no form for is an object with a key that begins with "$": ``{"$dtype": "uint8"}``,
+Values that JSON does not have are objects with a key that begins with "$": ``{"$dtype": "uint8"}``,
 ``{"$tuple": [1, 2]}``, ``{"$float": "inf"}``, ``{"$space": "Discrete", "n": 4, ...}``.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,82 +66,62 @@ def from_json(value: Any) -> Any:
     if "$tuple" in value:
         return tuple(from_json(part) for part in value["$tuple"])
     if "$space" in value:
-        return _SPACES[value["$space"]](value)
+        return _space_from_json(value)
     return {key: from_json(part) for key, part in value.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- spaces
 
 
+_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
+
+
 def _space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
-    if isinstance(space, spaces.Box):
-        low, high = _array_to_json(space.low), _array_to_json(space.high)
-        return {"$space": "Box", "shape": list(space.shape), "dtype": space.dtype.name, "low": low, "high": high}
+    form: dict[str, Any] = {"$space": next((kind.__name__ for kind in _SPACES if isinstance(space, kind)), None)}
+    if isinstance(space, (spaces.Box, spaces.MultiDiscrete)):
+        bounds = ("low", "high") if isinstance(space, spaces.Box) else ("nvec", "start")
+        form.update(shape=list(space.shape), dtype=np.dtype(space.dtype).name)
+        return {**form, **{bound: _array_to_json(getattr(space, bound)) for bound in bounds}}
     if isinstance(space, spaces.Discrete):
-        return {"$space": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": np.dtype(space.dtype).name}
-    if isinstance(space, spaces.MultiDiscrete):
-        form = {"$space": "MultiDiscrete", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
-        return {**form, "nvec": _array_to_json(space.nvec), "start": _array_to_json(space.start)}
+        return {**form, "n": int(space.n), "start": int(space.start), "dtype": np.dtype(space.dtype).name}
     if isinstance(space, spaces.MultiBinary):
-        return {"$space": "MultiBinary", "n": to_json(space.n)}
+        return {**form, "n": to_json(space.n)}
     if isinstance(space, spaces.Dict):
-        return {"$space": "Dict", "spaces": [[key, _space_to_json(part)] for key, part in space.spaces.items()]}
+        return {**form, "spaces": [[key, _space_to_json(part)] for key, part in space.spaces.items()]}
     if isinstance(space, spaces.Tuple):
-        return {"$space": "Tuple", "spaces": [_space_to_json(part) for part in space.spaces]}
+        return {**form, "spaces": [_space_to_json(part) for part in space.spaces]}
     raise InvalidInputError(f"a space of type {type(space).__name__} cannot be saved: {space}")
 
 
+def _space_from_json(form: Mapping[str, Any]) -> spaces.Space[Any]:
+    kind = form["$space"]
+    if kind == "Box":
+        low, high = (_array_from_json(form[bound], form) for bound in ("low", "high"))
+        return spaces.Box(low, high, tuple(form["shape"]), np.dtype(form["dtype"]).type)
+    if kind == "MultiDiscrete":
+        nvec, start = (_array_from_json(form[part], form) for part in ("nvec", "start"))
+        return spaces.MultiDiscrete(nvec, dtype=np.dtype(form["dtype"]).type, start=start)
+    if kind == "Discrete":
+        # Older versions of gymnasium have no other dtype.
+        dtype = {} if form["dtype"] == "int64" else {"dtype": np.dtype(form["dtype"]).type}
+        return spaces.Discrete(form["n"], start=form["start"], **dtype)
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(from_json(form["n"]))
+    if kind == "Dict":  # gymnasium sorts the keys of a plain dict
+        return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in form["spaces"]))
+    if kind == "Tuple":
+        return spaces.Tuple([from_json(part) for part in form["spaces"]])
+    raise ValueError(f"unknown space {kind!r}")
+
+
 def _array_to_json(array: np.ndarray[Any, Any]) -> Any:
-    """One number if all entries are the same, else a flat list."""
+    """One number if all entries are equal, else a flat list."""
     flat = array.reshape(-1)
     if flat.size and (flat == flat[0]).all():
         return to_json(flat[0])
     return [to_json(entry) for entry in flat]
 
 
-def _array_from_json(form: Any, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
-    entries = from_json(form)
-    if isinstance(entries, list):
-        return np.array(entries, dtype=dtype).reshape(shape)
-    return np.full(shape, entries, dtype=dtype)
-
-
-def _box(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    shape, dtype = form["shape"], form["dtype"]
-    low, high = (_array_from_json(form[bound], shape, dtype) for bound in ("low", "high"))
-    return spaces.Box(low, high, tuple(shape), np.dtype(dtype).type)
-
-
-def _discrete(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    # Older gymnasiums know no other dtype.
-    other = {} if form["dtype"] == "int64" else {"dtype": np.dtype(form["dtype"]).type}
-    return spaces.Discrete(form["n"], start=form["start"], **other)
-
-
-def _multi_discrete(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    shape, dtype = form["shape"], form["dtype"]
-    nvec, start = (_array_from_json(form[part], shape, dtype) for part in ("nvec", "start"))
-    return spaces.MultiDiscrete(nvec, dtype=np.dtype(dtype).type, start=start)
-
-
-def _multi_binary(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    return spaces.MultiBinary(from_json(form["n"]))
-
-
-def _dict(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    # gymnasium sorts the keys of a plain dict.
-    return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in form["spaces"]))
-
-
-def _tuple(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    return spaces.Tuple([from_json(part) for part in form["spaces"]])
-
-
-_SPACES: dict[str, Callable[[Mapping[str, Any]], spaces.Space[Any]]] = {
-    "Box": _box,
-    "Discrete": _discrete,
-    "MultiDiscrete": _multi_discrete,
-    "MultiBinary": _multi_binary,
-    "Dict": _dict,
-    "Tuple": _tuple,
-}
+def _array_from_json(entries: Any, space: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    value = np.array(from_json(entries), dtype=space["dtype"])
+    return value.reshape(space["shape"]) if value.ndim else np.full(space["shape"], value)
