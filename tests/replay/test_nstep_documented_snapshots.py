@@ -234,7 +234,6 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.slow
 def test_an_episode_is_on_disk_when_add_returns_from_its_last_step(tmp_path):
     """The process is killed right after: nothing was flushed, closed or tidied up."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), "killed"], capture_output=True, timeout=240)
@@ -302,7 +301,6 @@ def test_a_folder_is_free_again_when_its_storage_was_forgotten(tmp_path):
     second.close()
 
 
-@pytest.mark.slow
 def test_a_live_storage_of_another_process_is_respected_and_a_dead_one_is_not(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), "alive"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -289,7 +289,6 @@ def run_script(body):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_program_ends_from_within_a_function_and_with_an_exception_under_way():
     out = run_script("""
 def main():
@@ -308,7 +307,6 @@ finally:
     assert out == "leaving\n"
 
 
-@pytest.mark.slow
 def test_a_storage_works_on_both_sides_of_a_fork():
     """The child has the same data, draws the same batches, and a thread of its own; neither side hears of the other."""
     out = run_script("""
