@@ -190,8 +190,6 @@ class TransitionView(View):
     def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
         """Serve these fields."""
         super().bind(fields, dtype, device)
-        base: Any = PrioritizedBatch if self._weighted else ReplayBatch
-        self._batch: Any = extended(base, fields.extra_names)
         self._is_leaf = fields.structure.is_leaf
 
     @property
@@ -222,10 +220,13 @@ class TransitionView(View):
             observations, following = tensors[:count], tensors[count + 3 : 2 * count + 3]
             middle, extra = tensors[count : count + 3], tensors[2 * count + 3 :]
             tensors = (build(observations, size), *middle, build(following, size), *extra)
+        # The class is looked up, not held: a class with extra fields cannot be pickled.
+        base: Any = PrioritizedBatch if self._weighted else ReplayBatch
+        batch = extended(base, self._fields.extra_names)
         if not self._weighted:
-            return self._batch._make(tensors)
+            return batch._make(tensors)
         assert drawn.weights is not None
-        return self._batch(*tensors[:5], self._here(drawn.weights), self._here(drawn.rows), *tensors[5:])
+        return batch(*tensors[:5], self._here(drawn.weights), self._here(drawn.rows), *tensors[5:])
 
 
 class HindsightView(TransitionView):
