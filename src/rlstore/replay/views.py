@@ -190,9 +190,19 @@ class TransitionView(View):
     def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
         """Serve these fields."""
         super().bind(fields, dtype, device)
+        self._is_leaf, self._batch = fields.structure.is_leaf, self._batch_class()
+
+    def _batch_class(self) -> Any:
         base: Any = PrioritizedBatch if self._weighted else ReplayBatch
-        self._batch: Any = extended(base, fields.extra_names)
-        self._is_leaf = fields.structure.is_leaf
+        return extended(base, self._fields.extra_names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_batch"}  # no module has that class
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_fields" in state:
+            self._batch = self._batch_class()
 
     @property
     def fold(self) -> tuple[int, float]:
