@@ -5,9 +5,7 @@ import torch
 from rollout_ids import ENVS, STEPS, assert_equal, build, fill, hidden_of, tensors_of
 
 from rlstore import InvalidInputError
-from rlstore.engine.batches import trajectories as segments
-from rlstore.engine.memory.tensors import allocate_empty
-from rlstore.rollout.recurrent import _Epoch
+from rlstore.engine.batches import trajectories
 
 MEMORIES = {
     "none": lambda ids: (None, None),
@@ -71,15 +69,21 @@ def test_the_trainer_can_ask_for_it_too(storage):
 @pytest.mark.parametrize("count", [1, 2, ENVS])
 def test_a_table_of_all_trajectories_gives_the_same_tensors(storage, count, room):
     """What is done on CUDA, here by the reference."""
-    ring, layout = storage._ring, storage._layout
+    ring, sources = storage._ring, storage._sources(STEPS)
     room = None if room is None else room * ENVS
-    here = _Epoch(ring, layout, storage._batch_sources(STEPS), STEPS, count, room, allocate_empty)
-    fields = (here._observations, here._states, here._others)
-    table = segments.TrajectoryTable(here._dones, ENVS // count, count, room, *fields)
-    for index in range(count):
-        ours, truth = table.make(index), here.make(index)
-        assert len(ours) == len(truth)
-        for tensor, expected in zip(ours, truth, strict=True):
-            assert tensor.dtype == expected.dtype
-            assert torch.equal(tensor, expected)
-            assert tensor.is_contiguous()
+    observations = tuple(sources.pop("observations")[1])
+    others = tuple(leaf for _, part in sources.values() for leaf in part)
+    states = tuple(block for name, block in ring.blocks.items() if name.startswith("saved_hidden_state"))
+    fields = (observations, states, others)
+    table = trajectories.TrajectoryTable(ring.blocks["dones"], ENVS // count, count, room, *fields)
+    here = list(trajectories.trajectory_batches(ring.blocks["dones"], count, room, *fields))
+    assert len(here) == count
+    for index, truth in enumerate(here):
+        ours = table.make(index)
+        for group, expected_group in zip(ours, truth, strict=True):
+            tensors, expected = ((x,) if isinstance(x, torch.Tensor) else x for x in (group, expected_group))
+            assert len(tensors) == len(expected)
+            for tensor, other in zip(tensors, expected, strict=True):
+                assert tensor.dtype == other.dtype
+                assert torch.equal(tensor, other)
+                assert tensor.is_contiguous()

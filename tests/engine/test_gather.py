@@ -166,9 +166,10 @@ def test_batches_gathered_together_are_tensors_in_their_own_right():
 def test_the_given_allocator_makes_every_result(monkeypatch):
     made = []
 
-    def empty(shape, dtype, device):
-        made.append(torch.empty(tuple(shape), dtype=dtype, device=device))
-        return made[-1]
+    def empty(shapes, dtypes, device):
+        new = [torch.empty(tuple(s), dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True)]
+        made.extend(new)
+        return tuple(new)
 
     sources = blocks()
     batch = gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), empty)

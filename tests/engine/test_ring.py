@@ -240,16 +240,6 @@ def test_zero_makes_every_block_zero():
     assert_row(ring, 0, 5)
 
 
-def test_first_is_a_view_of_the_first_rows():
-    ring = make_ring()
-    for number in range(4):
-        ring.write(row(number))
-    part = ring.first("rewards", 2)
-    assert part.tolist() == [row(0)[2].tolist(), row(1)[2].tolist()]
-    assert part.data_ptr() == ring.blocks["rewards"].data_ptr()
-    assert ring.first("rewards", 4) is ring.blocks["rewards"]
-
-
 # ---------------------------------------------------------------------------------------------------- more blocks
 
 

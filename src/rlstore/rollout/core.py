@@ -1,55 +1,173 @@
-"""What the on-policy storages share: a rollout of all environments, turned into batches through the ten methods."""
+"""What the on-policy storages share: a rollout of named columns, its batches, the ten methods, save and load."""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import repeat
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
+from rlstore.engine import returns
 from rlstore.engine.batches.gather import gather_batches
-from rlstore.engine.batches.select import epoch_orders
+from rlstore.engine.batches.select import epoch_orders, epoch_rows
 from rlstore.engine.checks import check_fraction, check_positive
-from rlstore.engine.rows.ring import Ring
+from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
-from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
-from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
+from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.storage import BatchDict, Critic, Sample, Storage
+from rlstore.trainer import (
+    Check,
+    at_step,
+    check_names,
+    checked_parameter,
+    copied,
+    fraction,
+    learning_info,
+    require_empty,
+)
 
-_Any = TypeVar("_Any")
+_Batch = TypeVar("_Batch")
+# Blocks to serve, by the name that they are served under: how their leaves are nested (None: one tensor), the leaves.
+Sources = dict[str, tuple[Structure | None, list[Tensor]]]
 
 
-class OnPolicyStorage(Storage):
-    """A rollout of ``max_size`` steps, and the ten methods on it.
+@dataclass(frozen=True, eq=False)
+class RolloutColumn:
+    """One named column of a rollout. A storage lists its columns once; rows, batches and snapshots follow from them.
 
-    A subclass says what a sample is (:meth:`_insert`), which columns there are (:meth:`_columns`), and how targets are
-    made (:meth:`_compute`).
+    Attributes:
+        name: Of the argument, or the transition's attribute, that brings the column, and of its block.
+        form: "observations", "actions", "scalar", "flag", "nest" (a tuple of tensors, as first given) or "extra".
+        word: Its name in the dicts of the ten methods (see :mod:`rlstore.storage`); "" if they do not have it.
+        batch: Its name in the storage's own batches; "" if they do not have it.
+        computed: Not part of a row, but computed from the rollout.
+        late: Added with the first step that brings it.
+        whole: Of the ten methods, only ``get_all_buffer_data`` serves it.
+        lead: Row t of the column is row ``t + lead`` of its block. A batch serves the rows of the block.
+        block: The name of its block, if it is not its own.
+        fields: One for each leaf; empty until the shapes are known.
+        structure: How the leaves are nested; None for a single tensor.
     """
 
-    # What update_storage_parameter may change.
-    _fractions: ClassVar[tuple[str, ...]] = ()
-    _size_name: ClassVar[str] = ""
-    # What get_all_buffer_data gives and a sample does not hold.
-    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages")
+    name: str
+    form: str = "scalar"
+    word: str = ""
+    batch: str = ""
+    computed: bool = False
+    late: bool = False
+    whole: bool = False
+    lead: int = 0
+    block: str = ""
+    fields: tuple[Field, ...] = ()
+    structure: Structure | None = None
 
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks that hold the leaves."""
+        own = self.block or self.name
+        if self.structure is None:
+            return (own,) if self.fields else ()
+        return self.structure.names if not self.block else Structure(self.structure.paths, own).names
+
+    def holding(self, fields: Sequence[Field], structure: Structure | None = None) -> RolloutColumn:
+        """The same column with its fields."""
+        return replace(self, fields=tuple(fields), structure=structure)
+
+    def row_columns(self, *, optional: bool = False) -> list[Column]:
+        """What the column is in a row of the ring; see there for ``optional``."""
+        return [
+            Column(field, block, self.lead, optional) for field, block in zip(self.fields, self.blocks, strict=True)
+        ]
+
+    def leaves(self, value: Any) -> list[Any]:
+        """The leaves of a step's value."""
+        return [value] if self.structure is None else self.structure.leaves(value)
+
+    def held(self, ring: Ring, rows: int, lead: int = 0) -> list[Tensor]:
+        """Rows ``lead`` to ``lead + rows`` of its blocks."""
+        blocks = [ring.blocks[name] for name in self.blocks]
+        return [block if not lead and rows == block.shape[0] else block[lead : lead + rows] for block in blocks]
+
+
+class BlockAttribute:
+    """A block of the ring as an attribute: read it, write into it, or put another tensor in its place."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, storage: None, owner: type) -> BlockAttribute: ...
+    @overload
+    def __get__(self, storage: RolloutCore, owner: type) -> Tensor: ...
+    def __get__(self, storage: RolloutCore | None, owner: type) -> BlockAttribute | Tensor:
+        if storage is None:
+            return self
+        if storage._ring is None or self._name not in storage._ring.blocks:
+            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
+        return storage._ring.blocks[self._name]
+
+    def __set__(self, storage: RolloutCore, value: Tensor) -> None:
+        if storage._ring is None or self._name not in storage._ring.blocks:
+            raise AttributeError(f"this {type(storage).__name__} has no {self._name!r}")
+        storage._ring.bind(self._name, value)
+
+
+class ObservationAttribute:
+    """The observations as one attribute: a tensor, or a TensorDict or tuple whose leaves are the blocks."""
+
+    def __get__(self, storage: RolloutCore | None, owner: type) -> Any:
+        if storage is None:
+            return self
+        if storage._ring is None:
+            raise AttributeError(f"this {owner.__name__} has no observations before its first sample")
+        if storage._observation_view is None:
+            blocks = [storage._ring.blocks[name] for name in storage._observations.names]
+            storage._observation_view = storage._observations.build(blocks, blocks[0].shape[:2])
+        return storage._observation_view
+
+    def __set__(self, storage: RolloutCore, value: Any) -> None:
+        storage._ready_ring().bind_all(storage._observations.names, storage._observations.leaves(value))
+        storage._observation_view = value
+        storage._follow_callers()
+
+
+class RolloutCore(Storage):
+    """A rollout of ``max_size`` steps of named columns, and the ten methods on it.
+
+    A subclass lists its columns (:attr:`_columns`, observations first), says how a sample becomes a row
+    (:meth:`_insert`, :meth:`_check`), and what follows the newest step.
+    """
+
+    # By name what update_storage_parameter may change; the last one is the number of steps.
+    _parameters: ClassVar[Mapping[str, Check]] = {}
+    # Words of get_all_buffer_data that are no columns.
+    _data_words: ClassVar[tuple[str, ...]] = ()
+    # How a scalar and a flag of an environment are held. Scalars of shape () are served with an axis of 1.
+    _scalar_shape: ClassVar[tuple[int, ...]] = (1,)
+    _flag_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    num_envs: int | None
+    _columns: dict[str, RolloutColumn]
     _observations: Structure
-    _observation_view: Any = None  # the observations as a caller sees them; None until asked for
+    _extra: tuple[Field, ...] = ()
+    _observation_view: Any = None  # the observations as a caller sees them; None until they are read
     _handed_lists: dict[str, list[Tensor]]  # lists of blocks as a caller sees them
-    _spent = False  # the rollout was learnt from: the next sample begins a new one
+    _spent = False  # the learner is done with this rollout: the next sample starts a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
 
-    @property
-    @abstractmethod
-    def _sample_names(self) -> tuple[str, ...]:
-        """The names that a sample may hold."""
-
     @abstractmethod
     def _allocate_for(self, sample: Sample) -> None:
-        """Make a ring for samples like this one."""
+        """Allocate a ring for samples like this one."""
 
     @abstractmethod
     def _insert(self, sample: Sample) -> None:
@@ -60,16 +178,8 @@ class OnPolicyStorage(Storage):
         """Refuse a sample that cannot be written, and write nothing."""
 
     @abstractmethod
-    def _columns(self, rows: int) -> dict[str, Any]:
-        """The first ``rows`` steps by the names of the vocabulary: ``[rows, envs, ...]`` tensors and nests of them."""
-
-    @abstractmethod
-    def _apart(self, rows: int) -> dict[str, Any]:
-        """What ``get_all_buffer_data`` gives besides the columns."""
-
-    @abstractmethod
     def _restore(self, data: Sample) -> None:
-        """Put back what :meth:`_apart` gives and a sample does not hold."""
+        """Put back what ``get_all_buffer_data`` returns and neither a sample nor a computed column holds."""
 
     @abstractmethod
     def _following(self) -> list[Tensor]:
@@ -77,15 +187,91 @@ class OnPolicyStorage(Storage):
 
     @abstractmethod
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
-        """Make ``returns`` and ``advantages``."""
+        """Compute ``returns`` and ``advantages``."""
 
     @abstractmethod
     def _discounts(self) -> tuple[float, float]:
         """The storage's own gamma and lambda."""
 
-    def _begin_rollout(self) -> None:
-        self._ready_ring().restart()
-        self._spent = False
+    # ---------------------------------------------------------------------------------------------- columns
+
+    def _describe(
+        self, columns: Sequence[RolloutColumn], given: ExtraFields | None, reserved: Collection[str] = ()
+    ) -> None:
+        """Set the columns of the storage, with a user's extra fields, whose names must not be among ``reserved``."""
+        words = [word for c in columns for word in (c.name, c.word, c.batch) if word]
+        taken = {*words, *reserved, *self._data_words, "rows"}
+        self._extra = extra_fields(given, type(self).__name__, taken)
+        held = [replace(field, shape=field.shape or self._scalar_shape) for field in self._extra]
+        extra = [RolloutColumn(f.name, "extra", f.name, f.name).holding([f]) for f in held]
+        self._columns = {column.name: column for column in (*columns, *extra)}
+        self._handed_lists = {}
+
+    def _allocate(
+        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+    ) -> None:
+        """Allocate the ring.
+
+        Args:
+            structure: Of the observations.
+            observations: A field for each leaf.
+            actions: The shape of an action, and what errors say that it came from.
+            lanes: The number of environments.
+        """
+        own, scalar, shape = f"num_envs={lanes}", self._scalar_shape, actions[0]
+        for name, column in self._columns.items():
+            if column.late or column.form == "extra":
+                continue
+            if column.form == "observations":
+                nest = Structure(structure.paths, name)
+                fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
+                self._columns[name] = column.holding(fields, nest)
+            elif column.form == "actions":
+                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1])])
+            elif column.form == "flag":
+                self._columns[name] = column.holding([Field(name, scalar, self._flag_dtype, own, is_flag=True)])
+            else:
+                self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
+        held = [column for column in self._columns.values() if column.fields]
+        rows = [part for column in held if not column.computed for part in column.row_columns()]
+        self._ring = Ring(rows, self.max_size, lanes, self._torch_device)
+        self._ring.reserve([field for column in held if column.computed for field in column.fields])
+        self._observations, self.num_envs = structure, lanes
+
+    @property
+    def extra(self) -> Mapping[str, Tensor]:
+        """The blocks of the extra fields by name, ``[steps, envs, ...]``; write into them as into the others."""
+        ring = self._ready_ring()
+        return MappingProxyType({field.name: ring.blocks[field.name] for field in self._extra})
+
+    def _known_words(self) -> list[str]:
+        """The names that a sample may hold."""
+        return [column.word for column in self._columns.values() if column.word and not column.computed]
+
+    def _sources(self, rows: int) -> Sources:
+        """The first ``rows`` steps by the names of the storage's own batches."""
+        self._follow_callers()
+        ring = self._ready_ring()
+        columns = [column for column in self._columns.values() if column.batch and column.fields]
+        return {column.batch: (column.structure, self._served(column, column.held(ring, rows))) for column in columns}
+
+    def _word_sources(self, rows: int, *, whole: bool = False) -> Sources:
+        """The first ``rows`` steps by the words of the ten methods; ``whole`` for those of get_all_buffer_data."""
+        self._follow_callers()
+        ring, sources = self._ready_ring(), {}
+        for column in self._columns.values():
+            if column.word and column.fields and (whole or not column.whole):
+                leaves = column.held(ring, rows, column.lead)
+                if column.form == "flag":
+                    leaves = [leaves[0] != 0]
+                sources[column.word] = column.structure, self._served(column, leaves)
+        return sources
+
+    def _served(self, column: RolloutColumn, leaves: list[Tensor]) -> list[Tensor]:
+        """Leaves as they are served: scalars that are held as ``[steps, envs]`` with a last axis of 1."""
+        if self._scalar_shape or column.structure is not None or column.fields[0].shape:
+            return leaves
+        return [leaf.unsqueeze(-1) for leaf in leaves]
 
     def _require_rows(self) -> int:
         """The rows held by each environment, at least one."""
@@ -101,19 +287,9 @@ class OnPolicyStorage(Storage):
             )
         return self._ring
 
-    # ---------------------------------------------------------------------------------------------- observations
-
-    def _view_observations(self) -> Any:
-        ring = self._ready_ring()
-        if self._observation_view is None:
-            blocks = [ring.blocks[name] for name in self._observations.names]
-            self._observation_view = self._observations.build(blocks, blocks[0].shape[:2])
-        return self._observation_view
-
-    def _bind_observations(self, value: Any) -> None:
-        self._ready_ring().bind_all(self._observations.names, self._observations.leaves(value))
-        self._observation_view = value
-        self._follow_callers()
+    def _start_rollout(self) -> None:
+        self._ready_ring().restart()
+        self._spent = False
 
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
@@ -126,21 +302,20 @@ class OnPolicyStorage(Storage):
                 raise
             if changed:
                 self._observation_view = None  # what is held may be a converted copy: show that one
-        for group in list(self._handed_lists) if self._handed_lists else ():
-            handed = self._handed_lists.pop(group)
-            names = [name for name in self._ready_ring().blocks if name.startswith(f"{group}[")]
-            if len(names) != len(handed):
-                raise InvalidInputError(f"{group} holds {len(names)} tensors and cannot become {len(handed)} of them")
-            if not self._ready_ring().bind_all(names, handed):
-                self._handed_lists[group] = handed
+        for name in list(self._handed_lists) if self._handed_lists else ():
+            handed, blocks = self._handed_lists.pop(name), self._columns[name].blocks
+            if len(blocks) != len(handed):
+                raise InvalidInputError(f"{name} holds {len(blocks)} tensors and cannot become {len(handed)} of them")
+            if not self._ready_ring().bind_all(blocks, handed):
+                self._handed_lists[name] = handed
 
     def _fit_observations(self, value: Any) -> list[Tensor]:
         """The leaves of observations of one step, checked and copied: an environment may write over its own."""
         ring = self._ready_ring()
-        fields = {column.field.name: column.field for column in ring.columns}
+        fields = next(iter(self._columns.values())).fields
         return [
-            fields[name].fit(leaf, ring.lanes, self._torch_device).clone()
-            for name, leaf in zip(self._observations.names, self._observations.leaves(value), strict=True)
+            field.fit(leaf, ring.lanes, self._torch_device).clone()
+            for field, leaf in zip(fields, self._observations.leaves(value), strict=True)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,9 +325,9 @@ class OnPolicyStorage(Storage):
     # ---------------------------------------------------------------------------------------------- writing
 
     def init_tensors(self, sample: Sample) -> None:
-        """Allocate the blocks for samples like this one. If they are there already, the sample must fit them."""
-        self._check_names(sample)
-        blank = dict(self.__dict__)
+        """Allocate the blocks for samples like this one. If they exist already, the sample must fit them."""
+        check_names(sample, "a sample", type(self).__name__, self._known_words(), ["observations"])
+        blank = {**self.__dict__, "_columns": dict(self._columns)}
         try:
             if self._ring is None:
                 self._allocate_for(sample)
@@ -162,36 +337,26 @@ class OnPolicyStorage(Storage):
             raise
 
     def insert_transition(self, sample: Sample) -> None:
-        """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
+        """Store one step of all environments, given by the names of :mod:`rlstore.storage`.
 
-        The first sample after ``after_gradients`` begins a new rollout. Which names a storage takes it says itself.
+        The first sample after ``after_gradients`` starts a new rollout. Extra fields are given by their names.
         """
         if self._ring is None:
             self.init_tensors(sample)
-        self._check_names(sample)
+        check_names(sample, "a sample", type(self).__name__, self._known_words(), ["observations"])
         if self._spent:
             self._check(sample)  # before the old rollout is given up
-            self._begin_rollout()
+            self._start_rollout()
         self._insert(sample)
 
-    def _check_names(self, sample: Sample) -> None:
-        unknown = [name for name in sample if name not in self._sample_names]
-        if unknown:
-            raise InvalidInputError(
-                f"a sample for {type(self).__name__} cannot hold {unknown}; it takes {list(self._sample_names)}. "
-                "Nothing was written."
-            )
-        if "observations" not in sample:
-            raise InvalidInputError("a sample needs 'observations'. Nothing was written.")
+    # ---------------------------------------------------------------------------------------------- targets
 
-    # ---------------------------------------------------------------------------------------------- learning
-
-    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """Make returns and advantages, with the value of what follows the newest step from the actor.
+    def before_gradients(self, actor: Critic | None = None, algo: Any = None) -> None:
+        """Compute returns and advantages, with the actor's values of the observations after the newest step.
 
         Args:
             actor: A :class:`~rlstore.storage.Critic`; without one, the actor given to the factory's function.
-            algo: Its ``gamma`` (or ``discount``) and ``lam`` (or ``gae_lambda``) are taken where it has them; else the
+            algo: Its ``gamma`` (or ``discount``) and ``lam`` (or ``gae_lambda``) are used where it has them; else the
                 storage's own.
         """
         self._require_rows()
@@ -205,38 +370,66 @@ class OnPolicyStorage(Storage):
             following = self._observations.build(self._following(), (self._ready_ring().lanes,))
             last_values = actor.get_values(following)
         gamma, lam = self._discounts()
-        self._compute(last_values, *_algorithm_discounts(algo, gamma, lam))
+        for name in ("gamma", "discount"):
+            gamma = getattr(algo, name, gamma)
+        for name in ("lam", "gae_lambda"):
+            lam = getattr(algo, name, lam)
+        check_fraction("before_gradients()", **{"the algorithm's gamma": gamma, "the algorithm's lambda": lam})
+        self._compute(last_values, float(gamma), float(lam))
 
-    def _fit_last_values(self, last_values: Any) -> Tensor:
-        """The values after the last step, ``[envs]`` or ``[envs, 1]``, ready for a kernel."""
-        ring = self._ready_ring()
-        if (
-            isinstance(last_values, Tensor)
-            and last_values.shape in ((ring.lanes,), (ring.lanes, 1))
-            and last_values.dtype == torch.float32
-            and last_values.device == ring.device
-            and last_values.is_contiguous()
-            and not last_values.requires_grad
-        ):
-            return last_values
-        field = Field("last_values", (), torch.float32, f"{ring.lanes} environments")
-        return field.fit(last_values, ring.lanes, ring.device)
+    def _fill_targets(
+        self,
+        last_values: Any,
+        ended: Tensor,
+        truncated: Tensor | None,
+        final_values: Tensor | None,
+        gamma: float,
+        lam: float,
+        *,
+        epsilon: float | None,
+        dones: bool = False,
+    ) -> None:
+        """Fill ``returns`` and ``advantages`` of the rows held; see :func:`rlstore.engine.returns.fill_gae`."""
+        ring, rows = self._ready_ring(), self._require_rows()
+        for name, value in (("gamma", gamma), ("lam", lam)):
+            if type(value) is not float or not 0 <= value <= 1:
+                check_fraction("compute_returns()", **{name: value})
+        if not _is_ready(last_values, ring):
+            field = Field("last_values", (), torch.float32, f"{ring.lanes} environments")
+            last_values = field.fit(last_values, ring.lanes, ring.device)
+        blocks = [ring.blocks[name] for name in ("rewards", "values", "advantages", "returns")]
+        rewards, values, advantages, targets = blocks if rows == ring.steps else [block[:rows] for block in blocks]
+        returns.fill_gae(
+            rewards,
+            values,
+            last_values,
+            ended,
+            truncated,
+            final_values,
+            gamma=gamma,
+            lam=lam,
+            advantages=advantages,
+            returns=targets,
+            epsilon=epsilon,
+            dones=dones,
+        )
 
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The rollout is learnt from: the next sample begins a new one.
+        """The learner is done with the rollout: the next sample starts a new one.
 
         It may also be called as ``after_gradients(batch, info)``.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
         """
-        if info is None:
-            info = algo if isinstance(algo, dict) else {}
+        info = learning_info(actor, algo, info)[1]
         self._spent = True
         info["storage_size"] = len(self)
         return info
+
+    # ---------------------------------------------------------------------------------------------- batches
 
     def generate_batches(  # type: ignore[override]
         self,
@@ -247,11 +440,11 @@ class OnPolicyStorage(Storage):
         *,
         reuse: bool = False,
     ) -> Iterator[BatchDict]:
-        """Flat batches of the rollout, in the words of the vocabulary: tensors ``[mini_batch_size, ...]``.
+        """Flat batches of the rollout by the names of :mod:`rlstore.storage`: tensors ``[mini_batch_size, ...]``.
 
         Args:
             num_mini_batch: Batches in each epoch.
-            mini_batch_size: Rows in each; None shares the rows out. No row comes twice in an epoch.
+            mini_batch_size: Rows in each; None divides all rows among them. No row comes twice in an epoch.
             num_epochs: Epochs, each with an order of its own.
             shuffle: False serves the rows in the order of time.
             reuse: Gather the first epoch only, and yield the same dicts and tensors, in the same order, in every
@@ -260,127 +453,130 @@ class OnPolicyStorage(Storage):
         Yields:
             Dicts, with the row ids as ``rows``.
         """
-        if reuse:
-            check_positive("generate_batches()", num_epochs=num_epochs)
-            yield from repeated(
-                OnPolicyStorage.generate_batches(self, num_mini_batch, mini_batch_size, 1, shuffle), num_epochs
-            )
-            return
+        size = self._batch_rows(num_mini_batch, num_epochs, mini_batch_size)
+        yield from self._serve(
+            self._word_sources, num_mini_batch, size, num_epochs, shuffle=shuffle, reuse=reuse, with_rows=True
+        )
+
+    def _batch_rows(self, count: int, num_epochs: int, size: int | None = None) -> int:
+        """The rows of each of ``count`` mini-batches, once all numbers are checked."""
         held = self._require_rows() * self._ready_ring().lanes
-        size = self._batch_rows(held, num_mini_batch, mini_batch_size)
-        check_positive("generate_batches()", num_epochs=num_epochs)
-
-        structures: dict[str, Structure] = {}
-
-        def sources(steps: int) -> tuple[Tensor, ...]:
-            columns = self._columns(steps)
-            structures.update({name: Structure.of(column, name) for name, column in columns.items()})
-            leaves = [leaf for name, column in columns.items() for leaf in structures[name].leaves(column)]
-            return tuple(leaf.contiguous() for leaf in leaves)
-
-        for rows, batches in self._serve(sources, num_mini_batch, size, num_epochs, shuffle=shuffle):
-            own_rows = torch.unsafe_split(rows.clone(), size)
-            for index, leaves in enumerate(batches):
-                remaining = iter(leaves)
-                batch: BatchDict = {
-                    name: structure.build([next(remaining) for _ in structure.paths], (size,))
-                    for name, structure in structures.items()
-                }
-                batch["rows"] = own_rows[index]
-                yield batch
-
-    @staticmethod
-    def _batch_rows(held: int, count: int, size: int | None = None) -> int:
-        """The rows of each of ``count`` mini-batches out of ``held``."""
-        check_positive("a batch generator", **{"the number of mini-batches": count})
-        if size is None:
-            size = held // count
-        elif count <= held:
-            check_positive("a batch generator", **{"the rows of a mini-batch": size})
-        if count > held or count * size > held:
+        given = {"the number of mini-batches": count, "num_epochs": num_epochs}
+        if size is not None and type(count) is int and count <= held:
+            given["the rows of a mini-batch"] = size
+        for name, value in given.items():
+            if type(value) is not int or value < 1:
+                check_positive("a batch generator", **{name: value})
+        rows = held // count if size is None else size
+        if count > held or count * rows > held:
             raise InvalidInputError(
-                f"{count} mini-batches of {max(size, 1)} rows were asked for, and there are {held} rows"
+                f"{count} mini-batches of {max(rows, 1)} rows were asked for, and there are {held} rows"
             )
-        return size
+        return rows
 
     def _serve(
         self,
-        sources: Callable[[int], tuple[Tensor, ...]],
+        sources: Callable[[int], Sources],
         count: int,
         size: int,
-        num_epochs: int,
+        num_epochs: int = 1,
         *,
         shuffle: bool = True,
         reshuffle: bool = True,
-        dtypes: Sequence[torch.dtype] | None = None,
-    ) -> Iterator[tuple[Tensor, Iterator[tuple[Tensor, ...]]]]:
-        """Epochs: the row ids of each, and its mini-batches of ``size`` rows, as the sources hold them now.
+        reuse: bool = False,
+        with_rows: bool = False,
+        observations_as: torch.dtype | None = None,
+        make: Callable[..., Any] = dict,
+    ) -> Iterator[Any]:
+        """Mini-batches of ``size`` rows, as the sources are when each epoch starts.
 
         Args:
-            sources: Gives the blocks to gather from, of the steps that it is asked for.
+            sources: Returns the blocks to gather from, of the steps that it is asked for.
             count: Mini-batches in each epoch.
             size: Rows in each.
             num_epochs: Epochs.
             shuffle: False for the order of time.
             reshuffle: A new order for every epoch.
-            dtypes: The dtypes to serve; None for those of the sources.
+            reuse: Gather the first epoch only.
+            with_rows: Serve the row ids as ``rows``.
+            observations_as: The dtype to serve the first of the sources as; None for its own.
+            make: Makes a batch of its parts, given by keyword.
         """
+        if reuse:
+            how: dict[str, Any] = {"with_rows": with_rows, "observations_as": observations_as, "make": make}
+            yield from repeated(self._serve(sources, count, size, shuffle=shuffle, **how), num_epochs)
+            return
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
-        anew = shuffle and reshuffle
-        rows = None
-        epochs = num_epochs if anew else 1
-        orders = epoch_orders(steps * ring.lanes, count * size, self._generator, epochs, shuffle=shuffle)
-        for _ in range(num_epochs):
+        held, wanted = steps * ring.lanes, count * size
+        if shuffle and reshuffle:
+            orders = epoch_orders(held, wanted, self._generator, num_epochs)
+        else:
+            orders = repeat(epoch_rows(held, wanted, self._generator, shuffle=shuffle), num_epochs)
+        batch_size = torch.Size((size,))
+        for rows in orders:
             if ring.size < steps:
-                raise NotReadyError("the rollout was begun anew while a generator was still serving the one before")
-            if rows is None or anew:
-                rows = next(orders)
-            blocks = sources(steps)
-            types = dtypes or [block.dtype for block in blocks]
-            yield rows, gather_batches(blocks, rows, count, types, self._outputs.empty)
+                raise NotReadyError("a new rollout was started while a generator was still serving the one before")
+            served = sources(steps)
+            leaves = tuple([leaf.contiguous() for _, part in served.values() for leaf in part])
+            dtypes = [leaf.dtype for leaf in leaves]
+            if observations_as is not None:
+                first = len(self._observations.paths)
+                dtypes[:first] = [observations_as] * first
+            own_rows = torch.unsafe_split(rows.clone(), size) if with_rows else ()
+            for index, tensors in enumerate(gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)):
+                batch = make(**built(served, tensors, batch_size))
+                if with_rows:
+                    batch["rows"] = own_rows[index]
+                yield batch
 
-    # ---------------------------------------------------------------------------------------------- the whole
+    # ---------------------------------------------------------------------------------------------- all data
 
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
-        """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary."""
+        """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`."""
         if self._ring is None or self._ring.size == 0:
             return {}
         rows = self._ring.size
-        data = {**self._columns(rows), **self._apart(rows)}
-        return {name: _copied(value, "cpu" if data_to_cpu else self._torch_device) for name, value in data.items()}
+        data = {
+            word: leaves[0] if structure is None else structure.build(leaves, (rows, self._ring.lanes))
+            for word, (structure, leaves) in self._word_sources(rows, whole=True).items()
+        }
+        device = "cpu" if data_to_cpu else self._torch_device
+        return {word: copied(value, device) for word, value in {**data, **self._besides(rows)}.items()}
+
+    def _besides(self, rows: int) -> dict[str, Any]:
+        """What ``get_all_buffer_data`` returns besides the columns."""
+        return {}
 
     def insert_data_slice(self, new_data: Sample) -> None:
-        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` gives.
+        """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` returns.
 
-        The data count as a rollout that nobody has learnt from yet.
+        The data count as a rollout that no learner has used yet.
         """
-        if not isinstance(new_data, Mapping):
-            raise InvalidInputError(f"new_data is a {type(new_data).__name__}; give a dict. Nothing was changed.")
-        unknown = [name for name in new_data if name not in (*self._sample_names, *self._data_names)]
-        if unknown or (new_data and "observations" not in new_data):
-            problem = f"cannot hold {unknown}" if unknown else "needs 'observations' [steps, envs, ...]"
-            raise InvalidInputError(f"new_data for {type(self).__name__} {problem}. Nothing was changed.")
+        known = self._known_words()
+        computed = [column.word for column in self._columns.values() if column.computed]
+        needed = ["observations"] if new_data else []
+        check_names(new_data, "new_data", type(self).__name__, [*known, *computed, *self._data_words], needed)
         twin = copy.deepcopy(self)
         twin.reset()
         if new_data:
-            samples = {name: value for name, value in new_data.items() if name in self._sample_names}
+            samples = {name: value for name, value in new_data.items() if name in known}
             steps = len(walk(new_data["observations"])[0][1])
             if steps > self.max_size:
                 raise InvalidInputError(
                     f"new_data has {steps} steps; there is room for {self.max_size}. Nothing was changed."
                 )
             for t in range(steps):
-                twin.insert_transition({name: _at_step(value, t, steps, name) for name, value in samples.items()})
-            for name in ("returns", "advantages"):
+                twin.insert_transition({name: at_step(value, t, steps, name) for name, value in samples.items()})
+            for name in computed:
                 if name in new_data:
                     twin._restore_block(name, new_data[name], steps)
             twin._restore(new_data)
         self.__dict__ = twin.__dict__
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
-        """Put values that are no part of a row back into the first ``rows`` of a block."""
-        block = self._ready_ring().first(name, rows)
+        """Put values that are not part of a row back into the first ``rows`` of a block."""
+        block = self._ready_ring().blocks[name][:rows]
         given = as_tensor(value, name)
         if given.numel() != block.numel() or given.shape[:2] != block.shape[:2]:
             raise InvalidInputError(
@@ -397,33 +593,48 @@ class OnPolicyStorage(Storage):
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
-        owner = type(self).__name__
-        if parameter_name in self._fractions:
-            check_fraction(owner, **{parameter_name: new_parameter_value})
-            setattr(self, parameter_name, float(new_parameter_value))
-        elif parameter_name == self._size_name:
-            check_positive(owner, **{parameter_name: new_parameter_value})
-            if len(self):
-                raise NotReadyError(
-                    f"{parameter_name} can change only while the storage is empty; it holds {len(self)} transitions. "
-                    "Call reset() first. Nothing was changed."
-                )
-            self._resize(int(new_parameter_value))
-        else:
-            known = [*self._fractions, self._size_name]
-            raise UnknownParameterError(
-                f"{owner} has no parameter {parameter_name!r}; it has {known}. Nothing was changed."
-            )
-
-    def _resize(self, steps: int) -> None:
+        value = checked_parameter(type(self).__name__, self._parameters, parameter_name, new_parameter_value)
+        if self._parameters[parameter_name] is fraction:
+            setattr(self, parameter_name, value)
+            return
+        require_empty(len(self), parameter_name)
         if self._ring is not None:
-            self._ring = self._ring.resized(steps)
-        self._observation_view = None
-        self._handed_lists = {}
-        self.max_size = steps
+            self._ring = self._ring.resized(value)
+        self._observation_view, self._handed_lists, self.max_size = None, {}, value
+
+    # ---------------------------------------------------------------------------------------------- save and load
+
+    def _saved_extra(self) -> dict[str, Any]:
+        """The extra fields as a setting; none, if there are none, as in snapshots of earlier versions."""
+        return {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.
+        self._follow_callers()
+        if self._ring is None:
+            return {"spent": self._spent}, {}
+        return {"spent": self._spent, "ring": self._ring.counters()}, dict(self._ring.blocks)
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        self._spent = numbers["spent"]
+        if self._ring is not None:
+            self._ring.set_counters(numbers["ring"])
+            for name, block in self._ring.blocks.items():
+                reader.read_into(name, block)
 
 
-def repeated(batches: Iterator[_Any], epochs: int) -> Iterator[_Any]:
+def built(sources: Sources, tensors: Sequence[Tensor], batch_size: torch.Size) -> dict[str, Any]:
+    """Tensors, one for each leaf of the sources, nested as those are, by their names."""
+    parts: dict[str, Any] = {}
+    place = 0
+    for name, (structure, leaves) in sources.items():
+        last = place + len(leaves)
+        parts[name] = tensors[place] if structure is None else structure.build(tensors[place:last], batch_size)
+        place = last
+    return parts
+
+
+def repeated(batches: Iterator[_Batch], epochs: int) -> Iterator[_Batch]:
     """The batches of one epoch, and the same ones in every further epoch."""
     kept = []
     for batch in batches:
@@ -433,33 +644,13 @@ def repeated(batches: Iterator[_Any], epochs: int) -> Iterator[_Any]:
         yield from kept
 
 
-def _algorithm_discounts(algo: object, gamma: float, lam: float) -> tuple[float, float]:
-    for name in ("gamma", "discount"):
-        gamma = getattr(algo, name, gamma)
-    for name in ("lam", "gae_lambda"):
-        lam = getattr(algo, name, lam)
-    check_fraction("before_gradients()", **{"the algorithm's gamma": gamma, "the algorithm's lambda": lam})
-    return float(gamma), float(lam)
-
-
-def _copied(value: Any, device: str | torch.device) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, (tuple, list)):
-        return type(value)(_copied(part, device) for part in value)
-    copied = value.clone()
-    return copied.to(device)
-
-
-def _at_step(value: Any, t: int, steps: int, name: str) -> Any:
-    """Entry t of a tensor, or of each tensor in a nest."""
-    if value is None:
-        return None
-    is_list_of_tensors = isinstance(value, list) and all(part is None or isinstance(part, Tensor) for part in value)
-    if isinstance(value, tuple) or is_list_of_tensors:
-        return tuple(_at_step(part, t, steps, name) for part in value)
-    if isinstance(value, dict):
-        return {key: _at_step(part, t, steps, name) for key, part in value.items()}
-    if len(value) != steps:
-        raise InvalidInputError(f"{name} has {len(value)} steps and observations {steps}. Nothing was changed.")
-    return value[t] if isinstance(value, (Tensor, TensorDictBase)) else as_tensor(value, name)[t]
+def _is_ready(last_values: Any, ring: Ring) -> bool:
+    """True for values that a kernel can read as they are."""
+    return (
+        isinstance(last_values, Tensor)
+        and last_values.shape in ((ring.lanes,), (ring.lanes, 1))
+        and last_values.dtype == torch.float32
+        and last_values.device == ring.device
+        and last_values.is_contiguous()
+        and not last_values.requires_grad
+    )

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlstore.engine import returns
+from rlstore.engine.batches.named import extended
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.memory.tensors import allocate
-from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor
-from rlstore.engine.rows.spaces import SpaceLike, action_spec, observation_fields
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, describe_fields, described_fields, fields_of_example
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.rollout.attributes import BlockAttribute, ObservationAttribute
-from rlstore.rollout.saved import SavedOnPolicyStorage, saved_leaves, saved_observations
+from rlstore.rollout.core import BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
 from rlstore.storage import Sample
+from rlstore.trainer import Check, check_names, fraction, whole_number
+
+# The columns of a rollout, in the order of a row.
+_COLUMNS = (
+    RolloutColumn("obs", "observations", word="observations", batch="obs"),
+    # What follows a step is held beside the step after it; the next add writes its obs over the same row.
+    RolloutColumn("next_obs", "observations", word="next_observations", whole=True, lead=1, block="obs"),
+    RolloutColumn("actions", "actions", word="actions", batch="actions"),
+    RolloutColumn("rewards", word="rewards"),
+    RolloutColumn("log_probs", word="log_probs", batch="old_log_probs"),
+    RolloutColumn("values", word="values", batch="values"),
+    RolloutColumn("adv_preds", word="adv_preds", batch="adv_preds"),
+    RolloutColumn("final_values", word="final_values", whole=True),
+    RolloutColumn("terminateds", "flag", word="terminated", batch="terminateds", lead=1),
+    RolloutColumn("truncateds", "flag", word="truncated", batch="truncateds", lead=1),
+    RolloutColumn("returns", word="returns", batch="returns", computed=True),
+    RolloutColumn("advantages", word="advantages", batch="advantages", computed=True),
+)
 
 
 class DecoupledBatch(NamedTuple):
     """A mini-batch of :meth:`DecoupledRolloutStorage.sample`, all float32, scalars ``[rows, 1]``.
 
-    ``terminateds`` and ``truncateds`` are those before the step: the previous step ended an episode.
+    ``terminateds`` and ``truncateds`` are those before the step: the previous step ended an episode. Extra fields
+    follow behind the documented ones, each with its own dtype.
     """
 
     obs: Any
@@ -38,24 +55,27 @@ class DecoupledBatch(NamedTuple):
     advantages: Tensor
 
 
-class DecoupledRolloutStorage(SavedOnPolicyStorage):
+class DecoupledRolloutStorage(RolloutCore):
     """A rollout of ``num_steps`` steps of ``num_envs`` environments for DAAC (Raileanu and Fergus 2021).
 
     The blocks are attributes: ``obs`` ``[steps + 1, envs, ...]``, ``actions`` ``[steps, envs]`` for Discrete or
     ``[steps, envs, ...]``; ``rewards``, ``log_probs``, ``values``, ``returns``, ``advantages`` and ``adv_preds``, all
     ``[steps, envs]``; ``terminateds`` and ``truncateds`` ``[steps + 1, envs]``: row t + 1 tells of step t, row 0 of the
-    rollout before. All but ``obs`` are float32. After ``num_steps`` adds the next add begins a new rollout.
+    rollout before. All but ``obs`` are float32. After ``num_steps`` adds the next add starts a new rollout.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
             (float32 if it names none).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where the data lie.
+        device: The device of the data.
         num_steps: Steps of a rollout.
         num_envs: Environments side by side.
         discount: The discount factor gamma.
         gae_lambda: The weight lambda of longer estimates.
         seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        extra_fields: Fields of your own: by name a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a
+            shape and a dtype. :meth:`add` needs them as keyword arguments; batches have them behind the other fields.
+            Their blocks are in ``extra``, by name.
     """
 
     obs = ObservationAttribute()
@@ -69,21 +89,14 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
     returns = BlockAttribute()
     advantages = BlockAttribute()
 
-    _fractions: ClassVar[tuple[str, ...]] = ("discount", "gae_lambda")
-    _size_name: ClassVar[str] = "num_steps"
-    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "flags_before")
-    _sample_names = (
-        "observations",
-        "actions",
-        "rewards",
-        "terminated",
-        "truncated",
-        "next_observations",
-        "log_probs",
-        "values",
-        "adv_preds",
-        "final_values",
-    )
+    _parameters: ClassVar[Mapping[str, Check]] = {
+        "discount": fraction,
+        "gae_lambda": fraction,
+        "num_steps": whole_number,
+    }
+    _data_words: ClassVar[tuple[str, ...]] = ("flags_before",)
+    _scalar_shape: ClassVar[tuple[int, ...]] = ()
+    _flag_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __init__(
         self,
@@ -96,6 +109,7 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         gae_lambda: float = 0.95,
         *,
         seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, num_steps=num_steps)
@@ -103,15 +117,15 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         super().__init__(num_steps, device, seed=seed)
         self.observation_space, self.action_space = observation_space, action_space
         self.num_envs, self.discount, self.gae_lambda = num_envs, discount, gae_lambda
-        self._handed_lists = {}
+        self._describe(_COLUMNS, extra_fields)
         # Both None: a storage from create_factory(), which learns them from its first sample.
         if observation_space is not None or action_space is not None:
             check_positive(owner, num_envs=num_envs)
             structure, fields = observation_fields(
-                _given(observation_space, "observation_space"), "obs", owner, torch.float32
+                _given_space(observation_space, "observation_space"), "obs", owner, torch.float32
             )
-            shape = action_spec(_given(action_space, "action_space")).shape
-            self._allocate(structure, fields, shape, int(num_envs or 0))
+            shape = action_spec(_given_space(action_space, "action_space")).shape
+            self._allocate(structure, fields, (shape, "the action space"), int(num_envs or 0))
 
     @classmethod
     def create_factory(  # type: ignore[override]
@@ -124,16 +138,18 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         discount: float = 0.99,
         gae_lambda: float = 0.95,
         seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
     ) -> Callable[..., DecoupledRolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` steps.
 
         Without spaces they learn the number of environments and all shapes from their first sample.
         """
+        options: dict[str, Any] = {"seed": seed, "extra_fields": extra_fields}
 
         def create(
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None
         ) -> DecoupledRolloutStorage:
-            storage = cls(observation_space, action_space, device, size, num_envs, discount, gae_lambda, seed=seed)
+            storage = cls(observation_space, action_space, device, size, num_envs, discount, gae_lambda, **options)
             storage._give(actor, algorithm)
             return storage
 
@@ -148,32 +164,16 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         num_envs = (*as_tensor(sample.get("rewards"), "rewards").shape, 1)[0]
         if self.num_envs not in (None, num_envs):
             raise InvalidInputError(f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}")
-        structure = Structure.of(sample["observations"], "obs")
-        leaves = [as_tensor(leaf, "observations") for leaf in structure.leaves(sample["observations"])]
-        fields = [
-            Field(name, tuple(leaf.shape[1:]), leaf.dtype, "the first sample")
-            for name, leaf in zip(structure.names, leaves, strict=True)
-        ]
-        self._allocate(structure, fields, tuple(as_tensor(sample.get("actions"), "actions").shape[1:]), num_envs)
+        structure, fields = fields_of_example(sample["observations"], "obs", 1, "the first sample")
+        shape = tuple(as_tensor(sample.get("actions"), "actions").shape[1:])
+        self._allocate(structure, fields, (shape, "the action space"), num_envs)
 
-    def _allocate(self, structure: Structure, obs: list[Field], action_shape: tuple[int, ...], num_envs: int) -> None:
-        own = f"num_envs={num_envs}"
-
-        def scalar(name: str, *, is_flag: bool = False) -> Field:
-            return Field(name, (), torch.float32, own, is_flag=is_flag)
-
-        columns = [Column(field, field.name) for field in obs]
-        # What follows a step stands beside the step after it; the next add writes its obs over the same row.
-        columns += [Column(replace(field, name="next_" + field.name), field.name, lead=1) for field in obs]
-        columns.append(Column(Field("actions", action_shape, torch.float32, "the action space"), "actions"))
-        columns += [
-            Column(scalar(name), name) for name in ("rewards", "log_probs", "values", "adv_preds", "final_values")
-        ]
-        columns += [Column(scalar(name, is_flag=True), name, lead=1) for name in ("terminateds", "truncateds")]
-        self._ring = Ring(columns, self.max_size, num_envs, self._torch_device)
-        self._ring.reserve([scalar("returns"), scalar("advantages")])
-        self._unknown = allocate((num_envs,), torch.float32, self._torch_device, torch.nan)
-        self._observations, self.num_envs = structure, num_envs
+    def _allocate(
+        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+    ) -> None:
+        super()._allocate(structure, observations, actions, lanes)
+        self._unknown = allocate((lanes,), torch.float32, self._torch_device, torch.nan)
+        self._row_columns = [column for column in self._columns.values() if not column.computed]
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -189,6 +189,7 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         values: Tensor,
         adv_preds: Tensor,
         final_values: Tensor | None = None,
+        **extra: Tensor,
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
 
@@ -204,36 +205,47 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
             adv_preds: The actor's predictions of the advantage, likewise.
             final_values: The value of the observation in which an episode was truncated, read there alone; None or NaN
                 where it is not known: the advantage of that step is then 0.
+            **extra: The extra fields given to the storage, by their names.
         """
+        given = {
+            "obs": obs,
+            "next_obs": next_obs,
+            "actions": actions,
+            "rewards": rewards,
+            "log_probs": log_probs,
+            "values": values,
+            "adv_preds": adv_preds,
+            "final_values": final_values,
+            "terminateds": terminateds,
+            "truncateds": truncateds,
+        }
+        if extra or self._extra:
+            names = [field.name for field in self._extra]
+            check_names(extra, "a step", type(self).__name__, names, names)
+            given.update(extra)
+        self._add(given)
+
+    def _add(self, given: Mapping[str, Any]) -> None:
         ring = self._ready_ring()
         self._follow_callers()
-        row = self._row(
-            obs, next_obs, (actions, rewards, log_probs, values, adv_preds), final_values, terminateds, truncateds
-        )
+        row = self._row(given)
         if ring.size == ring.steps:
             row = ring.fit(row)  # before the old rollout is given up
-            self._begin_rollout()
+            self._start_rollout()
         ring.write(row)
         self._spent = False
 
-    def _row(
-        self,
-        obs: Any,
-        next_obs: Any,
-        values: tuple[Any, ...],
-        final_values: Any,
-        terminateds: Any,
-        truncateds: Any,
-    ) -> tuple[Any, ...]:
-        """The values of a step in the order of the columns."""
-        following = Structure(self._observations.paths, "next_obs")
-        leaves = (*self._observations.leaves(obs), *following.leaves(next_obs))
-        final = self._unknown if final_values is None else final_values
-        return (*leaves, *values, final, terminateds, truncateds)
+    def _row(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values of a step, by column, in the order of a row."""
+        row: list[Any] = []
+        for column in self._row_columns:
+            value = given[column.name]
+            row.extend([self._unknown] if value is None and column.name == "final_values" else column.leaves(value))
+        return tuple(row)
 
-    def _begin_rollout(self) -> None:
+    def _start_rollout(self) -> None:
         self._carry_flags()
-        super()._begin_rollout()
+        super()._start_rollout()
 
     def update(self) -> None:
         """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
@@ -263,12 +275,9 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self._require_rows()
-        ring = self._ready_ring()
-        last = self._fit_last_values(last_values)
-        flags = returns.readable_flags(self.terminateds[1:]), returns.readable_flags(self.truncateds[1:])
-        final = ring.blocks["final_values"]
-        out = {"advantages": self.advantages, "returns": self.returns}
-        returns.fill_gae(self.rewards, self.values, last, *flags, final, gamma=gamma, lam=lam, **out, epsilon=1e-5)
+        ended, cut_off = returns.readable_flags(self.terminateds[1:]), returns.readable_flags(self.truncateds[1:])
+        final_values = self._ready_ring().blocks["final_values"]
+        self._fill_targets(last_values, ended, cut_off, final_values, gamma, lam, epsilon=1e-5)
 
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
         """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order.
@@ -276,23 +285,10 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         Args:
             num_mini_batch: Mini-batches to cut the rollout into.
         """
-        held = self._require_rows() * self._ready_ring().lanes
-        size = self._batch_rows(held, num_mini_batch)
-        leaves = len(self._observations.paths)
-        dtypes, batch_size = [torch.float32] * (leaves + 8), torch.Size((size,))
-        for _, batches in self._serve(self._batch_sources, held // size, size, 1, dtypes=dtypes):
-            for tensors in batches:
-                yield DecoupledBatch(self._observations.build(tensors[:leaves], batch_size), *tensors[leaves:])
-
-    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
-        """The blocks behind a batch, in its order; flags of rows 0 to T - 1, those before each step."""
-        self._follow_callers()
-        blocks = self._ready_ring().blocks
-        names = ("actions", "values", "adv_preds", "returns", "terminateds", "truncateds", "log_probs", "advantages")
-        return (
-            *(blocks[name][:steps] for name in self._observations.names),
-            *(_with_last_axis(blocks[name][:steps]) for name in names),
-        )
+        size = self._batch_rows(num_mini_batch, 1)
+        count = self._require_rows() * self._ready_ring().lanes // size
+        kind = extended(DecoupledBatch, [field.name for field in self._extra])
+        yield from self._serve(self._sources, count, size, observations_as=torch.float32, make=kind)
 
     def _require_rows(self) -> int:
         rows = super()._require_rows()
@@ -303,19 +299,14 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
     # ---------------------------------------------------------------------------------------------- the ten methods
 
     def _insert(self, sample: Sample) -> None:
-        self.add(*self._arguments(sample))
+        self._add(self._given(sample))
 
     def _check(self, sample: Sample) -> None:
-        obs, actions, rewards, terminateds, truncateds, next_obs, log_probs, values, adv_preds, final = self._arguments(
-            sample
-        )
-        row = self._row(obs, next_obs, (actions, rewards, log_probs, values, adv_preds), final, terminateds, truncateds)
-        self._ready_ring().fit(row)
+        self._ready_ring().fit(self._row(self._given(sample)))
 
-    def _arguments(self, sample: Sample) -> tuple[Any, ...]:
-        """The arguments of :meth:`add` from a sample."""
-        words = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations", "log_probs")
-        return tuple(sample.get(name) for name in (*words, "values", "adv_preds", "final_values"))
+    def _given(self, sample: Sample) -> dict[str, Any]:
+        """A sample by column."""
+        return {column.name: sample.get(column.word) for column in self._row_columns}
 
     def _discounts(self) -> tuple[float, float]:
         return self.discount, self.gae_lambda
@@ -324,26 +315,8 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         blocks, rows = self._ready_ring().blocks, self._ready_ring().size
         return [blocks[name][rows] for name in self._observations.names]
 
-    def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_callers()
-        ring = self._ready_ring()
-        leaves = (ring.blocks[name][:rows] for name in self._observations.names)
-        names = ("actions", "rewards", "values", "log_probs", "adv_preds", "returns", "advantages")
-        return {
-            "observations": self._observations.build(leaves, (rows, ring.lanes)),
-            **{name: _with_last_axis(ring.blocks[name][:rows]) for name in names},
-            "terminated": _with_last_axis(self.terminateds[1 : rows + 1] != 0),
-            "truncated": _with_last_axis(self.truncateds[1 : rows + 1] != 0),
-        }
-
-    def _apart(self, rows: int) -> dict[str, Any]:
-        ring = self._ready_ring()
-        leaves = (ring.blocks[name][1 : rows + 1] for name in self._observations.names)
-        return {
-            "next_observations": self._observations.build(leaves, (rows, ring.lanes)),
-            "final_values": _with_last_axis(ring.blocks["final_values"][:rows]),
-            "flags_before": torch.stack([self.terminateds[0], self.truncateds[0]]),
-        }
+    def _besides(self, rows: int) -> dict[str, Any]:
+        return {"flags_before": torch.stack([self.terminateds[0], self.truncateds[0]])}
 
     def _restore(self, data: Sample) -> None:
         if "flags_before" in data:
@@ -355,9 +328,10 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
 
     def _settings(self) -> dict[str, Any]:
         names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
-        settings = {name: getattr(self, name) for name in names}
+        settings = {**{name: getattr(self, name) for name in names}, **self._saved_extra()}
         if self._ring is not None and self.observation_space is None:  # learnt from the first sample
-            settings["learnt"] = {**saved_leaves(self), "action_shape": list(self.actions.shape[2:])}
+            fields = describe_fields(self._observations, self._columns["obs"].fields)
+            settings["learnt"] = {**fields, "action_shape": list(self.actions.shape[2:])}
         return settings
 
     @classmethod
@@ -365,17 +339,14 @@ class DecoupledRolloutStorage(SavedOnPolicyStorage):
         given = {name: value for name, value in settings.items() if name != "learnt"}
         storage = cls(device=device, seed=0, **given)
         if "learnt" in settings:
-            structure, fields = saved_observations(settings["learnt"], "obs")
-            storage._allocate(structure, fields, tuple(settings["learnt"]["action_shape"]), settings["num_envs"])
+            learnt = settings["learnt"]
+            structure, fields = described_fields(learnt, "obs")
+            actions = (tuple(learnt["action_shape"]), "the action space")
+            storage._allocate(structure, fields, actions, settings["num_envs"])
         return storage
 
 
-def _given(space: SpaceLike | None, name: str) -> SpaceLike:
+def _given_space(space: SpaceLike | None, name: str) -> SpaceLike:
     if space is None:
         raise InvalidInputError(f"{name} is None; give both spaces")
     return space
-
-
-def _with_last_axis(block: Tensor) -> Tensor:
-    """Scalars ``[time, lanes]`` as ``[time, lanes, 1]``."""
-    return block.unsqueeze(-1) if block.dim() == 2 else block

@@ -2,41 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlstore.engine import returns
+from rlstore.engine.batches.trajectories import trajectory_batches
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
-from rlstore.engine.rows.ring import Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
-from rlstore.rollout.attributes import BlockAttribute, BlockGroup, ObservationAttribute
-from rlstore.rollout.core import repeated
-from rlstore.rollout.recurrent import hidden_state, recurrent_batches
-from rlstore.rollout.saved import SavedRollout
-from rlstore.rollout.transition import (
-    MODES,
-    SAMPLE_NAMES,
-    VOCABULARY,
-    RolloutBatch,
-    RolloutTransition,
-    TransitionLayout,
-    group_blocks,
+from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.memory.tensors import allocate
+from rlstore.engine.rows.schema import (
+    Field,
+    Structure,
+    as_tensor,
+    describe_fields,
+    described_fields,
+    fields_of_example,
 )
-from rlstore.storage import BatchDict, Sample
+from rlstore.engine.rows.spaces import ExtraFields
+from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.rollout.core import (
+    BlockAttribute,
+    ObservationAttribute,
+    RolloutColumn,
+    RolloutCore,
+    Sources,
+    built,
+    repeated,
+)
+from rlstore.storage import BatchDict, Critic, Sample
+from rlstore.trainer import Check, fraction, whole_number
+
+# The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
+HiddenState = Tensor | tuple[Tensor, ...] | None
+_HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
+
+# The columns of a rollout, in the order of a row; late ones follow in the order in which they are first given.
+_COLUMNS = {
+    "rl": (
+        RolloutColumn("observations", "observations", word="observations", batch="observations"),
+        RolloutColumn("actions", "actions", word="actions", batch="actions"),
+        RolloutColumn("rewards", word="rewards"),
+        RolloutColumn("dones", "flag"),
+        RolloutColumn("values", word="values", batch="values"),
+        RolloutColumn("actions_log_prob", word="log_probs", batch="old_actions_log_prob"),
+        RolloutColumn("returns", word="returns", batch="returns", computed=True),
+        RolloutColumn("advantages", word="advantages", batch="advantages", computed=True),
+        RolloutColumn(
+            "distribution_params", "nest", word="distribution_params", batch="old_distribution_params", late=True
+        ),
+        RolloutColumn("truncated", "flag", late=True),
+        RolloutColumn("final_values", word="final_values", late=True, whole=True),
+        *(RolloutColumn(name, "nest", late=True) for name in _HIDDEN_STATES),
+    ),
+    "distillation": (
+        RolloutColumn("observations", "observations", word="observations", batch="observations"),
+        RolloutColumn("actions", "actions", word="actions"),
+        RolloutColumn("rewards", word="rewards"),
+        RolloutColumn("dones", "flag", batch="dones"),
+        RolloutColumn("privileged_actions", "actions", word="privileged_actions", batch="privileged_actions"),
+        RolloutColumn("distribution_params", "nest", late=True),
+        RolloutColumn("truncated", "flag", late=True),
+        RolloutColumn("final_values", late=True),
+        *(RolloutColumn(name, "nest", late=True) for name in _HIDDEN_STATES),
+    ),
+}
 
 
-class RolloutStorage(SavedRollout):
+class BlockGroup:
+    """Several blocks as one attribute, a tuple or a list of tensors; None while there are none.
+
+    Args:
+        container: ``tuple`` or ``list``.
+        mode: The training_type that has it; None for all.
+    """
+
+    def __init__(self, container: type[tuple[Any, ...]] | type[list[Any]], mode: str | None = None) -> None:
+        self._container, self._mode = container, mode
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, storage: RolloutStorage | None, owner: type) -> Any:
+        if storage is None:
+            return self
+        if self._mode is not None and storage.training_type != self._mode:
+            raise AttributeError(f"this {owner.__name__} has no {self._name!r}")
+        blocks = storage._columns[self._name].blocks
+        if not blocks:
+            return None
+        tensors = [storage._ready_ring().blocks[name] for name in blocks]
+        # A list may be written into: the one that is handed out is read again before the blocks are used.
+        return tuple(tensors) if self._container is tuple else storage._handed_lists.setdefault(self._name, tensors)
+
+    def __set__(self, storage: RolloutStorage, value: Sequence[Tensor]) -> None:
+        blocks = storage._columns[self._name].blocks
+        if not isinstance(value, (tuple, list)) or len(value) != len(blocks):
+            given = f"{len(value)} tensors" if isinstance(value, (tuple, list)) else type(value).__name__
+            raise InvalidInputError(
+                f"{self._name} is {len(blocks)} tensors and cannot become {given}; it was not changed"
+            )
+        storage._handed_lists.pop(self._name, None)
+        storage._ready_ring().bind_all(blocks, value)
+
+
+class RolloutStorage(RolloutCore):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
     ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
-    for "distillation" ``privileged_actions``. Write into them or put other tensors in their place: what they hold when
-    a generator runs is what is served.
+    for "distillation" ``privileged_actions``; extra fields are in ``extra`` by their names. Write into them or put
+    other tensors in their place: what they hold when a generator runs is what is served.
 
     Args:
         training_type: "rl" or "distillation".
@@ -44,14 +123,89 @@ class RolloutStorage(SavedRollout):
         num_transitions_per_env: Steps of a rollout.
         obs: An example of the observations, TensorDict ``[envs]``; nested ones too.
         actions_shape: The shape of one action.
-        device: Where the data lie.
-        gamma: The discount that ``before_gradients`` takes when the algorithm names none.
-        lam: The lambda that it takes then.
+        device: The device of the data.
+        gamma: The discount that ``before_gradients`` uses when the algorithm has none.
+        lam: The lambda that it uses then.
         seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        extra_fields: Fields of your own: by name a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a
+            shape and a dtype. Every transition needs them, as attributes; every batch has them, as attributes.
     """
 
-    Transition = RolloutTransition
-    Batch = RolloutBatch
+    class Transition:
+        """One step of all environments, filled in field by field and given to :meth:`RolloutStorage.add_transition`.
+
+        Extra fields are attributes of the names given to the storage.
+
+        Attributes:
+            observations: What the agent saw before acting, TensorDict ``[envs]``.
+            actions: What it did, ``[envs, *actions_shape]``.
+            rewards: ``[envs]`` or ``[envs, 1]``.
+            dones: The episode ended with this step; any dtype, ``[envs]`` or ``[envs, 1]``. NaN is refused; on CUDA,
+                where values are not checked, it counts as set.
+            values: The critic's estimate, ``[envs, 1]`` (rl only).
+            actions_log_prob: ``[envs]`` or ``[envs, 1]`` (rl only).
+            distribution_params: The parameters of the action distribution (rl only).
+            privileged_actions: The teacher's actions (distillation only).
+            hidden_states: The recurrent states before the step, ``(actor, critic)``.
+            truncated: Which of the ended episodes were only cut off, by a time limit; None for none of them. For those
+                the return bootstraps from ``final_values``. Do not also add a bootstrap to the rewards.
+            final_values: The value of the observation in which an episode was truncated, read there alone; None or NaN
+                where it is not known: the advantage of that step is then 0.
+        """
+
+        # Defaults of the class, so that a transition is made at no cost.
+        observations: TensorDict | None = None
+        actions: Tensor | None = None
+        rewards: Tensor | None = None
+        dones: Tensor | None = None
+        values: Tensor | None = None
+        actions_log_prob: Tensor | None = None
+        distribution_params: tuple[Tensor, ...] | None = None
+        privileged_actions: Tensor | None = None
+        hidden_states: tuple[HiddenState, HiddenState] = (None, None)
+        truncated: Tensor | None = None
+        final_values: Tensor | None = None
+
+        def clear(self) -> None:
+            """Reset all fields to None."""
+            known = RolloutStorage.Transition.__annotations__
+            self.__dict__ = {name: None for name in self.__dict__ if name not in known}
+
+    class Batch:
+        """What the generators yield; fields that a mode does not have are None.
+
+        Flat batches hold ``[rows, ...]``, scalars ``[rows, 1]``. Recurrent ones hold observations
+        ``[steps, trajectories, ...]`` with ``masks``, hidden states ``[layers, trajectories, hidden]``, and the other
+        fields ``[steps, envs, ...]``. Extra fields are attributes of their names.
+        """
+
+        def __init__(
+            self,
+            observations: TensorDict | None = None,
+            actions: Tensor | None = None,
+            values: Tensor | None = None,
+            advantages: Tensor | None = None,
+            returns: Tensor | None = None,
+            old_actions_log_prob: Tensor | None = None,
+            old_distribution_params: tuple[Tensor, ...] | None = None,
+            hidden_states: tuple[HiddenState, HiddenState] = (None, None),
+            masks: Tensor | None = None,
+            privileged_actions: Tensor | None = None,
+            dones: Tensor | None = None,
+            **extra: Tensor,
+        ) -> None:
+            self.observations = observations
+            self.actions = actions
+            self.values = values
+            self.advantages = advantages
+            self.returns = returns
+            self.old_actions_log_prob = old_actions_log_prob
+            self.old_distribution_params = old_distribution_params
+            self.hidden_states = hidden_states
+            self.masks = masks
+            self.privileged_actions = privileged_actions
+            self.dones = dones
+            self.__dict__.update(extra)
 
     observations = ObservationAttribute()
     rewards = BlockAttribute()
@@ -66,9 +220,12 @@ class RolloutStorage(SavedRollout):
     saved_hidden_state_a = BlockGroup(list)
     saved_hidden_state_c = BlockGroup(list)
 
-    _fractions: ClassVar[tuple[str, ...]] = ("gamma", "lam")
-    _size_name: ClassVar[str] = "num_transitions_per_env"
-    _data_names: ClassVar[tuple[str, ...]] = ("returns", "advantages", "last_observations")
+    _parameters: ClassVar[Mapping[str, Check]] = {
+        "gamma": fraction,
+        "lam": fraction,
+        "num_transitions_per_env": whole_number,
+    }
+    _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
 
     def __init__(
         self,
@@ -82,10 +239,11 @@ class RolloutStorage(SavedRollout):
         gamma: float = 0.99,
         lam: float = 0.95,
         seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
         owner = type(self).__name__
-        if training_type not in MODES:
-            raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(MODES)}")
+        if training_type not in _COLUMNS:
+            raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
         super().__init__(num_transitions_per_env, device, seed=seed)
@@ -93,12 +251,12 @@ class RolloutStorage(SavedRollout):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
-        self._handed_lists = {}
+        self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
             shape = check_shape(owner, "actions_shape", actions_shape if actions_shape is not None else ())
-            self._allocate(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
+            self._allocate_like(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
     def create_factory(  # type: ignore[override]
@@ -109,14 +267,16 @@ class RolloutStorage(SavedRollout):
         gamma: float = 0.99,
         lam: float = 0.95,
         seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
     ) -> Callable[..., RolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` steps.
 
         They learn the number of environments and all shapes from their first sample.
         """
+        options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
-            storage = cls(training_type, None, size, None, None, device, gamma=gamma, lam=lam, seed=seed)
+            storage = cls(training_type, None, size, None, None, device, **options)
             storage._give(actor, algorithm)
             return storage
 
@@ -138,57 +298,58 @@ class RolloutStorage(SavedRollout):
         actions = as_tensor(sample.get("actions"), "actions")
         num_envs = (*as_tensor(sample.get("rewards"), "rewards").shape, 1)[0]
         actions_shape = tuple(actions.shape[1:]) if actions.dim() > 1 else (1,)
-        self._allocate(num_envs, sample["observations"], actions_shape, "the first sample")
+        self._allocate_like(num_envs, sample["observations"], actions_shape, "the first sample")
 
-    def _allocate(self, num_envs: int, obs: Any, actions_shape: tuple[int, ...], origin: str) -> None:
-        structure = Structure.of(obs, "observations")
-        if not structure.paths:
-            raise InvalidInputError(f"the observations {obs} have no part that could be held")
-        fields = []
+    def _allocate_like(self, num_envs: int, obs: Any, actions_shape: tuple[int, ...], origin: str) -> None:
+        structure, fields = fields_of_example(obs, "observations", 1, origin)
         for name, leaf in zip(structure.names, structure.leaves(obs), strict=True):
             example = as_tensor(leaf, name)
-            if example.dim() < 1 or example.shape[0] != num_envs:
+            if example.shape[0] != num_envs:
                 raise InvalidInputError(
                     f"{name} is {tuple(example.shape)}; its first dimension must be the {num_envs} environments"
                 )
-            fields.append(Field(name, tuple(example.shape[1:]), example.dtype, origin))
-        own = f"num_envs={num_envs}"
-        actions_origin = f"actions_shape={list(actions_shape)} and num_envs={num_envs}"
-        fields.append(Field("actions", actions_shape, torch.float32, actions_origin))
-        fields.append(Field("rewards", (1,), torch.float32, own))
-        fields.append(Field("dones", (1,), torch.uint8, own, is_flag=True))
-        if self.training_type == "distillation":
-            fields.append(Field("privileged_actions", actions_shape, torch.float32, actions_origin))
-        else:
-            fields.extend(Field(name, (1,), torch.float32, own) for name in MODES["rl"])
-        self._layout = TransitionLayout(structure, fields, self.training_type, num_envs, self._torch_device)
-        self._ring = Ring(self._layout.columns, self.max_size, num_envs, self._torch_device)
-        if self.training_type == "rl":
-            self._ring.reserve([Field(name, (1,), torch.float32, own) for name in ("returns", "advantages")])
-        self._observations, self.num_envs, self.actions_shape = structure, num_envs, actions_shape
+        actions = (actions_shape, f"actions_shape={list(actions_shape)} and num_envs={num_envs}")
+        self._allocate(structure, fields, actions, num_envs)
+        self.actions_shape = actions_shape
+
+    def _allocate(
+        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+    ) -> None:
+        super()._allocate(structure, observations, actions, lanes)
+        row = [
+            c.name for c in self._columns.values() if not (c.computed or c.late or c.form in ("observations", "extra"))
+        ]
+        self._get_row = attrgetter(*row)
+        self._dones_place = len(structure.paths) + row.index("dones")
+        self._late: list[str] = []  # late columns that were given, in the order of a row
+        # What is written for a late column that a transition does not bring: not truncated, no known value.
+        self._absent = {
+            "truncated": allocate((lanes, 1), torch.uint8, self._torch_device),
+            "final_values": allocate((lanes, 1), torch.float32, self._torch_device, torch.nan),
+        }
 
     def clear(self) -> None:
-        """Begin a new rollout: the cursor goes back to the first step."""
-        self._begin_rollout()
+        """Start a new rollout: the cursor goes back to the first step."""
+        self._start_rollout()
 
     def reset(self) -> None:
-        """Make the storage empty, every tensor zero, and forget hidden states and distribution parameters."""
+        """Make the storage empty, every tensor zero; hidden states and distribution parameters are removed."""
         if self._ring is not None:
-            groups = self._layout.groups
-            self._ring.drop([block for group, count in groups.items() for block in group_blocks(group, count)])
-            groups.clear()
-            self._handed_lists.clear()
+            self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
+            self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
+            self._late = []
+            self._handed_lists = {}
         self._last_observations = None
         super().reset()
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def add_transition(self, transition: RolloutTransition) -> None:
+    def add_transition(self, transition: RolloutStorage.Transition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
-            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not looked at.
+            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read.
         """
         ring = self._ready_ring()
         if ring.size >= ring.steps:
@@ -198,24 +359,113 @@ class RolloutStorage(SavedRollout):
                 "Nothing was written."
             )
         self._follow_callers()
-        values, optional = self._layout.row(transition)
-        if optional:
-            values = self._extend(values, optional)
+        values, new = self._row(transition)
+        if new:
+            values = self._extend(values, new)
         ring.write(values)
         self._spent, self._last_observations = False, None
 
-    def _extend(self, values: tuple[Any, ...], optional: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Make room for optional fields met for the first time, once the whole row is known to fit."""
+    def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
+        """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
+        if not hasattr(transition, "observations"):
+            raise InvalidInputError(
+                f"a {type(transition).__name__} is no RolloutStorage.Transition; dicts go to insert_transition()"
+            )
+        if transition.observations is None:
+            raise InvalidInputError("observations are missing (None). Nothing was written.")
+        values = self._observations.leaves(transition.observations)
+        values.extend(self._get_row(transition))
+        if self._extra:
+            values.extend([getattr(transition, field.name, None) for field in self._extra])
+        late = _late_values(transition)
+        if not late and not self._late:
+            return tuple(values), late
+        if "truncated" in late:
+            # A truncated environment is done, whether or not dones says so.
+            lanes, device = self._ready_ring().lanes, self._torch_device
+            dones, truncated = (self._flag(name) for name in ("dones", "truncated"))
+            ended = dones.fit(values[self._dones_place], lanes, device)
+            values[self._dones_place] = ended | truncated.fit(late["truncated"][0], lanes, device)
+        elif "final_values" in late:
+            raise InvalidInputError(
+                "final_values are read where an episode was truncated, and truncated is None. Nothing was written."
+            )
+        for name in self._late:
+            values.extend(self._late_row(name, late.pop(name, None)))
+        return tuple(values), late
+
+    def _flag(self, name: str) -> Field:
+        return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)
+
+    def _late_row(self, name: str, given: tuple[Any, ...] | None) -> Sequence[Any]:
+        """The values of a late column that the ring has."""
+        count = len(self._columns[name].fields)
+        if given is None:
+            if name == "distribution_params":
+                raise InvalidInputError(
+                    "distribution_params are missing (None), and earlier transitions had them. Nothing was written."
+                )
+            # A hidden state that is not given leaves the saved one as it was.
+            return [self._absent[name]] if name in self._absent else [None] * count
+        if len(given) != count:
+            raise InvalidInputError(
+                f"{name} has {len(given)} tensors; this storage holds {count} of them. Nothing was written."
+            )
+        return given
+
+    def _extend(self, values: tuple[Any, ...], new: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Add late columns, once the row is known to fit."""
         ring = self._ready_ring()
-        if "distribution_params" in optional and ring.size:
+        if "distribution_params" in new and ring.size:
             raise InvalidInputError(
                 "distribution_params are given, and earlier steps of this rollout had none. Nothing was written."
             )
-        columns, new = self._layout.first_met(optional)
-        values = (*ring.fit(values), *new)
-        ring.extend(columns, fills={"final_values": torch.nan})
-        self._layout.groups.update({group: len(parts) for group, parts in optional.items()})
-        return values
+        columns = self._late_columns(new)
+        fitted = (*ring.fit(values), *self._fit_late(columns, new))
+        self._hold_late(columns)
+        return fitted
+
+    def _late_columns(self, new: Mapping[str, tuple[Any, ...]]) -> list[RolloutColumn]:
+        """The late columns of these names, with fields like the values."""
+        columns = []
+        for name, parts in new.items():
+            column, structure = self._columns[name], None
+            if column.form == "nest":
+                structure = Structure([(index,) for index in range(len(parts))], name)
+                fields = [self._nest_field(name, *part) for part in zip(structure.names, parts, strict=True)]
+            elif column.form == "flag":
+                fields = [self._flag(name)]
+            else:
+                fields = [Field(name, (1,), torch.float32, f"{self.num_envs} environments")]
+            columns.append(column.holding(fields, structure))
+        return columns
+
+    def _nest_field(self, column: str, name: str, part: Any) -> Field:
+        """A field like an example: hidden states have the environments second, distribution parameters first."""
+        example, lanes = as_tensor(part, name), self._ready_ring().lanes
+        lane_axis = 0 if column == "distribution_params" else 1
+        shape = list(example.shape)
+        right_dims = len(shape) == 3 if lane_axis else len(shape) >= 1
+        if not right_dims or shape[lane_axis] != lanes:
+            form = "[layers, envs, hidden]" if lane_axis else "[envs, ...]"
+            raise InvalidInputError(
+                f"{name} is {tuple(shape)}; it must be {form} for {lanes} environments. Nothing was written."
+            )
+        if example.dtype.is_complex:
+            raise InvalidInputError(f"{name} is {example.dtype}; it must be real. Nothing was written.")
+        del shape[lane_axis]
+        dtype = example.dtype if example.dtype.is_floating_point else torch.float32
+        return Field(name, tuple(shape), dtype, "the first transition that had it", lane_axis=lane_axis)
+
+    def _fit_late(self, columns: Sequence[RolloutColumn], new: Mapping[str, tuple[Any, ...]]) -> list[Tensor]:
+        parts = [(field, part) for c in columns for field, part in zip(c.fields, new[c.name], strict=True)]
+        return [field.fit(part, self._ready_ring().lanes, self._torch_device) for field, part in parts]
+
+    def _hold_late(self, columns: Sequence[RolloutColumn]) -> None:
+        parts = [part for c in columns for part in c.row_columns(optional=c.name in _HIDDEN_STATES)]
+        self._ready_ring().extend(parts, fills={"final_values": torch.nan})
+        self._columns = {**self._columns, **{column.name: column for column in columns}}
+        self._late = [*self._late, *(column.name for column in columns)]
 
     # ---------------------------------------------------------------------------------------------- targets
 
@@ -230,7 +480,7 @@ class RolloutStorage(SavedRollout):
 
         ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of
         the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there
-        is no bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`RolloutTransition`).
+        is no bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`Transition`).
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
@@ -239,56 +489,40 @@ class RolloutStorage(SavedRollout):
             normalize_advantage: Bring the advantages to mean 0 and (unbiased) standard deviation 1, plus 1e-8.
         """
         self._require_mode("rl")
-        rows, ring = self._require_rows(), self._ready_ring()
-        check_fraction("compute_returns()", gamma=gamma, lam=lam)
-        last = self._fit_last_values(last_values)
-        truncated = ring.first("truncated", rows) if "truncated" in ring.blocks else None
-        final = ring.first("final_values", rows) if "final_values" in ring.blocks else None
-        returns.fill_gae(
-            ring.first("rewards", rows),
-            ring.first("values", rows),
-            last,
-            ring.first("dones", rows),
-            truncated,
-            final,
-            dones=True,
-            gamma=gamma,
-            lam=lam,
-            advantages=ring.first("advantages", rows),
-            returns=ring.first("returns", rows),
-            epsilon=1e-8 if normalize_advantage else None,
-        )
-
-    def _end_flags(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """``terminated`` and ``truncated``, ``[rows, envs, 1]``: what ended an episode that is done."""
-        ring = self._ready_ring()
-        dones = ring.first("dones", rows)
-        if "truncated" not in ring.blocks:
-            return dones, None
-        truncated = ring.first("truncated", rows)
-        return (dones != 0) & (truncated == 0), truncated
+        rows, blocks = self._require_rows(), self._ready_ring().blocks
+        truncated = blocks["truncated"][:rows] if "truncated" in blocks else None
+        final_values = blocks["final_values"][:rows] if "final_values" in blocks else None
+        epsilon = 1e-8 if normalize_advantage else None
+        flags = (blocks["dones"][:rows], truncated, final_values)
+        self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self.compute_returns(last_values, gamma, lam)
 
+    def _discounts(self) -> tuple[float, float]:
+        return self.gamma, self.lam
+
+    def before_gradients(self, actor: Critic | None = None, algo: Any = None) -> None:
+        """For "rl", compute returns and advantages (see the base class). Distillation needs none."""
+        if self.training_type == "distillation":
+            self._require_rows()
+        else:
+            super().before_gradients(actor, algo)
+
     # ---------------------------------------------------------------------------------------------- batches
 
-    def generator(self) -> Iterator[RolloutBatch]:
-        """Yield one batch for each written step, in order: observations, privileged actions and dones."""
+    def generator(self) -> Iterator[RolloutStorage.Batch]:
+        """Yield one batch for each written step, in order: observations, privileged actions, dones, extra fields."""
         self._require_mode("distillation")
-        rows, ring = self._require_rows(), self._ready_ring()
-        self._follow_callers()
+        rows, lanes = self._require_rows(), self._ready_ring().lanes
+        sources = self._sources(rows)
+        leaves = [leaf for _, part in sources.values() for leaf in part]
         for t in range(rows):
-            leaves = [ring.blocks[name][t].clone() for name in self._observations.names]
-            yield RolloutBatch(
-                observations=self._observations.build(leaves, (ring.lanes,)),
-                privileged_actions=self.privileged_actions[t].clone(),
-                dones=self.dones[t].clone(),
-            )
+            yield self.Batch(**built(sources, [leaf[t].clone() for leaf in leaves], torch.Size((lanes,))))
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
-    ) -> Iterator[RolloutBatch]:
+    ) -> Iterator[RolloutStorage.Batch]:
         """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
 
         Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
@@ -302,33 +536,13 @@ class RolloutStorage(SavedRollout):
                 in them in place you will meet again. Not together with ``reshuffle``.
         """
         self._require_mode("rl")
-        if reuse:
-            if reshuffle:
-                raise InvalidInputError(
-                    "reshuffle=True needs other batches in every epoch, and reuse=True the same; give one of the two"
-                )
-            check_positive("mini_batch_generator()", num_epochs=num_epochs)
-            yield from repeated(self.mini_batch_generator(num_mini_batches, 1), num_epochs)
-            return
-        held = self._require_rows() * self._ready_ring().lanes
-        size = self._batch_rows(held, num_mini_batches)
-        check_positive("mini_batch_generator()", num_epochs=num_epochs)
-        leaves = len(self._observations.paths)
-        build, batch_size = self._observations.build, torch.Size((size,))
-        for _, batches in self._serve(self._batch_sources, num_mini_batches, size, num_epochs, reshuffle=reshuffle):
-            for tensors in batches:
-                actions, values, advantages, returns_, log_prob = tensors[leaves : leaves + 5]
-                params = tensors[leaves + 5 :] or None
-                observations = build(tensors[:leaves], batch_size)
-                yield RolloutBatch(observations, actions, values, advantages, returns_, log_prob, params)
-
-    def _batch_sources(self, steps: int) -> tuple[Tensor, ...]:
-        """The blocks behind a batch of the "rl" mode, in the order of its arguments."""
-        self._follow_callers()
-        ring = self._ready_ring()
-        names = [*self._observations.names, "actions", "values", "advantages", "returns", "actions_log_prob"]
-        names += group_blocks("distribution_params", self._layout.groups.get("distribution_params", 0))
-        return tuple([ring.first(name, steps) for name in names])
+        if reuse and reshuffle:
+            raise InvalidInputError(
+                "reshuffle=True needs other batches in every epoch, and reuse=True the same; give one of the two"
+            )
+        size = self._batch_rows(num_mini_batches, num_epochs)
+        how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
+        yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
 
     def recurrent_mini_batch_generator(
         self,
@@ -337,7 +551,7 @@ class RolloutStorage(SavedRollout):
         *,
         max_trajectories: int | None = None,
         reuse: bool = False,
-    ) -> Iterator[RolloutBatch]:
+    ) -> Iterator[RolloutStorage.Batch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
         A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
@@ -348,22 +562,44 @@ class RolloutStorage(SavedRollout):
         Args:
             num_mini_batches: Batches in each epoch.
             num_epochs: Epochs.
-            max_trajectories: Trajectories in every batch, those that are not there all padding. On CUDA the host then
-                need not wait for the device, and the shapes are always the same, as a CUDA graph needs them. If there
-                are more it is an InvalidInputError; on CUDA nobody can tell, and the last ones are left out.
+            max_trajectories: Trajectories in every batch; if there are fewer, the others are padding. On CUDA the host
+                then does not wait for the device, and the shapes are always the same, as a CUDA graph needs them. More
+                of them are an InvalidInputError; on CUDA, where that is not known, the last ones are left out.
             reuse: Make the batches of the first epoch only, and yield the same ones in every epoch. What you change in
                 them in place you will meet again.
         """
         self._require_mode("rl")
-        if reuse:
-            check_positive("recurrent_mini_batch_generator()", num_epochs=num_epochs)
-            batches = self.recurrent_mini_batch_generator(num_mini_batches, 1, max_trajectories=max_trajectories)
-            yield from repeated(batches, num_epochs)
-            return
         rows, ring = self._require_rows(), self._ready_ring()
+        given = {"num_mini_batches": num_mini_batches, "num_epochs": num_epochs}
+        if max_trajectories is not None:
+            given["max_trajectories"] = max_trajectories
+        check_positive("recurrent_mini_batch_generator()", **given)
+        if num_mini_batches > ring.lanes:
+            raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
         self._outputs.begin()
-        counts = (rows, num_mini_batches, num_epochs, max_trajectories)
-        yield from recurrent_batches(ring, self._layout, self._batch_sources, *counts, self._outputs.empty)
+        if reuse:
+            yield from repeated(self._recurrent_epoch(rows, num_mini_batches, max_trajectories), num_epochs)
+            return
+        for _ in range(num_epochs):
+            if ring.size < rows:
+                raise NotReadyError("a new rollout was started while a generator was still serving the one before")
+            yield from self._recurrent_epoch(rows, num_mini_batches, max_trajectories)
+
+    def _recurrent_epoch(self, rows: int, count: int, room: int | None) -> Iterator[RolloutStorage.Batch]:
+        sources, ring = self._sources(rows), self._ready_ring()
+        observations = tuple(sources.pop("observations")[1])
+        others = tuple([leaf for _, part in sources.values() for leaf in part])
+        states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
+        all_states = (*states[0], *states[1])
+        fields = (ring.blocks["dones"][:rows], count, room, observations, all_states, others)
+        for made in trajectory_batches(*fields, self._outputs.empty):
+            first = made.states[: len(states[0])], made.states[len(states[0]) :]
+            yield self.Batch(
+                observations=self._observations.build(made.observations, made.masks.shape),
+                hidden_states=(_hidden_state(first[0]), _hidden_state(first[1])),
+                masks=made.masks,
+                **built(sources, made.others, made.masks.shape),
+            )
 
     def _require_mode(self, mode: str) -> None:
         if self.training_type != mode:
@@ -372,17 +608,6 @@ class RolloutStorage(SavedRollout):
             )
 
     # ---------------------------------------------------------------------------------------------- the ten methods
-
-    @property
-    def _sample_names(self) -> tuple[str, ...]:
-        return SAMPLE_NAMES[self.training_type]
-
-    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """For "rl", make returns and advantages (see the base class). Distillation needs none."""
-        if self.training_type == "distillation":
-            self._require_rows()
-        else:
-            super().before_gradients(actor, algo)
 
     def generate_batches(  # type: ignore[override]
         self,
@@ -395,7 +620,7 @@ class RolloutStorage(SavedRollout):
         max_trajectories: int | None = None,
         reuse: bool = False,
     ) -> Iterator[BatchDict]:
-        """Batches in the words of the vocabulary.
+        """Batches by the names of :mod:`rlstore.storage`.
 
         With ``recurrent`` they are those of :meth:`recurrent_mini_batch_generator`, which hold whole environments: then
         ``mini_batch_size`` must be None, and they are never shuffled. ``max_trajectories`` is for these alone. With
@@ -408,64 +633,148 @@ class RolloutStorage(SavedRollout):
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
-        options: dict[str, Any] = {"max_trajectories": max_trajectories, "reuse": reuse}
-        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, **options):
-            yield {VOCABULARY.get(name, name): value for name, value in vars(batch).items() if value is not None}
+        words = {column.batch: column.word for column in self._columns.values() if column.batch}
+        how: dict[str, Any] = {"max_trajectories": max_trajectories, "reuse": reuse}
+        for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, **how):
+            yield {words.get(name, name): value for name, value in vars(batch).items() if value is not None}
+
+    def _known_words(self) -> list[str]:
+        return [*super()._known_words(), "terminated", "truncated", "next_observations", "hidden_states"]
+
+    def _transition(self, sample: Sample) -> RolloutStorage.Transition:
+        """A sample as a transition. Where both flags are set, termination wins."""
+        transition = self.Transition()
+        names = {column.word: column.name for column in self._columns.values()}
+        for word, value in sample.items():
+            if word not in ("terminated", "truncated", "next_observations"):
+                setattr(transition, names.get(word, word), value)
+        lanes = self._ready_ring().lanes
+        terminated, truncated = (
+            self._flag(name).fit(sample.get(name), lanes, self._torch_device) for name in ("terminated", "truncated")
+        )
+        transition.dones = terminated | truncated
+        transition.truncated = truncated & (terminated ^ 1)
+        return transition
 
     def _insert(self, sample: Sample) -> None:
         nexts = sample.get("next_observations")
         following = None if nexts is None else self._fit_observations(nexts)
-        self.add_transition(self._layout.transition(sample))
+        self.add_transition(self._transition(sample))
         self._last_observations = following
 
     def _check(self, sample: Sample) -> None:
-        values, optional = self._layout.row(self._layout.transition(sample))
+        values, new = self._row(self._transition(sample))
         self._ready_ring().fit(values)
-        self._layout.first_met(optional)
+        self._fit_late(self._late_columns(new), new)
         if sample.get("next_observations") is not None:
             self._fit_observations(sample["next_observations"])
 
     def _following(self) -> list[Tensor]:
         if self._last_observations is None:
-            raise NotReadyError(
-                "the newest sample had no 'next_observations', whose values before_gradients() asks for"
-            )
+            raise NotReadyError("the newest sample had no 'next_observations', whose values before_gradients() needs")
         return self._last_observations
 
-    def _discounts(self) -> tuple[float, float]:
-        return self.gamma, self.lam
-
-    def _columns(self, rows: int) -> dict[str, Any]:
-        self._follow_callers()
+    def _word_sources(self, rows: int, *, whole: bool = False) -> Sources:
+        sources = super()._word_sources(rows, whole=whole)
         blocks = self._ready_ring().blocks
-        terminated, truncated = self._end_flags(rows)
-        leaves = (blocks[name][:rows] for name in self._observations.names)
-        columns = {
-            "observations": self._observations.build(leaves, (rows, self._ready_ring().lanes)),
-            "actions": blocks["actions"][:rows],
-            "rewards": blocks["rewards"][:rows],
-            "terminated": terminated != 0,
-            "truncated": torch.zeros_like(terminated, dtype=torch.bool) if truncated is None else truncated != 0,
-        }
-        for name in (*MODES[self.training_type], "returns", "advantages"):
-            if name in blocks:
-                columns[VOCABULARY.get(name, name)] = blocks[name][:rows]
-        if self.training_type == "rl" and self.distribution_params is not None:
-            columns["distribution_params"] = tuple(params[:rows] for params in self.distribution_params)
-        return columns
+        ended = blocks["dones"][:rows] != 0
+        cut_off = blocks["truncated"][:rows] != 0 if "truncated" in blocks else torch.zeros_like(ended)
+        sources["terminated"], sources["truncated"] = (None, [ended & ~cut_off]), (None, [cut_off])
+        return sources
 
-    def _apart(self, rows: int) -> dict[str, Any]:
-        blocks = self._ready_ring().blocks
-        apart: dict[str, Any] = {}
-        if "final_values" in blocks:
-            apart["final_values"] = blocks["final_values"][:rows]
-        saved = (self.saved_hidden_state_a, self.saved_hidden_state_c)
-        if saved != (None, None):
-            apart["hidden_states"] = tuple(hidden_state([s[:rows] for s in states or ()]) for states in saved)
+    def _besides(self, rows: int) -> dict[str, Any]:
+        besides: dict[str, Any] = {}
+        states = [self._columns[name].held(self._ready_ring(), rows) for name in _HIDDEN_STATES]
+        if any(states):
+            besides["hidden_states"] = tuple(_hidden_state(state) for state in states)
         if self._last_observations is not None:
-            apart["last_observations"] = self._observations.build(self._last_observations, (self._ready_ring().lanes,))
-        return apart
+            lanes = self._ready_ring().lanes
+            besides["last_observations"] = self._observations.build(self._last_observations, (lanes,))
+        return besides
 
     def _restore(self, data: Sample) -> None:
         if data.get("last_observations") is not None:
             self._last_observations = self._fit_observations(data["last_observations"])
+
+    # ---------------------------------------------------------------------------------------------- save and load
+
+    def _settings(self) -> dict[str, Any]:
+        obs = None if self._ring is None else describe_fields(self._observations, self._columns["observations"].fields)
+        return {
+            "training_type": self.training_type,
+            "num_envs": self.num_envs,
+            "num_transitions_per_env": self.max_size,
+            "obs": obs,
+            "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
+            "gamma": self.gamma,
+            "lam": self.lam,
+            **self._saved_extra(),
+        }
+
+    @classmethod
+    def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> RolloutStorage:
+        obs = settings["obs"]
+        if obs is not None:
+            structure, fields = described_fields(obs, "observations")
+            lanes = settings["num_envs"]
+            examples = [torch.zeros((lanes, *field.shape), dtype=field.dtype) for field in fields]
+            obs = structure.build(examples, (lanes,))
+        return cls(**{**settings, "obs": obs}, device=device, seed=0)
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        numbers, tensors = super()._state()
+        following = self._last_observations
+        numbers["following"] = following is not None
+        for index, leaf in enumerate(following or ()):
+            tensors[f"last_observations[{index}]"] = leaf
+        if self._ring is not None:
+            numbers["groups"] = {name: len(self._columns[name].fields) for name in self._late}
+        return numbers, tensors
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        if self._ring is not None:
+            late = {}
+            for name, count in numbers["groups"].items():
+                nested = self._columns[name].form == "nest"
+                blocks = [f"{name}[{index}]" for index in range(count)] if nested else [name]
+                late[name] = tuple(torch.zeros(reader.shape(b)[1:], dtype=reader.dtype(b)) for b in blocks)
+            self._hold_late(self._late_columns(late))
+        super()._set_state(numbers, reader)
+        if numbers["following"]:
+            names = [f"last_observations[{index}]" for index in range(len(self._observations.paths))]
+            self._last_observations = [reader.tensor(name, self._torch_device) for name in names]
+
+
+# What a transition or a batch of either mode has: no names for extra fields.
+_RESERVED = {
+    *RolloutStorage.Transition.__annotations__,
+    *vars(RolloutStorage.Batch()),
+    "terminated",
+    "next_observations",
+}
+
+
+def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, ...]]:
+    """The leaves of what a transition need not have, by column."""
+    found: dict[str, tuple[Any, ...]] = {}
+    params, states = transition.distribution_params, transition.hidden_states
+    if params is not None:
+        if not isinstance(params, (tuple, list)):
+            raise InvalidInputError("distribution_params must be a tuple of tensors. Nothing was written.")
+        found["distribution_params"] = tuple(params)
+    if states is None or len(states) != 2:
+        raise InvalidInputError("hidden_states must be a pair (actor, critic), each may be None. Nothing was written.")
+    for name, state in zip(_HIDDEN_STATES, states, strict=True):
+        if state is not None:
+            found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
+    # A transition of the original class has neither of these two.
+    for name in ("truncated", "final_values"):
+        value = getattr(transition, name, None)
+        if value is not None:
+            found[name] = (value,)
+    return found
+
+
+def _hidden_state(states: Sequence[Tensor]) -> HiddenState:
+    """A GRU's single state as a tensor, an LSTM's as a tuple, none as None."""
+    return None if not states else states[0] if len(states) == 1 else tuple(states)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Pieces, ahead_bytes, allocate_empty
+from rlstore.engine.memory.tensors import (
+    Allocator,
+    GroupAllocator,
+    Pieces,
+    ahead_bytes,
+    allocate_empty,
+    allocate_group,
+)
 from rlstore.kernels import kernel
+from rlstore.kernels.protocol import Gather
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -21,7 +30,7 @@ MOST_AHEAD = 32
 
 
 def gather_rows(
-    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: Allocator = allocate_empty
+    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: GroupAllocator = allocate_group
 ) -> tuple[Tensor, ...]:
     """Row ``i`` of each result is row ``rows[i]`` of ``source.flatten(0, 1)``.
 
@@ -29,17 +38,20 @@ def gather_rows(
         sources: Blocks ``[steps, lanes, *shape]``, contiguous, on one device.
         rows: Row ids ``time * lanes + lane``, int64 ``[n]``.
         dtypes: The dtype of each result.
-        empty: What makes the results.
+        empty: Allocates the results.
 
     Returns:
         New tensors ``[n, *shape]``.
     """
-    device = rows.device
-    outs = tuple(
-        empty((rows.shape[0], *source.shape[2:]), dtype, device) for source, dtype in zip(sources, dtypes, strict=True)
-    )
-    kernel("gather", device.type)(sources, rows, outs)
+    count = rows.shape[0]
+    outs = empty([(count, *source.shape[2:]) for source in sources], dtypes, rows.device)
+    _gather_kernel(rows.device.type)(sources, rows, outs)
     return outs
+
+
+@cache
+def _gather_kernel(device_type: str) -> Gather:
+    return kernel("gather", device_type)
 
 
 # Slots are in shared memory, and so on the CPU.
@@ -80,7 +92,7 @@ def gather_batches(
     rows: Tensor,
     count: int,
     dtypes: Sequence[torch.dtype],
-    empty: Allocator = allocate_empty,
+    empty: GroupAllocator = allocate_group,
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of an epoch ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered when needed.
 
@@ -99,7 +111,7 @@ def gather_batches(
     for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
         gathered = gather_rows(sources, group, dtypes, empty)
         # Not split(): each part has to be a tensor with a version counter of its own, which a caller may change.
-        parts = [torch.unsafe_split(whole, size) for whole in gathered]
+        parts = tuple(map(torch.unsafe_split, gathered, repeat(size)))
         del gathered
         yield from zip(*parts, strict=True)
 

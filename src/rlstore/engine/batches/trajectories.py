@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Pieces, allocate, allocate_empty, pieces_for
+from rlstore.engine.memory.tensors import Allocator, Arena, Pieces, allocate, allocate_empty, pieces_for
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -94,8 +96,78 @@ def first_states(states: Tensor, trajectories: Trajectories, empty: Allocator = 
     return out
 
 
+class TrajectoryBatch(NamedTuple):
+    """The tensors of a mini-batch of whole trajectories.
+
+    Attributes:
+        observations: ``[steps, trajectories, ...]`` each, zeros after a trajectory's end.
+        masks: True where they hold data, bool ``[steps, trajectories]``.
+        states: The first state of each trajectory, ``[layers, trajectories, hidden]`` each.
+        others: ``[steps, lanes, ...]`` each.
+    """
+
+    observations: tuple[Tensor, ...]
+    masks: Tensor
+    states: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
+
+
+def trajectory_batches(
+    dones: Tensor,
+    count: int,
+    room: int | None,
+    observations: tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+    empty: Allocator = allocate_empty,
+) -> Iterator[TrajectoryBatch]:
+    """``count`` mini-batches of ``lanes // count`` lanes each, in order, made when they are needed.
+
+    Args:
+        dones: As for :func:`split`.
+        count: Mini-batches.
+        room: Trajectories in each mini-batch; None for as many as there are.
+        observations: ``[steps, lanes, ...]`` each, to be padded.
+        states: ``[steps, layers, lanes, hidden]`` each, of which the first of each trajectory are taken.
+        others: ``[steps, lanes, ...]`` each, to be copied.
+        empty: Allocates the memory of a mini-batch, on the CPU.
+    """
+    width = dones.shape[1] // count
+    if dones.is_cuda:
+        table = TrajectoryTable(dones, width, count, room, observations, states, others)
+        yield from map(table.make, range(count))
+        return
+    for first in range(0, count * width, width):
+        yield _lane_batch(dones, first, first + width, room, observations, states, others, empty)
+
+
+def _lane_batch(
+    dones: Tensor,
+    first: int,
+    last: int,
+    room: int | None,
+    observations: tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+    empty: Allocator,
+) -> TrajectoryBatch:
+    """The mini-batch of the lanes ``[first, last)``, all in one piece of memory."""
+    rows, lanes = dones.shape[:2]
+    trajectories = split(dones, first, last, room)
+    # Bytes of one lane's step in the observations with their mask, in the other fields, and in the states.
+    padded_step, step, start = (
+        sum(block.nbytes for block in blocks) // (rows * lanes) for blocks in (observations, others, states)
+    )
+    count = trajectories.lanes.shape[0]
+    nbytes = rows * (count * (padded_step + 1) + (last - first) * step) + count * start
+    arena = Arena(nbytes, len(observations) + len(others) + len(states) + 1, dones.device, empty)
+    padded, masks = pad(observations, trajectories, rows, arena.empty)
+    initial = tuple([first_states(state, trajectories, arena.empty) for state in states])
+    return TrajectoryBatch(padded, masks, initial, cut(others, first, last, arena.empty))
+
+
 class TrajectoryTable:
-    """Where the trajectories of all mini-batches are, found in two launches: for CUDA.
+    """The trajectories of all mini-batches, found in two launches: for CUDA.
 
     Args:
         dones: As for :func:`split`.
@@ -126,8 +198,8 @@ class TrajectoryTable:
         kernel("tabulate_trajectories", device.type)(dones, width, self._table, self._totals)
         self._counts = self._totals.tolist() if most is None else [most] * count
 
-    def make(self, index: int) -> tuple[Tensor, ...]:
-        """The tensors of a mini-batch: padded observations, their mask, first states, and copies of the others."""
+    def make(self, index: int) -> TrajectoryBatch:
+        """A mini-batch."""
         count = self._counts[index]
         if count not in self._layouts:
             self._layouts[count] = self._layout(count)
@@ -137,7 +209,8 @@ class TrajectoryTable:
         targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
         fields = (self._observations, self._states, self._others, self._table, self._totals)
         kernel("fill_trajectories", mask.device.type)(*fields, index, self._width, targets, mask)
-        return tensors
+        states = place + 1 + len(self._states)
+        return TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : states], tensors[states:])
 
     def _layout(self, count: int) -> Pieces:
         """How the tensors of a mini-batch of ``count`` trajectories lie in memory."""

@@ -19,6 +19,7 @@ _HUGE_PAGE = 2 << 20
 _CUDA_AHEAD_PART = 256
 
 Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+GroupAllocator = Callable[[Sequence[Sequence[int]], Sequence[torch.dtype], torch.device], tuple[Tensor, ...]]
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: float = 0.0) -> Tensor:
@@ -36,6 +37,13 @@ def allocate_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.inference_mode(False):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def allocate_group(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> tuple[Tensor, ...]:
+    """:func:`allocate_empty` for several tensors."""
+    return tuple([allocate_empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
 
 
 def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -104,6 +112,12 @@ class Recycler:
         self._used.add(id(fresh))
         self._bytes += fresh.nbytes
         return fresh.detach()
+
+    def empty_group(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """:meth:`empty` for several tensors."""
+        return tuple([self.empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
 
     def __getstate__(self) -> dict[str, object]:
         return Recycler(self._allocate).__dict__  # a copy makes outputs of its own

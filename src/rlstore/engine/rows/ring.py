@@ -19,8 +19,8 @@ from rlstore.kernels import kernel
 class Column:
     """Where a value of a row goes: row t of the value is row ``t + lead`` of the block.
 
-    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it. None may stand
-    for an optional value, and leaves the row of its block as it was.
+    A lead of 1 puts what follows a step (its end flags, the next observation) beside the step after it. An optional
+    value may be None, which leaves the row of its block as it was.
     """
 
     field: Field
@@ -36,7 +36,7 @@ class Ring:
         columns: What a row consists of, in the order in which :meth:`write` takes the values.
         steps: Rows before the oldest is overwritten.
         lanes: Environments, or slots, side by side.
-        device: Where the blocks lie.
+        device: The device of the blocks.
     """
 
     def __init__(self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device) -> None:
@@ -45,14 +45,10 @@ class Ring:
         self._reserved: list[Field] = []
         self.blocks: dict[str, Tensor] = {}
         self.written = 0  # every row ever written; it never wraps
+        self.size = 0  # rows held in each lane
         self._begin = 0  # the count at which the present rollout began, at row 0
         self._writer: Any = None
         self.extend(columns)
-
-    @property
-    def size(self) -> int:
-        """Rows held in each lane."""
-        return min(self.written - self._begin, self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -75,19 +71,19 @@ class Ring:
         self._writer = None
 
     def reserve(self, fields: Sequence[Field]) -> None:
-        """Add blocks that are no part of a row: what is computed later."""
+        """Add blocks that are not part of a row: what is computed later."""
         self._reserved.extend(fields)
         for field in fields:
             self.blocks[field.name] = allocate((self.steps, *field.row_shape(self.lanes)), field.dtype, self.device)
 
     def resized(self, steps: int) -> Ring:
-        """An empty ring of the same make with another number of rows."""
+        """An empty ring of the same columns with another number of rows."""
         ring = Ring(self.columns, steps, self.lanes, self.device)
         ring.reserve(self._reserved)
         return ring
 
     def drop(self, blocks: Sequence[str]) -> None:
-        """Forget blocks and the columns that fill them."""
+        """Remove blocks and the columns that fill them."""
         self.columns = [column for column in self.columns if column.block not in blocks]
         for block in blocks:
             self.blocks.pop(block, None)
@@ -149,6 +145,7 @@ class Ring:
             values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
             misfit = self._writer.write(row, values)
         self.written += 1
+        self.size = min(self.size + 1, self.steps)
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""
@@ -158,28 +155,24 @@ class Ring:
         )
 
     def restart(self) -> None:
-        """Begin anew at row 0. What is in the blocks stays until it is overwritten."""
-        self._begin = self.written
+        """Start again at row 0. What is in the blocks stays until it is overwritten."""
+        self._begin, self.size = self.written, 0
 
     def zero(self) -> None:
-        """Begin anew, every block zero."""
+        """Start again at row 0, every block zero."""
         self.restart()
         for block in self.blocks.values():
             block.zero_()
 
     def counters(self) -> dict[str, Any]:
-        """How much was written, for :meth:`set_counters` of a ring of the same make."""
+        """How much was written, for :meth:`set_counters` of a ring of the same columns."""
         return {"written": [self.written] * self.lanes, "begin": self._begin}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Go on counting from where another ring was."""
+        """Continue from the counters of another ring."""
         self.written = int(counters["written"][0])
         self._begin = int(counters["begin"])
-
-    def first(self, block: str, rows: int) -> Tensor:
-        """The first ``rows`` rows of a block."""
-        held = self.blocks[block]
-        return held if rows == held.size(0) else held[:rows]
+        self.size = min(self.written - self._begin, self.steps)
 
     def _make_writer(self) -> Any:
         targets = [

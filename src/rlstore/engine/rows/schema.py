@@ -177,6 +177,7 @@ class Structure:
         # One level of names, as most observations have, needs no recursion.
         flat = all(len(path) == 1 and isinstance(path[0], str) for path in self.paths)
         self._keys = dict.fromkeys(path[0] for path in self.paths) if flat else {}
+        self._is_tuple = bool(self.paths) and self.paths == tuple((index,) for index in range(len(self.paths)))
 
     @classmethod
     def of(cls, example: Any, name: str) -> Structure:
@@ -217,6 +218,8 @@ class Structure:
             return _new_tensordict(dict(zip(self._keys, leaves, strict=True)), batch_size=size)
         if self.is_leaf:
             return next(iter(leaves))
+        if self._is_tuple:
+            return tuple(leaves)
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest
