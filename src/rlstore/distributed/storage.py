@@ -306,10 +306,7 @@ class DistributedStorage(Storage):
         handoff.sweep()
         peers, counts = handoff.peers, handoff.slots.counts()
         return HandoffReport(
-            committed=handoff.committed,
-            served=handoff.served,
-            abandoned=handoff.abandoned,
-            reclaimed=handoff.reclaimed,
+            **handoff.counts(),
             actors=len(peers.here("actor")),
             learners=len(peers.here("learner")),
             lost_actors=peers.lost_count("actor"),
