@@ -28,6 +28,13 @@ def examples_on_path(monkeypatch):
     assert multiprocessing.active_children() == []
 
 
+@pytest.fixture
+def forked_actors(monkeypatch):
+    """Actor processes are forked, which takes no second to import torch; that they can be spawned is tested below."""
+    fork = torch.multiprocessing.get_context("fork")
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda method: fork)
+
+
 def kill_actor(name):
     """Kill an actor process of this one, by its name."""
     process = next(child for child in multiprocessing.active_children() if child.name == name)
@@ -55,6 +62,7 @@ def is_over(run, storage):
     return run.env_steps >= 3000 and len(run.curve) > 0 and storage.lost_writers == 1
 
 
+@pytest.mark.usefixtures("forked_actors")
 def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     import apex_dqn
 
@@ -143,6 +151,7 @@ def check_batches(result, versions, differences):
     assert result.extra["versions_behind"] == pytest.approx(sum(behind) / len(behind))
 
 
+@pytest.mark.usefixtures("forked_actors")
 def test_impala_replays_rollouts_of_an_lstm_exactly_and_names_an_actor_that_died(monkeypatch):
     import impala
 
@@ -172,6 +181,7 @@ def test_impala_replays_rollouts_of_an_lstm_exactly_and_names_an_actor_that_died
     assert all(re.match(r'actor "actor 0" \(process \d+\) died', message) for message in messages[:-1])
 
 
+@pytest.mark.torture
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
 @pytest.mark.filterwarnings("default")  # those of Ray itself
 def test_impala_replays_rollouts_of_an_lstm_exactly_on_ray(monkeypatch):

@@ -22,10 +22,10 @@ from rlstore.errors import (
 )
 from rlstore.replay.hindsight import HindsightReplayStorage
 from rlstore.replay.nstep import NStepReplayStorage
-from rlstore.replay.prioritized import PrioritizedBatch, PrioritizedReplayStorage
-from rlstore.replay.sequence import SequenceBatch, SequenceReplayStorage
+from rlstore.replay.prioritized import PrioritizedReplayStorage
+from rlstore.replay.sequence import SequenceReplayStorage
 from rlstore.replay.storage import ReplayStorage
-from rlstore.replay.transitions import ReplayBatch
+from rlstore.replay.views import PrioritizedBatch, ReplayBatch, SequenceBatch
 from rlstore.replay.writer import ReplayWriter
 from rlstore.rollout.decoupled import DecoupledBatch, DecoupledRolloutStorage
 from rlstore.rollout.storage import RolloutStorage

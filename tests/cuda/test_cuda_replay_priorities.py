@@ -45,7 +45,11 @@ def assert_draws_agree(both, generators, count: int) -> torch.Tensor:
     return drawn[1][0]
 
 
-@pytest.mark.parametrize(("lanes", "steps"), [(1, 40), (5, 7), (3, 700), (40, 30), (20, 64)])
+ON_GPU = torch.cuda.is_available()  # where there is none, Triton's interpreter is slow
+SIZES = [(1, 40), (5, 7), (3, 700), (40, 30), (20, 64)] if ON_GPU else [(1, 40), (5, 7), (3, 700)]
+
+
+@pytest.mark.parametrize(("lanes", "steps"), SIZES)
 def test_draws_and_updates_agree(lanes, steps, device):
     assert_draws_and_updates_agree(lanes, steps, device)
 
@@ -136,21 +140,23 @@ def test_an_update_of_too_many_is_refused(device, monkeypatch):
         mine.tree.update(rows, torch.ones(4, device=device), 1.0, None)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0, 2.5])
-def test_powers_are_right_to_the_last_places(alpha, device):
+def test_powers_are_right_to_the_last_places(device):
     """Over all sizes of floats, the smallest ones too; what is too small for a float is its smallest full one."""
-    twins = twins_of(16, 64, device)
+    lanes, steps = (64, 16) if ON_GPU else (64, 4)
+    twins = twins_of(lanes, steps, device)
     mine, _ = both = priorities_of(twins)
-    write(twins, both, 64)
+    write(twins, both, steps)
     mine.tree.settle()
     rows = twins.truth.held()
-    values = torch.from_numpy(10.0 ** twins.rng.uniform(-44, 38, len(rows))).float()
-    values[:6] = torch.tensor([0.0, 1.0, 2.0, 0.5, 3.4e38, 1e-45])
-    mine.tree.update(rows.to(device), values.to(device), alpha, None)
-    expected = (values.double() ** torch.tensor(alpha).double()).clamp(2.0**-126, None).float()  # alpha is a float32
-    expected[0] = float(alpha == 0)
-    leaves = mine.leaves.cpu()[rows % 16 * 64 + rows // 16 % 64]
-    torch.testing.assert_close(leaves, expected, rtol=2.5e-7, atol=0)
+    for alpha in (0.0, 0.3, 0.6, 1.0, 2.5):
+        values = torch.from_numpy(10.0 ** twins.rng.uniform(-44, 38, len(rows))).float()
+        values[:6] = torch.tensor([0.0, 1.0, 2.0, 0.5, 3.4e38, 1e-45])
+        mine.tree.update(rows.to(device), values.to(device), alpha, None)
+        exponent = torch.tensor(alpha).double()  # that of a float32
+        expected = (values.double() ** exponent).clamp(2.0**-126, None).float()
+        expected[0] = float(alpha == 0)
+        leaves = mine.leaves.cpu()[rows % lanes * steps + rows // lanes % steps]
+        torch.testing.assert_close(leaves, expected, rtol=2.5e-7, atol=0)
 
 
 def test_what_cannot_be_is_dropped_and_counted(device):
@@ -189,7 +195,7 @@ def test_windows_have_the_priorities(device):
     both, windows = priorities_of(twins), windows_of(twins, 3, 2, False)
     windows[0].index.keep_priorities(both[0].leaves)
     generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
-    for _ in range(5):
+    for _ in range(5 if ON_GPU else 3):
         for _ in range(4):
             twins.write()
             for priorities, memory in zip(both, windows, strict=True):
@@ -206,10 +212,10 @@ def test_windows_and_draws_of_them_agree(lanes, length, stride, across, device):
     twins = twins_of(lanes, 9, device)
     mine, truth = both = windows_of(twins, length, stride, across)
     generators = torch.tensor([5, 3], device=device), torch.tensor([5, 3])
-    for turn in range(12):
-        twins.write(1 + 10 * (turn == 8))  # more than are held
+    for turn in range(12 if ON_GPU else 7):
+        twins.write((1 if ON_GPU or turn else 5) + 10 * (turn == 5))  # more than are held
         for memory in both:
-            memory.index.rebuild() if turn == 5 else memory.index.follow()
+            memory.index.rebuild() if turn == 3 else memory.index.follow()
         assert mine.windows() == truth.windows()
         assert mine.counters[2:].tolist() == truth.counters[2:].tolist()
         assert mine.index.count() == truth.index.count()

@@ -29,11 +29,11 @@ def assert_told(twins: DeviceTwins) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_writes_agree_in_every_byte(name, device):
     twins = DeviceTwins(LAYOUTS[name], device)
-    for write in range(16):
+    for write in range(16 if device.type == "cuda" else 11):
         twins.write()
         twins.assert_same()
         assert_told(twins)
-        if write == 9:
+        if write == 7:
             twins.clear()
     assert (int(twins.mine.ring.words[4]) > 0) == (twins.broken > 0)
 

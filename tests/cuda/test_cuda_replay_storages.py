@@ -21,7 +21,7 @@ NAMES = ["frame stacks", "prioritized", "sequences by priority"]
 @pytest.fixture
 def on_triton(monkeypatch, device):
     """A function that gives the device of the storages; without a GPU the CPU has its kernels from then on."""
-    monkeypatch.setattr(replay_play, "STEPS", 22)
+    monkeypatch.setattr(replay_play, "STEPS", 60 if torch.cuda.is_available() else 22)
 
     def switch() -> str:
         if device.type == "cpu":
@@ -51,27 +51,30 @@ def test_batches_and_everything_held_are_the_same(name, on_triton):
 
 
 @pytest.mark.parametrize("name", ["prioritized", "sequences by priority", "sequences"])
-def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(name, on_triton, tmp_path):
+def test_a_copy_and_a_saved_storage_go_on_as_the_storage_does(name, on_triton, monkeypatch, tmp_path):
     place = on_triton()
+    if place == "cpu":
+        monkeypatch.setattr(replay_play, "STEPS", 12)
     storage = make(name, place)
     play(name, storage)
     storage.save(tmp_path)
     others = [copy.deepcopy(storage), Storage.load(tmp_path), Storage.load(tmp_path, device="cpu")]
     if name != "sequences":
-        total, leaves = storage.priority_total, storage._priorities.leaves.cpu()
+        total, leaves = storage.priority_total, storage._sampler.tree.leaves.cpu()
         for other in others:
             assert other.priority_total == pytest.approx(total)
-            assert torch.equal(other._priorities.leaves.cpu(), leaves)
+            assert torch.equal(other._sampler.tree.leaves.cpu(), leaves)
     batch = flat(storage.sample())
     for other in others:
         assert_same(flat(other.sample()), batch)
 
 
 def test_the_storage_itself_adds_on_after_its_writers(on_triton, monkeypatch):
-    """A writer takes free slots of episodes, and the storage knows of it when it adds again."""
-    monkeypatch.setattr(episode_ring, "_FIRST_SLOTS", 64)
+    """A writer takes free episode indices, and the storage knows of it when it adds again."""
+    monkeypatch.setattr(episode_ring, "_FIRST_SLOTS", 16)
+    monkeypatch.setattr(episode_ring, "_FIRST_SLOTS_ON_DEVICE", 16)
     storage = ReplayStorage(
-        spaces.Box(-1e6, 1e6, (1,)), spaces.Discrete(2), on_triton(), storage_size=200, num_envs=1, batch_size=4
+        spaces.Box(-1e6, 1e6, (1,)), spaces.Discrete(2), on_triton(), storage_size=50, num_envs=1, batch_size=4
     )
     yes, no = torch.tensor([True]), torch.tensor([False])
 
@@ -79,15 +82,15 @@ def test_the_storage_itself_adds_on_after_its_writers(on_triton, monkeypatch):
         seen = torch.tensor([[float(number)]])
         to.add(seen, torch.zeros(1, dtype=torch.int64), torch.ones(1), ended, no, {}, seen + 1)
 
-    for number in range(60):
-        add(storage, number, yes if number == 59 else no)
+    for number in range(14):
+        add(storage, number, yes if number == 13 else no)
     with storage.writer(1) as writer:
-        for number in range(100, 144):
+        for number in range(100, 111):
             add(writer, number, yes)
-    for number in range(200, 230):
+    for number in range(200, 208):
         add(storage, number, yes)
     held = storage.get_all_buffer_data()["observations"].flatten().tolist()
-    assert held == [*range(60), *range(100, 144), *range(200, 230)]
+    assert held == [*range(14), *range(100, 111), *range(200, 208)]
 
 
 def test_everything_held_can_be_put_into_another_storage(on_triton):

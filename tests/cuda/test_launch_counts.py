@@ -73,9 +73,10 @@ def test_returns_and_their_normalisation_are_two(truncated):
     assert len(launches(lambda: made.compute_returns(last, 0.99, 0.95))) == 2
 
 
-def test_flat_batches_with_one_shuffle_are_three():
+@pytest.mark.parametrize(("reuse", "most"), [(False, 2 + 5), (True, 2 + 1)])
+def test_flat_batches_are_a_shuffle_and_one_for_each_epoch_that_is_gathered(reuse, most):
     made = storage()
-    assert len(launches(lambda: consume(made.mini_batch_generator(4, 5)))) <= 3
+    assert len(launches(lambda: consume(made.mini_batch_generator(4, 5, reuse=reuse)))) <= most
 
 
 def test_flat_batches_with_a_shuffle_for_each_epoch_are_two_an_epoch():
@@ -83,8 +84,9 @@ def test_flat_batches_with_a_shuffle_for_each_epoch_are_two_an_epoch():
     assert len(launches(lambda: consume(made.mini_batch_generator(4, 5, reshuffle=True)))) <= 2 * 5
 
 
+@pytest.mark.parametrize(("reuse", "most"), [(False, 5 * (2 + 4)), (True, 10)])
 @pytest.mark.parametrize("room", [None, 900])
-def test_recurrent_batches_are_ten_at_most(room):
+def test_recurrent_batches_are_two_and_one_each_for_an_epoch(room, reuse, most):
     made = storage()
-    found = launches(lambda: consume(made.recurrent_mini_batch_generator(4, 5, max_trajectories=room)))
-    assert len(found) <= 10
+    found = launches(lambda: consume(made.recurrent_mini_batch_generator(4, 5, max_trajectories=room, reuse=reuse)))
+    assert len(found) <= most

@@ -17,9 +17,14 @@ def permuted(operation, keys: list[int], held: int, wanted: int, device) -> list
     return rows.tolist()
 
 
-@pytest.mark.parametrize("held", [1, 2, 3, 5, 17, 64, 65, 128, 129, 1000, 2500, 4097])
+ON_GPU = torch.cuda.is_available()  # where there is none, Triton's interpreter is slow
+
+
+@pytest.mark.parametrize(
+    "held", [1, 2, 3, 5, 17, 64, 65, 128, 129, 1000, 2500, 4097] if ON_GPU else [1, 3, 17, 65, 200]
+)
 def test_a_permutation_has_every_row_once_and_is_that_of_the_portable_version(held, device):
-    keys = KEYS if held < 100 else KEYS[-1:]  # Triton's interpreter is slow
+    keys = KEYS if ON_GPU or held == 17 else KEYS[-1:]
     found = permuted(permutation, keys, held, held, device)
     assert found == permuted(PORTABLE["permutation"], keys, held, held, "cpu")
     for rows in found:
@@ -29,7 +34,7 @@ def test_a_permutation_has_every_row_once_and_is_that_of_the_portable_version(he
 @pytest.mark.parametrize("held", [5, 600, 70_000])
 def test_fewer_rows_are_the_first_of_all(held, device):
     (everything,) = permuted(PORTABLE["permutation"], [99], held, held, "cpu")
-    for wanted in (0, 1, 5, min(held, 520)):
+    for wanted in (0, 1, 5, min(held, 520 if ON_GPU else 70)):
         assert permuted(permutation, [99], held, wanted, device) == [everything[:wanted]]
 
 
@@ -40,7 +45,7 @@ def test_keys_that_differ_in_one_bit_give_other_orders(device):
 
 
 # What chi-square passes with a chance of one in ten thousand, by degrees of freedom.
-LIMITS = {6: 27.9, 8: 31.8, 16: 44.9, 49: 96.5, 99: 160.1}
+LIMITS = {6: 27.9, 16: 44.9, 99: 160.1}
 
 
 def chi_square(counts: torch.Tensor) -> float:
@@ -48,10 +53,10 @@ def chi_square(counts: torch.Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("held", [7, 9, 17, 50, 100])
+@pytest.mark.parametrize("held", [7, 17, 100])
 def test_every_row_is_as_likely_at_every_place(held):
     """By the portable version: it is the same permutation, and the interpreter is slow."""
-    draws = 20_000
+    draws = 8_000
     keys = torch.randint(-(2**63), 2**63 - 1, (draws,), generator=torch.Generator().manual_seed(held))
     rows = torch.empty((draws, held), dtype=torch.int64)
     PORTABLE["permutation"](keys, held, rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
+import os
 import pickle
 
 import numpy as np
@@ -56,24 +58,11 @@ def test_it_is_a_storage_with_all_ten_methods():
     assert not DistributedStorage.__abstractmethods__
 
 
-def test_the_attributes_tell_what_was_given():
+def test_the_attributes_are_what_was_given():
     storage = DistributedStorage(VECTORS, spaces.Discrete(3), "cpu", 7, 5, 2)
     assert (storage.num_steps, storage.num_storages, storage.batch_size) == (7, 5, 2)
     assert str(storage.device) == "cpu"
     assert storage.storages["reward"][4].shape == (8,)
-
-
-def test_keywords_mean_the_same_as_places():
-    storage = DistributedStorage(
-        observation_space=VECTORS,
-        action_space=spaces.Discrete(3),
-        device="cpu",
-        num_steps=7,
-        num_storages=5,
-        batch_size=2,
-    )
-    assert (storage.num_steps, storage.num_storages, storage.batch_size) == (7, 5, 2)
-    assert storage.storages["policy_outputs"][0].shape == (8, 3)
 
 
 def test_the_defaults_are_those_of_the_document():
@@ -168,45 +157,29 @@ def test_a_space_beside_a_mapping_is_fine():
     assert storage.storages["policy_outputs"][0].shape == (T + 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("which", "space"),
-    [
-        ("observation_space", spaces.Text(4)),
-        ("action_space", spaces.Text(4)),
-        ("action_space", spaces.Dict({"a": VECTORS})),
-        ("action_space", spaces.Tuple([VECTORS])),
-        ("observation_space", spaces.Sequence(VECTORS)),
+REFUSED = [
+    *[({name: value}, ValueError, name) for name in ("num_steps", "num_storages", "batch_size") for value in (0, 2.5)],
+    *[({"num_steps": value}, ValueError, "num_steps") for value in (-1, None, True, "3")],
+    *[({"timeout": value}, ValueError, "timeout") for value in (-1.0, float("nan"), "soon")],
+    *[
+        ({"state_shapes": value}, ValueError, "state_shapes")
+        for value in (((2, 0),), ((2,),), ((2, 3, 4),), ((2.5, 3),), (2, 5))
     ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_space_that_cannot_be_held_is_refused_by_name(which, space):
-    with pytest.raises(NotImplementedError, match=type(space).__name__):
-        small(**{which: space})
+    ({"device": "moon"}, ValueError, "device"),
+    ({"observation_space": None}, ValueError, "go together"),
+    ({"observation_space": spaces.Text(4)}, NotImplementedError, "Text"),
+    ({"observation_space": spaces.Sequence(VECTORS)}, NotImplementedError, "Sequence"),
+    ({"action_space": spaces.Text(4)}, NotImplementedError, "Text"),
+    ({"action_space": spaces.Dict({"a": VECTORS})}, NotImplementedError, "Dict"),
+    ({"action_space": spaces.Tuple([VECTORS])}, NotImplementedError, "Tuple"),
+    ({"num_storages": 10**15}, MemoryError, "Give a smaller num_storages"),
+]
 
 
-@pytest.mark.parametrize("name", ["num_steps", "num_storages", "batch_size"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, None, True, "3"])
-def test_a_size_that_is_none_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=name):
-        small(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("timeout", -1.0),
-        ("timeout", float("nan")),
-        ("timeout", "soon"),
-        ("state_shapes", ((2, 0),)),
-        ("state_shapes", ((2,),)),
-        ("state_shapes", ((2, 3, 4),)),
-        ("state_shapes", ((2.5, 3),)),
-        ("device", "moon"),
-    ],
-)
-def test_an_option_out_of_range_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=name):
-        small(**{name: value})
+@pytest.mark.parametrize(("given", "error", "name"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_made_is_refused_by_name(given, error, name):
+    with pytest.raises(error, match=name):
+        small(**given)
 
 
 # ------------------------------------------------------------------------------------------------- the memory
@@ -294,13 +267,12 @@ def write_everything(world, storages, states, first):
         write(world, storages, states, index, first + index)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_what_another_process_writes_is_seen(method):
+def test_what_another_process_writes_is_seen():
     storage, twin = LSTM.make(4), LSTM.make(4)
     states = storage.init_actor_state_storages
     write(LSTM, storage.storages, states, 0, 1)
     arguments = (LSTM, storage.storages, states, 50)
-    child = multiprocessing.get_context(method).Process(target=write_everything, args=arguments)
+    child = multiprocessing.get_context("fork").Process(target=write_everything, args=arguments)
     child.start()
     child.join(UNTIL)
     assert child.exitcode == 0
@@ -308,13 +280,30 @@ def test_what_another_process_writes_is_seen(method):
     assert_as_copied(storage, copy_of(twin))
 
 
-def test_storages_that_were_pickled_are_the_same_memory():
-    storage = DISCRETE.make()
-    other = pickle.loads(pickle.dumps(storage.storages))
-    assert set(other) == set(KEYS)
-    write(DISCRETE, other, None, 2, 77)
-    assert torch.equal(storage.storages["episode_step"][2], DISCRETE.numbers([77]).squeeze(1).int())
-    assert other["reward"][0].is_shared()
+def test_what_was_pickled_is_the_same_memory():
+    storage = LSTM.make()
+    parts = (storage.storages, storage.init_actor_state_storages, storage.storages["reward"])
+    storages, states, rewards = pickle.loads(pickle.dumps(parts))
+    assert set(storages) == set(KEYS)
+    write(LSTM, storages, states, 2, 77)
+    rewards[1][3] = 6.5
+    assert torch.equal(storage.storages["episode_step"][2], LSTM.numbers([77]).squeeze(1).int())
+    assert torch.equal(storage.init_actor_state_storages[2][1], LSTM.states([77])[1])
+    assert storage.storages["reward"][1].tolist() == [0, 0, 0, 6.5, 0]
+    assert storages["reward"][0].is_shared()
+
+
+def test_however_many_slots_there_are_they_cost_two_descriptors_and_leave_no_file():
+    gc.collect()
+    before, names = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    storage = LSTM.make(300)
+    again = pickle.loads(pickle.dumps((storage.storages, storage.init_actor_state_storages)))
+    assert len(os.listdir("/proc/self/fd")) == before + 4  # here, and where it was unpickled
+    new = set(os.listdir("/dev/shm")) - names  # of other programs, at most
+    assert not any("rlstore" in name or str(os.getpid()) in name for name in new)
+    storage.close()
+    del storage, again  # no reference cycle keeps the memory
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ------------------------------------------------------------------------------------------------- nests
@@ -349,7 +338,7 @@ def test_every_leaf_of_dict_observations_has_a_key():
     assert batch[SPEED][T, :, 2].tolist() == [-3.5, -1.5]
 
 
-def test_dict_observations_are_added_whole_and_served_as_a_nest():
+def test_dict_observations_are_added_and_served_nested():
     storage = small(NEST)
     actor = storage.actor()
     for number in (7, 8):

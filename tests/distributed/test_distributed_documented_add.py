@@ -40,9 +40,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize(("world", "form"), list(zip(WORLDS, FORMS, strict=True)))
 def test_add_writes_one_row_of_one_slot(world, form):
+    world = WORLDS[world]
     storage = world.make(4)
     for index in (2, 0, 3):
         add_rollout(world, storage, index, 40 + index, FORMS[form])
@@ -81,82 +81,64 @@ def test_what_add_was_given_is_copied():
     assert_as_copied(storage, before)
 
 
-def with_(part, **changes):
-    """Outputs with something else in them; None takes a key out."""
+# ------------------------------------------------------------------------------------------------- refusals
 
-    def change(actor_output, env_output):
-        given = (actor_output, env_output)[part]
-        for key, value in changes.items():
-            given.pop(key, None)
-            if value is not None:
-                given[key] = value
-        return actor_output, env_output
-
-    return change
-
-
-BAD_OUTPUTS = {
-    "an unknown key": (with_(1, colour=torch.zeros(1, 1)), "colour"),
-    "an unknown key of the actor": (with_(0, value=torch.zeros(1, 1)), "value"),
-    "observations of another shape": (with_(1, obs=torch.zeros(1, 1, 4, 2, 4)), "obs"),
-    "observations of two environments": (with_(1, obs=torch.zeros(1, 2, 4, 2, 3)), "obs"),
-    "policy outputs of another size": (with_(0, policy_outputs=torch.zeros(1, 1, 5)), "policy_outputs"),
-    "two rewards": (with_(1, reward=torch.zeros(2)), "reward"),
-    "300 into uint8": (with_(1, obs=torch.full((1, 1, 4, 2, 3), 300)), "obs"),
-    "half an action": (with_(0, action=torch.tensor([[1.5]])), "action"),
-    "a flag that is nan": (with_(1, terminated=torch.tensor([[float("nan")]])), "terminated"),
-    "a reward that is a word": (with_(1, reward="much"), "reward"),
-    "no mapping": (lambda actor_output, env_output: (actor_output, torch.zeros(3)), "env_output"),
-    "no mapping of the actor": (lambda actor_output, env_output: (3, env_output), "actor_output"),
+# Values of a row that add() refuses, and Rollout.write() too.
+BAD_VALUES = {
+    "an unknown key": ({"colour": torch.zeros(1, 1)}, "colour"),
+    "observations of another shape": ({"obs": torch.zeros(1, 1, 4, 2, 4)}, "obs"),
+    "observations of two environments": ({"obs": torch.zeros(1, 2, 4, 2, 3)}, "obs"),
+    "fractions into uint8": ({"obs": torch.zeros(4, 2, 3)}, "float32 cannot be held as uint8"),
+    "300 into uint8": ({"obs": np.full((1, 1, 4, 2, 3), 300)}, "obs"),
+    "policy outputs of another size": ({"policy_outputs": torch.zeros(1, 1, 5)}, "policy_outputs"),
+    "two rewards": ({"reward": torch.zeros(2)}, "reward"),
+    "half an action": ({"action": torch.tensor([[1.5]])}, "action"),
+    "a flag that is nan": ({"terminated": torch.tensor([[float("nan")]])}, "a flag is 0 or 1"),
+    "a reward that is a word": ({"reward": "much"}, "reward"),
 }
 
 
-@pytest.mark.parametrize("bad", BAD_OUTPUTS)
-def test_bad_outputs_are_refused_and_nothing_is_written(bad):
-    change, name = BAD_OUTPUTS[bad]
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_bad_values_are_refused_and_nothing_is_written(bad):
+    values, name = BAD_VALUES[bad]
     storage = DISCRETE.make()
     add_rollout(DISCRETE, storage, 1, 7)
-    before = copy_of(storage)
-    with pytest.raises((ValueError, TypeError), match=name):
-        storage.add(1, 2, *change(*outputs(DISCRETE, 9, 2)))
-    assert_as_copied(storage, before)
+    rollout = storage.actor().reserve()
+    before, row = copy_of(storage), DISCRETE.row(9, 2)
+    actor_output, env_output = outputs(DISCRETE, 9, 2)
+    for refused in (
+        lambda: storage.add(1, 2, {**actor_output, **values}, env_output),
+        lambda: storage.add(1, 2, None, {**env_output, **values}),
+        lambda: rollout.write(2, **{**row, **values}),
+    ):
+        with pytest.raises(ValueError, match=name):
+            refused()
+        assert_as_copied(storage, before)
 
 
-@pytest.mark.parametrize(("index", "step"), [(3, 0), (-4, 0), (0, 5), (0, -6), (1.5, 0), (0, 0.5), (None, 0), ("1", 0)])
-def test_a_place_that_is_not_there_is_refused_and_nothing_is_written(index, step):
+def test_bad_places_are_refused_and_nothing_is_written():
     storage = DISCRETE.make()
     add_rollout(DISCRETE, storage, 1, 7)
-    before = copy_of(storage)
-    with pytest.raises((ValueError, IndexError, TypeError)):
-        storage.add(index, step, *outputs(DISCRETE, 9, 2))
+    rollout = storage.actor().reserve()
+    before, row = copy_of(storage), outputs(DISCRETE, 9, 2)
+    for index in (3, -4, 1.5, None, "1"):
+        with pytest.raises(ValueError, match="is no slot; there are 0 to 2"):
+            storage.add(index, 0, *row)
+    for step in (5, -1, 0.5, None, True):
+        for refused in (lambda step=step: storage.add(0, step, *row), lambda step=step: rollout.write(step, reward=1)):
+            with pytest.raises(ValueError, match="rows 0 to 4"):
+                refused()
+    for given in ((3, row[1]), (row[0], torch.zeros(3))):
+        with pytest.raises(ValueError, match="actor_output and env_output are mappings"):
+            storage.add(1, 2, *given)
+    for count in (0, 1, 3, 5):
+        with pytest.raises(TypeError, match="index, timestep, actor_output and env_output"):
+            storage.add(*(1, 2, *row, 8)[:count])
     assert_as_copied(storage, before)
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_another_number_of_arguments_is_refused(count):
-    storage = DISCRETE.make()
-    before = copy_of(storage)
-    with pytest.raises((ValueError, TypeError), match="index"):
-        storage.add(*(1, 2, *outputs(DISCRETE, 9, 2), 8)[:count])
-    assert_as_copied(storage, before)
-
-
-# ------------------------------------------------------------------------------------------------- sample
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our mapping", "a dict"])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_size", 0),
-        ("batch_size", -1),
-        ("batch_size", 2.5),
-        ("batch_size", None),
-        ("batch_size", True),
-        ("device", "moon"),
-    ],
-)
-def test_a_batch_that_cannot_be_had_is_refused_before_anything_is_taken(ours, name, value):
+def test_bad_arguments_are_refused_before_an_index_is_taken(ours):
     storage = LSTM.make()
     free, full = ListQueue(), ListQueue([2, 0, 1])
     given = {
@@ -167,25 +149,28 @@ def test_a_batch_that_cannot_be_had_is_refused_before_anything_is_taken(ours, na
         "storages": storage.storages if ours else dict(storage.storages),
         "init_actor_state_storages": storage.init_actor_state_storages,
     }
-    with pytest.raises(ValueError, match=name):
-        DistributedStorage.sample(**{**given, name: value})
+    for name, value in [("device", "moon"), *(("batch_size", size) for size in (0, -1, 2.5, None, True))]:
+        with pytest.raises(ValueError, match=name):
+            DistributedStorage.sample(**{**given, name: value})
     assert (free.items, full.items) == ([], [2, 0, 1])
 
 
-@pytest.mark.parametrize("index", [3, 99, -4, "1", 1.5])
-def test_an_index_that_is_no_slot_is_an_error_and_is_not_given_back(index):
-    storage = LSTM.make()
-    free, states = ListQueue(), storage.init_actor_state_storages
-    before = copy_of(storage)
-    with pytest.raises((ValueError, IndexError, TypeError)):
-        storage.sample("cpu", 2, free, ListQueue([2, index]), storage.storages, states)
-    assert index not in free.items
-    assert_as_copied(storage, before)
+class FailingQueue(ListQueue):
+    def get(self):
+        if len(self.items) == 1:
+            raise ConnectionError("mine")
+        return super().get()
 
 
-def test_none_in_the_full_queue_is_an_error_and_not_a_slot():
+def test_numbers_go_back_if_one_of_them_is_no_slot_or_the_queue_fails():
     storage = LSTM.make()
     free, states = ListQueue(), storage.init_actor_state_storages
-    with pytest.raises((ValueError, TypeError), match="None"):
-        storage.sample("cpu", 2, free, ListQueue([2, None]), storage.storages, states)
-    assert None not in free.items
+    for index in (3, 99, -4, "1", 1.5, None):
+        full = ListQueue([2, index])
+        with pytest.raises(ValueError, match=rf"{index!r} is no slot; there are 0 to 2"):
+            storage.sample("cpu", 2, free, full, storage.storages, states)
+        assert (free.items, full.items) == ([], [2, index])
+    full = FailingQueue([2, 1, 0])
+    with pytest.raises(ConnectionError, match="mine"):
+        storage.sample("cpu", 3, free, full, storage.storages, states)
+    assert (free.items, sorted(full.items)) == ([], [0, 1, 2])

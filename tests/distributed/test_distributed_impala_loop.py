@@ -17,7 +17,7 @@ from torch import multiprocessing
 
 from rlstore import DistributedStorage, SlotQueue
 
-ROLLOUTS = int(os.environ.get("RLSTORE_TEST_ROLLOUTS", "300"))
+ROLLOUTS = int(os.environ.get("RLSTORE_TEST_ROLLOUTS", "90"))
 BATCH, SLOTS, ACTORS, LEARNERS = 3, 8, 3, 2
 OF_ONE_ACTOR = 100_000  # more rollouts than one actor plays
 
@@ -124,18 +124,18 @@ def check(loop, played):
     assert sorted(loop.free.get() for _ in range(SLOTS)) == list(range(SLOTS))
 
 
-@pytest.mark.parametrize("kind", ["SimpleQueue", "Queue", "SlotQueue"])
-def test_two_learners_with_one_lock_and_lstm_states(loop_of, kind):
-    loop = loop_of(LSTM, kind)
-    loop.start_actors("fork")
-    loop.run_learners(ROLLOUTS // BATCH // LEARNERS)
-    check(loop, loop.finish())
-
-
-@pytest.mark.parametrize("world", [LSTM, BOX], ids=["lstm", "box"])
-@pytest.mark.parametrize("ours", [True, False], ids=["our mapping", "a dict"])
-def test_two_learners_without_a_lock_argument(loop_of, world, ours):
-    loop = loop_of(world, "SimpleQueue", given_lock=False, ours=ours)
+@pytest.mark.parametrize(
+    ("world", "kind", "given_lock", "ours"),
+    [
+        (LSTM, "SimpleQueue", True, True),
+        (LSTM, "SlotQueue", False, True),
+        (BOX, "Queue", False, False),
+        (LSTM, ("SlotQueue", "SimpleQueue"), False, False),
+    ],
+    ids=["a lock", "no lock", "no lock, a dict", "two kinds of queues"],
+)
+def test_two_learners_share_the_rollouts(loop_of, world, kind, given_lock, ours):
+    loop = loop_of(world, kind, given_lock=given_lock, ours=ours)
     loop.start_actors("fork")
     loop.run_learners(ROLLOUTS // BATCH // LEARNERS)
     check(loop, loop.finish())
@@ -148,10 +148,3 @@ def test_one_learner_serves_everything_in_the_order_of_the_full_queue(loop_of):
     played = loop.finish()
     check(loop, played)
     assert [rollout for batches in loop.served for batch in batches for rollout in batch] == list(range(*played))
-
-
-def test_actors_that_were_spawned(loop_of):
-    loop = loop_of(LSTM, ("SlotQueue", "SimpleQueue"), "spawn")
-    loop.start_actors("spawn", count=1)
-    loop.run_learners(ROLLOUTS // BATCH // LEARNERS // 4)
-    check(loop, loop.finish())

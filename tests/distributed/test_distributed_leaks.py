@@ -41,10 +41,8 @@ def test_nothing_is_left_of_programs_that_end_in_good_order():
     many = {"served": list(range(20)), "segments": 1, "left": 0}
     assert found == {
         "native fork": played,
-        "native spawn": played,
         "documented fork": {"served": [0, 1, 2, 3], "segments": 1, "left": 0},
         "dropped ": {"served": [], "segments": 5, "left": 0},
-        "few_descriptors fork": many,
         "few_descriptors spawn": many,
     }
 

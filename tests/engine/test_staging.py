@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from rlstore.engine.batches import staging
-from rlstore.engine.batches.ahead import Ahead
-from rlstore.engine.batches.staging import Staged, Staging, at_hand, launched, received
+from rlstore.engine.batches.prefetch import Prefetch
+from rlstore.engine.batches.staging import Staged, Staging, converted, launched, received
 
 CUDA, GARBAGE = torch.device("cuda", 0), "garbage"
 
@@ -190,7 +190,7 @@ def test_what_one_stream_computes_another_takes_later(cuda):
     assert taken.streams == [other]
 
 
-def test_a_copy_of_what_is_on_its_way_waits_and_is_at_hand(cuda):
+def test_a_copy_of_what_is_on_its_way_waits_and_is_there(cuda):
     event = Event()
     for copied in (
         copy.deepcopy(Staged((torch.arange(3),), event)),
@@ -221,8 +221,8 @@ def test_a_batch_sent_in_inference_mode_can_be_trained_on():
 
 def test_tensors_that_are_where_they_are_wanted_are_only_converted():
     one, two = torch.arange(3), torch.arange(3)
-    assert at_hand((one, two)) == (one, two)
-    kept, cast = at_hand((one, two), (None, torch.float32))
+    assert converted((one, two), ()) == (one, two)
+    kept, cast = converted((one, two), (None, torch.float32))
     assert kept is one
     assert cast.dtype == torch.float32
 
@@ -234,7 +234,7 @@ def test_what_returns_at_once_is_prepared_in_the_calling_thread():
         threads.append(threading.current_thread())
         return -drawn
 
-    ahead, numbers = Ahead(2, 100, prepare, in_background=False), iter(range(100))
+    ahead, numbers = Prefetch(2, 100, prepare, in_background=False), iter(range(100))
     assert [ahead.take(0, lambda: next(numbers)) for _ in range(3)] == [(0, 0), (1, -1), (2, -2)]
     assert next(numbers) == 5
     assert set(threads) == {threading.current_thread()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import covers
 from replay_rings import Layout, Leaf, Memory, Twins, layouts
@@ -68,6 +68,7 @@ def window_twins(twins: Twins, length: int, stride: int, across: bool) -> list[W
 
 
 @covers("WindowIndex")
+@settings(max_examples=25)
 @given(layouts, st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.data())
 def test_windows_agree(layout, writes, length, stride, across, data):
     twins = Twins(layout)
@@ -92,6 +93,7 @@ def test_windows_agree(layout, writes, length, stride, across, data):
         assert mine.index.contains(row) == truth.index.contains(row) == (row in beginnings)
 
 
+@settings(max_examples=12)
 @given(layouts, st.integers(1, 40), st.integers(1, 4), st.integers(0, 30), seeds)
 def test_draws_of_windows_agree(layout, writes, length, count, seed):
     twins = Twins(layout)
@@ -186,6 +188,7 @@ def rows_of(kind: str, count: int, twins: Twins) -> torch.Tensor:
 
 
 @covers("Priorities")
+@settings(max_examples=25)
 @given(
     wide_layouts,
     st.lists(st.tuples(given_rows, given_priorities), min_size=1, max_size=12),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import assert_guards_whole, covers, guarded
 from replay_rings import Layout, Leaf, Twins, as_bytes, layouts
@@ -48,6 +48,7 @@ def assert_same(mine: torch.Tensor, truth: torch.Tensor, converted: bool) -> Non
 
 
 @covers("ReplayGather")
+@settings(max_examples=30)
 @given(
     layouts,
     st.integers(1, 40),
@@ -75,6 +76,7 @@ def test_batches_agree(layout, writes, n_step, gamma, count, in_given):
             assert_guards_whole(whole)
 
 
+@settings(max_examples=20)
 @given(layouts, st.integers(1, 40), st.integers(1, 6), st.booleans(), st.sampled_from([1, 3]), st.integers(0, 10))
 def test_windows_agree_and_are_their_rows(layout, writes, length, across, n_step, count):
     """Rows [windows, length] are gathered in runs: what comes out is what single rows give."""
@@ -113,8 +115,9 @@ def test_rows_of_a_window_that_do_not_follow_one_another_are_refused(window):
             gather.gather(torch.tensor([[0, 1], window]), None)
 
 
+@settings(max_examples=8)
 @given(layouts, st.integers(1, 20))
-def test_the_reference_fills_tensors_that_are_given(layout, writes):
+def test_the_portable_version_fills_tensors_that_are_given(layout, writes):
     twins, requests = Twins(layout), requests_of(layout)
     for _ in range(writes):
         twins.write()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import covers
 from replay_rings import Layout, Leaf, Twins, layouts
@@ -13,6 +13,7 @@ PLAIN = Layout(2, 3, (Leaf(torch.float32, 1, 1, 2),), torch.int64, (), 0, 0, see
 
 
 @covers("EpisodeRing")
+@settings(max_examples=40)
 @given(layouts, st.integers(1, 40))
 def test_writes_agree_in_every_byte(layout, writes):
     twins = Twins(layout)
@@ -29,6 +30,7 @@ def test_the_steps_lead_to_every_outcome():
     assert {outcome for _ in range(60) for outcome in twins.write()} == {-1, -2, -3, -4}
 
 
+@settings(max_examples=15)
 @given(layouts, st.integers(1, 40), st.integers(1, 50), st.integers(-(2**63), 2**63 - 1))
 def test_draws_agree(layout, writes, count, seed):
     twins = Twins(layout)
@@ -48,6 +50,7 @@ def test_draws_agree(layout, writes, count, seed):
     assert set(drawn[0].tolist()) <= set(twins.native.held().tolist())
 
 
+@settings(max_examples=20)
 @given(layouts, st.integers(1, 40), st.integers(1, 6), st.booleans())
 def test_bounds_and_windows_agree(layout, writes, length, across):
     twins = Twins(layout)

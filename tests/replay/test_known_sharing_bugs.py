@@ -94,7 +94,7 @@ def test_a_resumed_run_neither_bursts_nor_waits_for_data_that_it_has(tmp_path):
     storage.save(tmp_path / "saved")
     kill(process)
     resumed = Storage.load(tmp_path / "saved")
-    limiter = resumed._control.limiter
+    limiter = resumed._sharing.control.limiter
     assert (len(resumed), limiter.inserted, limiter.sampled, resumed.rate_limit) == (60, 60, 120, limit)
     resumed.sample(160)  # 4 * (60 - 40) + 200 - 120
     with pytest.raises(WaitTimeoutError, match="60 are added and 280 sampled"):
@@ -118,7 +118,7 @@ def test_the_ratio_that_was_set_is_the_ratio_that_is_got():
     limiter = None
     for number in range(80):
         storage.sample()
-        limiter = storage._control.limiter
+        limiter = storage._sharing.control.limiter
         assert limiter.sampled == 64 * (number + 1)
         assert (
             limiter.inserted - 64

@@ -32,7 +32,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def counts(storage):
-    limiter = storage._control.limiter
+    limiter = storage._sharing.control.limiter
     return limiter.inserted, limiter.sampled
 
 
@@ -208,7 +208,7 @@ def test_limit_and_counts_go_on_where_they_were(kind, how, tmp_path):
     plan = kind.plan(range(2), 40)
     for step in plan[:20]:
         storage.add(**step)
-        if storage._control.limiter.inserted >= 20:
+        if storage._sharing.control.limiter.inserted >= 20:
             storage.sample()
     storage.set_rate_limit(RateLimit(4.0, 20, 100.0))
     before = counts(storage)
@@ -242,7 +242,7 @@ def test_a_sample_that_fails_is_not_counted():
     put(storage, 0)
     with pytest.raises(NotReadyError):
         storage.sample()
-    assert storage._control.limiter.sampled == 0
+    assert storage._sharing.control.limiter.sampled == 0
 
 
 def test_reset_steps_are_not_counted():
@@ -321,7 +321,7 @@ def test_batches_prepared_ahead_fit_into_the_tolerance():
 
 def test_the_first_row_is_waited_for_after_it_was_counted(monkeypatch):
     storage = limited("shared", RateLimit(4, min_size=1))
-    writer, limiter = storage.writer(), storage._controlled().limiter
+    writer, limiter = storage.writer(), storage._sharing.control.limiter
     limiter.count_inserts(1)  # what add() does first, in another process
 
     def awaited(seconds):

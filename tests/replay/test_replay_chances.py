@@ -109,8 +109,7 @@ def uniform_storage(cls, envs, capacity, **options):
     return cls(Vector.space, ACTION, "cpu", envs * capacity, envs, 64, seed=7, **options)
 
 
-@pytest.mark.parametrize("cls", [ReplayStorage, NStepReplayStorage])
-@pytest.mark.parametrize("steps", [20, 47, 113], ids=["part filled", "just full", "wrapped"])
+@pytest.mark.parametrize(("cls", "steps"), [(ReplayStorage, 20), (NStepReplayStorage, 47), (ReplayStorage, 113)])
 def test_draws_are_uniform_over_transitions(cls, steps):
     workers = {"num_workers": 0} if cls is NStepReplayStorage else {}
     storage = uniform_storage(cls, 3, 47, n_step=3, **workers)
@@ -199,8 +198,7 @@ def nothing(achieved, desired, info):
     return torch.zeros(len(achieved))
 
 
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-@pytest.mark.parametrize("fraction", [0.8, 0.25, 1.0])
+@pytest.mark.parametrize(("strategy", "fraction"), [("future", 0.8), ("final", 0.25), ("episode", 1.0)])
 def test_goals_come_as_often_as_the_strategy_says(strategy, fraction):
     storage = HindsightReplayStorage(
         Goal.space,

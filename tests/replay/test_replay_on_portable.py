@@ -53,10 +53,11 @@ def test_a_device_without_kernels_of_its_own_tells_that_every_priority_is_0(leng
     for _ in range(3):
         storage.add(torch.zeros(2, 1), [0, 0], [0.0, 0.0], [False, False], [False, False], {}, torch.zeros(2, 1))
     storage.update(storage.sample(64).rows, torch.zeros(64))
-    tree = storage._priorities
+    tree = storage._sampler.tree
     assert tree.total == 0
     monkeypatch.setattr(tree._ring, "device", SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(priorities, "allocate_empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
+    empty = torch.empty
+    monkeypatch.setattr(priorities.torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
     with pytest.raises(NotReadyError, match="every priority is 0"):
         tree.draw(4, 0.5, storage._random)
 

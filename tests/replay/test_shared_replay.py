@@ -21,7 +21,7 @@ from rlstore import (
     Storage,
     StorageClosedError,
 )
-from rlstore.replay.base import Drawn
+from rlstore.engine.batches.pipeline import Drawn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -142,7 +142,7 @@ def test_a_storage_that_is_emptied_while_others_write_holds_what_came_after(kind
         for _ in range(8):
             storage.sample()
             storage.reset()
-            before = storage._control.limiter.inserted
+            before = storage._sharing.control.limiter.inserted
             storage.set_rate_limit(full(before + 30))
             kind.check(storage.sample(), cut=True)
             assert 0 < len(storage) <= 48
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written_or_counted(kind):
     with storage.writer() as writer:
         for step in plan[:6]:
             writer.add(**step)
-        counted = storage._control.limiter.inserted
+        counted = storage._sharing.control.limiter.inserted
         for name, value in (
             ("rewards", [1.0, 2.0, 3.0]),
             ("actions", [0.5, 1]),
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written_or_counted(kind):
                 writer.add(**{**plan[6], name: value})
         with pytest.raises(InvalidInputError, match="Nothing was written"):
             writer.insert_transition({**vocabulary(plan[6]), "rewards": None})
-        assert storage._control.limiter.inserted == counted == 12
+        assert storage._sharing.control.limiter.inserted == counted == 12
         for step in plan[6:]:
             writer.add(**step)
     assert_same_content(storage, twin)
@@ -293,7 +293,9 @@ def test_saved_while_a_batch_ahead_was_overwritten(tmp_path):
     for time in range(16):
         put(storage, time)
     storage.sample()
-    storage._ahead.put(Drawn(torch.zeros(8, dtype=torch.int64)), 0, None)  # as a gather that a writer overtook
+    storage._pipeline.prefetch.put(
+        Drawn(torch.zeros(8, dtype=torch.int64)), 0, None
+    )  # as a gather that a writer overtook
     storage.save(tmp_path / "saved")
     resumed = Storage.load(tmp_path / "saved")
     assert len(resumed) == 16

@@ -42,8 +42,8 @@ def test_rows_that_were_overwritten_while_they_were_read_are_never_served(monkey
     """Few rows, short episodes, large batches: without the look at what was overwritten, a batch in ten is torn."""
     monkeypatch.setattr(episode_ring, "_LEAST_GUARD", 2)
     storage, tried = REPLAY.make(steps=16, memory="shared", batch_size=512), []
-    prepare = storage._prepare
-    monkeypatch.setattr(storage, "_prepare", lambda drawn: tried.append(1) or prepare(drawn))
+    prepare = storage._pipeline._reader
+    monkeypatch.setattr(storage._pipeline, "_reader", lambda drawn: tried.append(1) or prepare(drawn))
     served = 0
     with writing(storage, [REPLAY.plan([lane], 600, seed=lane, longest=2) for lane in range(2)]):
         while served < 200 or (len(tried) == served and served < 20_000):
@@ -58,8 +58,8 @@ def test_observation_behind_the_newest_row_is_not_taken_from_an_episode_that_beg
     world, reading, batches = Wide(), threading.Event(), []
     plan = make_plan(world, [0], 40, longest=1, kinds=(2,))
     storage = ReplayStorage(world.space, ACTIONS, storage_size=1, batch_size=64, memory="shared", autoreset="SameStep")
-    prepare, writer = storage._prepare, storage.writer()
-    monkeypatch.setattr(storage, "_prepare", lambda drawn: reading.set() or prepare(drawn))
+    prepare, writer = storage._pipeline._reader, storage.writer()
+    monkeypatch.setattr(storage._pipeline, "_reader", lambda drawn: reading.set() or prepare(drawn))
     writer.add(**plan[0])
     for step in plan[1:]:
         reading.clear()
@@ -84,7 +84,7 @@ def test_rows_overwritten_between_draw_and_copy_are_drawn_anew(kind, more, monke
     writer, steps = storage.writer(), iter(plan)
     for _ in range(25):
         writer.add(**next(steps))
-    prepare, drawn_rows = storage._prepare, []
+    prepare, drawn_rows = storage._pipeline._reader, []
 
     def write_and_prepare(drawn):
         drawn_rows.append(drawn.rows)
@@ -93,7 +93,7 @@ def test_rows_overwritten_between_draw_and_copy_are_drawn_anew(kind, more, monke
                 writer.add(**next(steps))
         return prepare(drawn)
 
-    monkeypatch.setattr(storage, "_prepare", write_and_prepare)
+    monkeypatch.setattr(storage._pipeline, "_reader", write_and_prepare)
     kind.check(storage.sample(400))
     oldest = int(drawn_rows[0][drawn_rows[0] >= 0].min()) // 2
     # Ten rows are held, and four more are left alone; the next write may be under way at any time.
@@ -110,7 +110,7 @@ def test_windows_that_were_looked_up_in_overwritten_rows_are_forgotten(kind, mon
     for _ in range(25):
         writer.add(**next(steps))
     storage.sample()
-    follow, rounds = storage._follow, []
+    follow, rounds = storage._sampler.follow, []
 
     def write_and_follow():
         if len(rounds) % 3 == 0:
@@ -119,7 +119,7 @@ def test_windows_that_were_looked_up_in_overwritten_rows_are_forgotten(kind, mon
         rounds.append(1)
         follow()
 
-    monkeypatch.setattr(storage, "_follow", write_and_follow)
+    monkeypatch.setattr(storage._sampler, "follow", write_and_follow)
     for _ in range(8):
         for _ in range(7):
             writer.add(**next(steps))

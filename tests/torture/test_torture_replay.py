@@ -36,7 +36,7 @@ def test_the_ratio_holds_over_a_hundred_thousand_samples():
     )
     plans = [REPLAY.plan([lane], 500, seed=lane) for lane in range(4)]
     processes = [start("fork", add_at_changing_speed, storage.writer(1), plan) for plan in plans]
-    limiter = storage._control.limiter
+    limiter = storage._sharing.control.limiter
     for _ in range(10):
         sample_at_changing_speed(storage, 10_000, REPLAY.check)
         inserted, sampled = limiter.inserted, limiter.sampled

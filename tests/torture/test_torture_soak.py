@@ -103,7 +103,7 @@ def test_a_soak_leaves_memory_flat_and_the_counts_right():
     assert report.served >= batches * BATCH
     assert report.free + report.writing + report.full + report.reading == SLOTS
     assert (report.lost_actors, report.reclaimed, lost_writers) == (0, 0, 0)
-    limiter = replay._control.limiter
+    limiter = replay._sharing.control.limiter
     assert limiter.sampled == samples
     assert abs(limiter.inserted - sum(added)) <= 2
     assert abs((limiter.inserted - 1_000) * 8 - samples) <= 4_096 + 8

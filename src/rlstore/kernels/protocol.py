@@ -2,8 +2,8 @@
 
 The memory contract of all of them:
 
-- Kernels own no data. Every tensor that they read or write belongs to the caller, is contiguous unless said otherwise,
-  and is on the device of the version. A kernel object keeps references to the tensors that it is constructed with.
+- Kernels own no data. Every tensor that they read or write belongs to the caller, is contiguous unless stated
+  otherwise, and is on the device of the version. Kernel objects keep references to the tensors they are made with.
 - Outputs are written into tensors that the caller gives, whose shape and dtype fit; only :class:`ReplayGather` makes
   its own.
 - A refused call has written nothing.

@@ -153,7 +153,7 @@ class RingMemory:
             return False
         if value.dtype != dtype or dtype.is_complex or value.dim() > 8 or value.is_neg() or not value.is_contiguous():
             return False
-        # The C++ version tells a negated tensor of one element by its stride alone.
+        # The C++ version recognises a negated tensor of one element by its stride alone.
         if value.numel() == 1 and value.dim() and value.stride(-1) != 1:
             return False
         given, is_scalar = tuple(value.shape), shape in ((), (1,))

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
 
-from rlstore.engine.batches.select import random_units, uniform_rows
-from rlstore.engine.batches.staging import moved
-from rlstore.engine.batches.transitions import Part, Request
-from rlstore.engine.checks import check_fraction
-from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.schema import as_tensor
-from rlstore.engine.rows.spaces import SpaceLike
-from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.replay.options import ReplayOptions
-from rlstore.replay.prepare import Drawn
-from rlstore.replay.transitions import ReplayBatch, TransitionStorage
-
-_STRATEGIES = ("future", "final", "episode")
-_KEYS = ("observation", "achieved_goal", "desired_goal")
-
-ComputeReward = Callable[[Any, Any, dict[str, Any]], Any]
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.errors import NotReadyError
+from rlstore.replay.core import ReplayCore, of_part
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import GoalSampler
+from rlstore.replay.views import ComputeReward, HindsightView, ReplayBatch
 
 
 def _lost_reward(achieved: Any, desired: Any, info: dict[str, Any]) -> Any:
     raise NotReadyError("a function cannot be saved with a storage: set compute_reward of the one that was loaded")
 
 
-class HindsightReplayStorage(TransitionStorage):
+class HindsightReplayStorage(ReplayCore):
     """Hindsight experience replay (Andrychowicz et al. 2017) over observations with goals.
 
     Each transition of a batch is relabelled with the probability ``relabel_fraction``: its desired goal becomes the
     goal that was achieved after a step t' of the same episode. t' is uniform over the steps from its own on
     (``future``), the last step (``final``), or uniform over all steps held of the episode (``episode``); of an episode
-    that goes on, the steps so far. ``sample()`` gives a :class:`ReplayBatch` with TensorDict observations.
+    that is not over, the steps so far. ``sample()`` gives a :class:`~rlstore.ReplayBatch` with TensorDict observations.
 
     A transition that was not relabelled keeps the reward that the environment gave. One that was keeps its
     ``discounts``: where reaching a goal ends the episode, make them 0 for those whose reward says that the new goal was
@@ -46,7 +36,7 @@ class HindsightReplayStorage(TransitionStorage):
     Args:
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data lie.
+        device: Where batches are served, and the data are stored.
         storage_size: Transitions held, over all environments.
         num_envs: Environments side by side.
         batch_size: Transitions in a batch.
@@ -56,16 +46,32 @@ class HindsightReplayStorage(TransitionStorage):
         strategy: "future", "final" or "episode".
         relabel_fraction: The part of a batch that is relabelled.
         discount: The discount factor.
-        **options: See :class:`~rlstore.replay.options.ReplayOptions`.
+        dtype: The dtype of served observations; None serves them as they are stored.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
+            by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        num_workers: Batches prefetched in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
+        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
+            every step, and served under that name.
     """
 
-    if TYPE_CHECKING:
-
-        def sample(self, batch_size: int | None = None) -> ReplayBatch:
-            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
-
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
-    _sizes: ClassVar[tuple[str, ...]] = ("batch_size",)
+    compute_reward: ComputeReward = of_part("_view", "compute_reward", "The reward of achieved and desired goals.")
+    strategy: str = of_part("_sampler", "strategy", 'Where goals are taken from: "future", "final" or "episode".')
+    relabel_fraction: float = of_part("_sampler", "relabel_fraction", "The part of a batch that is relabelled.")
+    n_step: int = of_part("_view", "n_step", "1.")
+    discount: float = of_part("_view", "discount", "The discount factor.")
 
     def __init__(
         self,
@@ -80,74 +86,52 @@ class HindsightReplayStorage(TransitionStorage):
         strategy: str = "future",
         relabel_fraction: float = 0.8,
         discount: float = 0.99,
-        **options: Unpack[ReplayOptions],
+        dtype: torch.dtype | None = None,
+        frame_stack: int = 1,
+        stack_axis: int | None = None,
+        reward_shape: Sequence[int] = (),
+        autoreset: Any = None,
+        memory: str = "device",
+        path: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        rate_limit: RateLimit | None = None,
+        timeout: float = 60.0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        fetch_every: int = 1000,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
         owner = type(self).__name__
-        if strategy not in _STRATEGIES:
-            raise InvalidInputError(f"strategy is {strategy!r}; {owner} knows {list(_STRATEGIES)}")
-        check_fraction(owner, relabel_fraction=relabel_fraction)
-        if not callable(compute_reward):
-            raise InvalidInputError(f"compute_reward is {compute_reward!r}; {owner} needs a function")
-        self.compute_reward: ComputeReward = compute_reward
-        self.strategy, self.relabel_fraction = strategy, float(relabel_fraction)
-        super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, 1, discount, options
+        options = Options(
+            observation_space,
+            action_space,
+            device,
+            storage_size,
+            num_envs,
+            batch_size,
+            dtype=dtype,
+            frame_stack=frame_stack,
+            stack_axis=stack_axis,
+            reward_shape=reward_shape,
+            autoreset=autoreset,
+            memory=memory,
+            path=path,
+            seed=seed,
+            rate_limit=rate_limit,
+            timeout=timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            fetch_every=fetch_every,
+            extra_fields=extra_fields,
         )
+        sampler = GoalSampler(owner, strategy, relabel_fraction)
+        super().__init__(options, HindsightView(owner, discount, compute_reward), sampler)
+
+    def sample(self, batch_size: int | None = None) -> ReplayBatch:
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        batch: ReplayBatch = self._sample(batch_size)
+        return batch
 
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> HindsightReplayStorage:
         return super()._from_settings({**settings, "compute_reward": _lost_reward}, device)
-
-    def _prepared(self, ring: EpisodeRing) -> None:
-        names = [path[0] if path else "" for path in self._fields.structure.paths]
-        if sorted(set(_KEYS) - set(names)):
-            raise InvalidInputError(
-                f"the observations hold {names}; {type(self).__name__} needs a Dict space with {list(_KEYS)}"
-            )
-        achieved, desired = (self._fields.observations[names.index(key)] for key in _KEYS[1:])
-        if (achieved.shape, achieved.dtype) != (desired.shape, desired.dtype):
-            raise InvalidInputError(
-                f"achieved_goal is {achieved.shape} {achieved.dtype} and desired_goal {desired.shape} "
-                f"{desired.dtype}; a goal "
-                "that was achieved has to be one that can be desired"
-            )
-        self._achieved, self._desired = (names.index(key) for key in _KEYS[1:])
-
-    def _draw(self, count: int) -> Drawn:
-        ring = self._ring_of()
-        rows = uniform_rows(ring, count, self._random)
-        chosen, units = random_units(2 * count, self._random).chunk(2)
-        first, stop = torch.empty_like(rows), torch.empty_like(rows)
-        ring.kernel.bounds(rows, first, stop)
-        time, lane = rows // ring.lanes, rows % ring.lanes
-        if self.strategy == "final":
-            outcome = stop - 1
-        else:
-            begin = time if self.strategy == "future" else first
-            outcome = begin + (units * (stop - begin)).long()
-        goals = torch.where(chosen < self.relabel_fraction, outcome * ring.lanes + lane, -1)
-        return Drawn(rows, others=goals)
-
-    def _other_requests(self) -> list[Request]:
-        goal = self._fields.observations[self._achieved]
-        return [Request(Part.NEXT_OBSERVATION, self._achieved, goal.shape, self._served(goal.dtype))]
-
-    def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> ReplayBatch:
-        assert drawn.others is not None
-        *transition, goals = tensors
-        count, batch = len(self._fields.observations), len(drawn.rows)
-        replaced = moved(drawn.others >= 0, self._torch_device)
-        following = count + 3
-        for place in (self._desired, following + self._desired):
-            mask = replaced.view(-1, *[1] * (goals.dim() - 1))
-            transition[place] = torch.where(mask, goals, transition[place])
-        achieved, desired = transition[following + self._achieved], transition[following + self._desired]
-        rewards = as_tensor(self.compute_reward(achieved, desired, {}), "what compute_reward gave")
-        if rewards.numel() != batch or rewards.dtype.is_complex:
-            raise InvalidInputError(
-                f"compute_reward gave {tuple(rewards.shape)} {rewards.dtype}; it has to give {batch} rewards, "
-                "one for each transition of the batch"
-            )
-        computed = rewards.reshape(batch, 1).to(self._torch_device, torch.float32)
-        transition[count + 1] = torch.where(replaced.unsqueeze(1), computed, transition[count + 1])
-        return ReplayBatch(*self._parts(tuple(transition)))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.transitions import Part, Request, TransitionGather
+from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.engine.disk.episode_files import EpisodeFiles
+from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.replay.fields import ReplayFields
+from rlstore.engine.rows.step_fields import StepFields
 
 
 class KeptEpisodes:
@@ -25,7 +25,7 @@ class KeptEpisodes:
         fields: What a row holds.
     """
 
-    def __init__(self, owner: str, path: str | os.PathLike[str], ring: EpisodeRing, fields: ReplayFields) -> None:
+    def __init__(self, owner: str, path: str | os.PathLike[str], ring: EpisodeRing, fields: StepFields) -> None:
         described = {
             field.name: [list(field.shape), str(field.dtype)] for field in [*fields.observations, *fields.columns]
         }
@@ -38,15 +38,12 @@ class KeptEpisodes:
         following = [Request(Part.NEXT_OBSERVATION, i, f.shape, f.dtype) for i, f in enumerate(fields.observations)]
         columns = [Request(Part.COLUMN, i, c.shape, c.dtype) for i, c in enumerate(fields.columns)]
         flags = [Request(part, 0, (), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED)]
-        self._whole = TransitionGather(ring, [*observed, *columns, *flags], 1, 1.0)
-        self._last = TransitionGather(ring, following, 1, 1.0)
+        self._whole = Gather(ring, [*observed, *columns, *flags], 1, 1.0)
+        self._last = Gather(ring, following, 1, 1.0)
 
-    def restore(self, put: Callable[[dict[str, Tensor], int], None]) -> None:
-        """Hand the episodes on the disk that the ring can hold to ``put``, as steps ``[steps, ...]`` and a lane.
-
-        Those that it cannot hold are removed.
-        """
-        ring, names = self._ring, [field.name for field in self._fields.observations]
+    def restore(self, appender: Appender) -> None:
+        """Append the episodes on disk that the ring can hold; those that it cannot hold are removed."""
+        ring = self._ring
         room = [ring.steps] * ring.lanes
         entries = self._files.entries()
         wanted = []
@@ -59,20 +56,29 @@ class KeptEpisodes:
             if number not in wanted:
                 self._files.remove(number)
                 continue
-            episode = self._files.read(number)
-            for name in names:
-                episode[f"next {name}"] = episode[name][1:]
-                episode[name] = episode[name][:-1]
-            put(episode, lane % ring.lanes)
+            self._append(appender, self._files.read(number), lane % ring.lanes)
             self._stops[lane % ring.lanes].append((int(ring.written[lane % ring.lanes]), number))
         self.mark()
 
+    def _append(self, appender: Appender, episode: dict[str, Tensor], lane: int) -> None:
+        """Append an episode ``[steps, ...]``, of observations one more, to a lane."""
+        ring, names = self._ring, [field.name for field in self._fields.observations]
+        columns = [episode[column.name] for column in self._fields.columns]
+        observations, following = [episode[name][:-1] for name in names], [episode[name][1:] for name in names]
+        order = [*observations, *following, *columns, episode["terminated"], episode["truncated"]]
+        mask = torch.arange(ring.lanes) == lane
+        for step in range(len(episode["terminated"])):
+            row = [tensor[step].unsqueeze(0).expand(ring.lanes, *tensor.shape[1:]) for tensor in order]
+            values = [value.to(ring.device).contiguous() for value in row]
+            appender.write((*values, mask, *values[len(names) : 2 * len(names)], None))
+            ring.after_end.fill_(-1)  # no reset step follows from what is on disk
+
     def mark(self) -> None:
-        """What was written so far is on the disk already, or goes on."""
+        """Rows written so far are on disk already, or belong to episodes that are not over."""
         self._kept.copy_(self._ring.written)
 
-    def count_anew(self) -> None:
-        """The ring was filled from elsewhere: the files are taken to end with its newest rows, one after another."""
+    def count_again(self) -> None:
+        """The ring was filled from a snapshot: the files are taken to end with its newest rows, one after another."""
         self.mark()
         ends = self._ring.written.tolist()
         self._stops = [deque() for _ in ends]
@@ -92,7 +98,7 @@ class KeptEpisodes:
         until = torch.where(stop == ring.written, stop, start)
         for lane in ((until > self._kept) & (ring.written > ring.begun)).nonzero().flatten().tolist():
             self._write_until(lane, int(until[lane]))
-            # What is overwritten in memory to its last row is let go on the disk.
+            # An episode of which all rows are overwritten in memory is removed from disk.
             stops, oldest = self._stops[lane], int(ring.written[lane]) - ring.steps
             while stops and stops[0][0] <= oldest:
                 self._files.remove(stops.popleft()[1])
@@ -120,5 +126,5 @@ class KeptEpisodes:
         self._stops[lane].append((stop, self._files.write(whole, stop - first, lane)))
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._files.close()

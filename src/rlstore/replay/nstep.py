@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
 
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.spaces import SpaceLike
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.replay.core import ReplayCore, of_part
 from rlstore.replay.kept_episodes import KeptEpisodes
-from rlstore.replay.options import ReplayOptions, StorageOptions
-from rlstore.replay.transitions import ReplayBatch, TransitionStorage
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import UniformSampler
+from rlstore.replay.views import ReplayBatch, TransitionView
 
 
 class ReplayIterator:
     """Batches without end.
 
-    Calling it gives itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work.
+    Calling it returns itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work.
     """
 
     def __init__(self, storage: NStepReplayStorage) -> None:
@@ -39,10 +39,10 @@ class ReplayIterator:
         return self
 
 
-class NStepReplayStorage(TransitionStorage):
+class NStepReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, served with n-step targets and as float32.
 
-    ``sample()`` gives a :class:`~rlstore.replay.transitions.ReplayBatch`, on ``device``; the data are kept in RAM.
+    ``sample()`` gives a :class:`~rlstore.ReplayBatch`, on ``device``; the data are kept in RAM.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
@@ -52,27 +52,35 @@ class NStepReplayStorage(TransitionStorage):
         storage_size: Transitions held, over all environments.
         num_envs: Environments side by side.
         batch_size: Transitions in a batch.
-        num_workers: Batches prepared ahead in the background; 0 for none.
+        num_workers: Batches prefetched in the background; 0 for none.
         pin_memory: Whether batches for a CUDA device go through page-locked memory.
         n_step: Steps over which rewards are summed before the bootstrap.
         discount: The discount factor.
-        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew; 1: always fresh.
+        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again; 1: always
+            fresh.
         save_snapshot: Whether finished episodes are kept on disk, as long as they are in the storage; a restarted run
             finds them there.
+        snapshot_dir: The folder of the episodes, for one live storage at a time.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
-        snapshot_dir: The folder of the episodes; of one live storage at a time.
-        **options: See :class:`~rlstore.replay.options.StorageOptions`.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
+            by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
+            every step, and served under that name.
     """
 
-    if TYPE_CHECKING:
-
-        def sample(self, batch_size: int | None = None) -> ReplayBatch:
-            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
-
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
-    _kept: KeptEpisodes | None = None
-    _default_memory: ClassVar[str] = "ram"
-    _default_dtype: ClassVar[torch.dtype | None] = torch.float32
+    n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
+    discount: float = of_part("_view", "discount", "The discount factor.")
 
     def __init__(
         self,
@@ -90,66 +98,57 @@ class NStepReplayStorage(TransitionStorage):
         save_snapshot: bool = False,
         *,
         snapshot_dir: str | os.PathLike[str] = "storage",
-        **options: Unpack[StorageOptions],
+        dtype: torch.dtype | None = torch.float32,
+        frame_stack: int = 1,
+        stack_axis: int | None = None,
+        reward_shape: Sequence[int] = (),
+        autoreset: Any = None,
+        memory: str = "ram",
+        path: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        rate_limit: RateLimit | None = None,
+        timeout: float = 60.0,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
-        given: ReplayOptions = {
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-            "fetch_every": fetch_every,
-            **options,
-        }
         self.save_snapshot, self.snapshot_dir = bool(save_snapshot), os.fspath(snapshot_dir)
-        super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, given
+        options = Options(
+            observation_space,
+            action_space,
+            device,
+            storage_size,
+            num_envs,
+            batch_size,
+            dtype=dtype,
+            frame_stack=frame_stack,
+            stack_axis=stack_axis,
+            reward_shape=reward_shape,
+            autoreset=autoreset,
+            memory=memory,
+            path=path,
+            seed=seed,
+            rate_limit=rate_limit,
+            timeout=timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            fetch_every=fetch_every,
+            extra_fields=extra_fields,
         )
+        view = TransitionView(type(self).__name__, n_step, discount, float_actions=True)
+        super().__init__(options, view, UniformSampler())
+
+    def sample(self, batch_size: int | None = None) -> ReplayBatch:
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        batch: ReplayBatch = self._sample(batch_size)
+        return batch
 
     @property
     def replay_iter(self) -> ReplayIterator:
         """Batches without end, as :meth:`sample` gives them."""
         return ReplayIterator(self)
 
-    def _served_actions(self, stored: torch.dtype) -> torch.dtype:
-        return stored if self.dtype is None else torch.float32
-
-    # ---------------------------------------------------------------------------------------------- episodes on disk
-
-    def _prepared(self, ring: EpisodeRing) -> None:
+    def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:
             self._kept.close()
-        if not self.save_snapshot:
-            return
-        self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
-        self._kept.restore(partial(self._put_episode, ring))
-
-    def _put_episode(self, ring: EpisodeRing, episode: dict[str, Tensor], lane: int) -> None:
-        """Write an episode that was read from the disk into a lane."""
-        names = [field.name for field in self._fields.observations]
-        order = [*names, *(f"next {name}" for name in names), *(column.name for column in self._fields.columns)]
-        order += ["terminated", "truncated"]
-        mask = torch.arange(ring.lanes) == lane
-        for step in range(len(episode["terminated"])):
-            row = [episode[name][step].unsqueeze(0).expand(ring.lanes, *episode[name].shape[1:]) for name in order]
-            values = [value.to(ring.device).contiguous() for value in row]
-            ring.write((*values, mask, *values[len(names) : 2 * len(names)], None))
-            ring.after_end.fill_(-1)  # no reset step follows from what is on the disk
-
-    def _follow(self) -> None:
-        if self._kept is not None:
-            self._kept.follow()
-
-    def _restored(self, reader: SnapshotReader) -> None:
-        if self._kept is not None:
-            self._kept.count_anew()
-
-    def _cleared(self) -> None:
-        if self._kept is not None:
-            self._kept.mark()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": None}  # the folder stays with the original
-
-    def close(self) -> None:
-        """End the thread that prepares batches and let go of folders. The storage cannot be used any more."""
-        if self._kept is not None:
-            self._kept.close()
-        super().close()
+        if self.save_snapshot:
+            self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
+            self._kept.restore(appender)

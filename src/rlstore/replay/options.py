@@ -1,37 +1,33 @@
-"""What every replay storage can be told besides its own arguments."""
+"""The arguments that all replay storages have in common."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rlstore.engine.checks import check_count, check_positive, check_seconds
 from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.errors import InvalidInputError
 
-MEMORIES = ("device", "ram", "shared", "mapped")
+_MEMORIES = ("device", "ram", "shared", "mapped")
+_AUTORESETS = ("NextStep", "SameStep", "Disabled")
 
 
-class StorageOptions(TypedDict, total=False):
-    """What every replay storage can be told besides its own arguments.
+@dataclass
+class Options:
+    """The arguments that all replay storages have in common; the storages document them."""
 
-    Attributes:
-        dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
-        reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can have too. "mapped": files in the folder ``path``, which may be larger than RAM, and are found
-            again by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
-        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
-    """
-
+    observation_space: SpaceLike | None
+    action_space: SpaceLike | None
+    device: str | torch.device
+    storage_size: int
+    num_envs: int | None
+    batch_size: int
     dtype: torch.dtype | None
     frame_stack: int
     stack_axis: int | None
@@ -42,21 +38,36 @@ class StorageOptions(TypedDict, total=False):
     seed: int | None
     rate_limit: RateLimit | None
     timeout: float
-
-
-class ReplayOptions(StorageOptions, total=False):
-    """:class:`StorageOptions`, and how batches are prepared in the background.
-
-    Attributes:
-        num_workers: Batches prepared ahead in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prepared this many or more added steps ago is thrown away and drawn anew.
-    """
-
     num_workers: int
     pin_memory: bool
     fetch_every: int
+    extra_fields: ExtraFields | None
 
+    def check(self, owner: str) -> None:
+        """Refuse what cannot be, and make values plain."""
+        check_positive(owner, storage_size=self.storage_size, batch_size=self.batch_size, fetch_every=self.fetch_every)
+        check_count(owner, "num_workers", self.num_workers)
+        check_seconds(owner, timeout=self.timeout)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise InvalidInputError(
+                f"dtype is {self.dtype!r}; {owner} serves observations as a float dtype, or None: as stored"
+            )
+        autoreset = getattr(self.autoreset, "value", self.autoreset)
+        if autoreset is not None and autoreset not in _AUTORESETS:
+            raise InvalidInputError(
+                f"autoreset is {self.autoreset!r}; {owner} knows {list(_AUTORESETS)}, or None to tell by the data"
+            )
+        if self.memory not in _MEMORIES:
+            raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
+        self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)
+        self.storage_size, self.batch_size = int(self.storage_size), int(self.batch_size)
 
-# The names of all options.
-OPTIONS = {*StorageOptions.__annotations__, *ReplayOptions.__annotations__}
+    def settings(self) -> dict[str, Any]:
+        """Those that a snapshot holds under "options"."""
+        names = ("dtype", "frame_stack", "stack_axis", "reward_shape", "autoreset", "memory", "timeout", "num_workers")
+        limit = self.rate_limit
+        return {
+            **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every")},
+            "path": None if self.path is None else os.fspath(self.path),
+            "rate_limit": limit and (limit.samples_per_insert, limit.min_size, limit.tolerance),
+        }

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from rlstore.engine.batches.priorities import Priorities
-from rlstore.engine.batches.staging import moved
-from rlstore.engine.batches.transitions import TransitionGather
-from rlstore.engine.checks import check_positive
-from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.spaces import SpaceLike
-from rlstore.replay.options import ReplayOptions
-from rlstore.replay.prepare import Drawn
-from rlstore.replay.prioritization import PriorityStorage
-from rlstore.replay.transitions import TransitionStorage
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.replay.core import ReplayCore, of_part
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import PrioritySampler
+from rlstore.replay.views import PrioritizedBatch, TransitionView
 
 
-class PrioritizedBatch(NamedTuple):
-    """A :class:`~rlstore.replay.transitions.ReplayBatch` with two fields more.
-
-    - ``weights`` ``[batch, 1]``: ``(P(i) * size) ** -beta`` over the largest of them, for the loss of each row;
-    - ``rows`` ``[batch]``: the row ids, with which priorities come back.
-    """
-
-    observations: Any
-    actions: Tensor
-    rewards: Tensor
-    discounts: Tensor
-    next_observations: Any
-    weights: Tensor
-    rows: Tensor
-
-
-class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
+class PrioritizedReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, drawn in proportion to ``priority ** alpha`` (Schaul et al. 2016).
 
-    ``sample()`` gives a :class:`PrioritizedBatch`; ``update(batch.rows, priorities)`` sets priorities. New transitions
-    take the largest there is. A batch has one row from each of ``batch_size`` equal parts of the total. A transition
-    whose priority is exactly 0 is not drawn again: add a small number to errors that may become 0.
+    ``sample()`` gives a :class:`~rlstore.PrioritizedBatch`; ``update(batch.rows, priorities)`` sets priorities. New
+    transitions take the largest there is. A batch has one row from each of ``batch_size`` equal parts of the total. A
+    transition whose priority is exactly 0 is not drawn again: add a small number to errors that may become 0.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
             (float32 if it names none).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data lie.
+        device: Where batches are served, and the data are stored.
         storage_size: Transitions held, over all environments.
         num_envs: Environments side by side.
         batch_size: Transitions in a batch.
@@ -56,13 +37,33 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
-        **options: See :class:`~rlstore.replay.options.ReplayOptions`.
+        dtype: The dtype of served observations; None serves them as they are stored.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
+            by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        num_workers: Batches prefetched in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
+        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
+            every step, and served under that name.
     """
 
-    _fused: TransitionGather | None = None
-
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "alpha", "beta", "beta_steps")
-    _fractions: ClassVar[tuple[str, ...]] = ("discount", "beta")
+    _sampler: PrioritySampler
+    n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
+    discount: float = of_part("_view", "discount", "The discount factor.")
+    alpha: float = of_part("_sampler", "alpha", "How much priorities count: 0 not at all, 1 in full.")
+    beta: float = of_part("_sampler", "beta", "How much of the bias the weights undo, at first: 0 nothing, 1 all.")
+    beta_steps: int | None = of_part("_sampler", "beta_steps", "Batches over which ``beta`` rises to 1, or None.")
 
     def __init__(
         self,
@@ -78,49 +79,71 @@ class PrioritizedReplayStorage(PriorityStorage, TransitionStorage):
         alpha: float = 0.6,
         beta: float = 0.4,
         beta_steps: int | None = None,
-        **options: Unpack[ReplayOptions],
+        dtype: torch.dtype | None = None,
+        frame_stack: int = 1,
+        stack_axis: int | None = None,
+        reward_shape: Sequence[int] = (),
+        autoreset: Any = None,
+        memory: str = "device",
+        path: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        rate_limit: RateLimit | None = None,
+        timeout: float = 60.0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        fetch_every: int = 1000,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
-        self._set_priorities(alpha, beta, beta_steps)
-        super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, options
+        owner = type(self).__name__
+        options = Options(
+            observation_space,
+            action_space,
+            device,
+            storage_size,
+            num_envs,
+            batch_size,
+            dtype=dtype,
+            frame_stack=frame_stack,
+            stack_axis=stack_axis,
+            reward_shape=reward_shape,
+            autoreset=autoreset,
+            memory=memory,
+            path=path,
+            seed=seed,
+            rate_limit=rate_limit,
+            timeout=timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            fetch_every=fetch_every,
+            extra_fields=extra_fields,
         )
-
-    def _beside(self) -> dict[str, Any]:
-        return {"priorities": "rows"}
-
-    def _prepared(self, ring: EpisodeRing) -> None:
-        self._priorities = Priorities(ring, self.alpha)
-
-    def _bind(self) -> None:
-        super()._bind()
-        ring = self._ring_of()
-        is_there = self._torch_device == ring.device and self.dtype in (None, torch.float32)
-        self._fused = TransitionGather(ring, self._requests(), *self._gather_with()) if is_there else None
+        view = TransitionView(owner, n_step, discount, weighted=True)
+        super().__init__(options, view, PrioritySampler(owner, alpha, beta, beta_steps))
 
     def sample(self, batch_size: int | None = None) -> PrioritizedBatch:
-        """A batch drawn at random, of ``batch_size`` or (None) the storage's own."""
-        is_plain = not self._closed and self._ahead is None and self._control is None
-        if self._fused is None or not is_plain or not self._ring_of().has_rows:
-            return super().sample(batch_size)  # type: ignore[no-any-return]
-        if batch_size is not None:
-            check_positive("sample()", batch_size=batch_size)
-        assert self._priorities is not None
-        size = self.batch_size if batch_size is None else int(batch_size)
-        # The short way, where the kernels have one; what it gives is the same.
-        made = self._fused.sample_by_priority(self._priorities, size, self.current_beta, self._random)
-        if made is None:
-            return super().sample(batch_size)  # type: ignore[no-any-return]
-        self._drawn += 1
-        tensors, weights, rows = made
-        return PrioritizedBatch(*self._parts(tensors), weights, rows)
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        batch: PrioritizedBatch = self._sample(batch_size)
+        return batch
 
-    def _draw(self, count: int) -> Drawn:
-        assert self._priorities is not None
-        return Drawn(*self._draw_by_priority(count, self._priorities))
+    @property
+    def current_beta(self) -> float:
+        """The exponent of the weights now: from ``beta`` it rises to 1 over ``beta_steps`` batches."""
+        return self._sampler.current_beta
 
-    def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> PrioritizedBatch:
-        assert drawn.weights is not None
-        rows, weights = drawn.rows, drawn.weights
-        if self._torch_device != rows.device:
-            rows, weights = moved(rows, self._torch_device), moved(weights, self._torch_device)
-        return PrioritizedBatch(*self._parts(tensors), weights, rows)
+    @property
+    def stale_updates(self) -> int:
+        """Priorities that came for rows overwritten since, and were dropped. On CUDA this waits for the device."""
+        return self._sampler.stale_updates
+
+    @property
+    def priority_total(self) -> float:
+        """The sum of all ``p_i``."""
+        self._ring_of()
+        self._catch_up()
+        return self._sampler.priority_total
+
+    def priorities(self, rows: Any) -> Tensor:
+        """``p_i`` of rows that are held, float32 ``[n]``."""
+        self._ring_of()
+        self._catch_up()
+        return self._sampler.priorities(rows)

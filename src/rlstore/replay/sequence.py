@@ -2,68 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from rlstore.engine.batches.priorities import Priorities
-from rlstore.engine.batches.select import Windows
-from rlstore.engine.batches.staging import moved
-from rlstore.engine.batches.transitions import Part, Request
 from rlstore.engine.checks import check_positive, check_shape
-from rlstore.engine.disk.snapshot import SnapshotReader
-from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.spaces import SpaceLike
-from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.replay.options import ReplayOptions
-from rlstore.replay.prepare import Drawn
-from rlstore.replay.prioritization import PriorityStorage
-from rlstore.storage import BatchDict
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.errors import InvalidInputError
+from rlstore.replay.core import ReplayCore, of_part
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import WindowSampler
+from rlstore.replay.views import SequenceBatch, SequenceView
 
 
-class SequenceBatch(NamedTuple):
-    """A batch of windows of ``length = burn_in + sequence_length`` steps; zeros after the end of a shorter one.
-
-    - ``observations``, ``next_observations`` ``[batch, length, ...]``: before and after each step, exact where an
-      episode ends;
-    - ``actions`` ``[batch, length, ...]``, ``rewards`` ``[batch, length, 1]``;
-    - ``terminated``, ``truncated`` bool ``[batch, length, 1]``;
-    - ``is_first`` bool ``[batch, length]``: the step is the first of its episode, before which a memory is to be reset;
-    - ``masks`` bool ``[batch, length]``: True where to learn: there is a step, and the burn-in is over;
-    - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a pair of them
-      for an LSTM, or None;
-    - ``weights`` ``[batch, 1]``: importance weights; 1 where windows are drawn uniformly;
-    - ``rows`` ``[batch]``: the row id of each first step, with which priorities come back.
-    """
-
-    observations: Any
-    actions: Tensor
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    next_observations: Any
-    is_first: Tensor
-    masks: Tensor
-    hidden_states: Any
-    weights: Tensor
-    rows: Tensor
-
-
-class SequenceReplayStorage(PriorityStorage):
+class SequenceReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, served as windows of consecutive steps of one episode.
 
     Windows begin every ``sequence_length - overlap`` steps of an episode, as far as they fit into it. When it is over
     it gives one more, which ends with it, unless one does already; and if it is shorter than a window, a single
-    shorter one. They are drawn uniformly, or with ``alpha`` above 0 by priority.
+    shorter one. They are drawn uniformly, or with ``alpha`` above 0 by priority. ``sample()`` gives a
+    :class:`~rlstore.SequenceBatch`; ``update(batch.rows, priorities)`` sets priorities.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
             (float32 if it names none).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data lie.
+        device: Where batches are served, and the data are stored.
         storage_size: Transitions held, over all environments.
         num_envs: Environments side by side.
         batch_size: Windows in a batch.
@@ -78,19 +46,33 @@ class SequenceReplayStorage(PriorityStorage):
         alpha: How much priorities count: 0 not at all, 1 in full.
         beta: How much of the bias the weights undo: 0 nothing, 1 all.
         beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
-        **options: See :class:`~rlstore.replay.options.ReplayOptions`.
+        dtype: The dtype of served observations; None serves them as they are stored.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
+            by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        num_workers: Batches prefetched in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
+        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
+            every step, and served under that name.
     """
-
-    if TYPE_CHECKING:
-
-        def sample(self, batch_size: int | None = None) -> SequenceBatch:
-            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
 
     _own_settings: ClassVar[tuple[str, ...]] = (
         *("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape", "alpha", "beta", "beta_steps"),
     )
-    _fractions: ClassVar[tuple[str, ...]] = ("beta",)
-    _windows: Windows
+    _sampler: WindowSampler
+    alpha: float = of_part("_sampler", "alpha", "How much priorities count: 0 not at all, 1 in full.")
+    beta: float = of_part("_sampler", "beta", "How much of the bias the weights undo, at first: 0 nothing, 1 all.")
+    beta_steps: int | None = of_part("_sampler", "beta_steps", "Batches over which ``beta`` rises to 1, or None.")
 
     def __init__(
         self,
@@ -109,67 +91,52 @@ class SequenceReplayStorage(PriorityStorage):
         alpha: float = 0.0,
         beta: float = 0.4,
         beta_steps: int | None = None,
-        **options: Unpack[ReplayOptions],
+        dtype: torch.dtype | None = None,
+        frame_stack: int = 1,
+        stack_axis: int | None = None,
+        reward_shape: Sequence[int] = (),
+        autoreset: Any = None,
+        memory: str = "device",
+        path: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        rate_limit: RateLimit | None = None,
+        timeout: float = 60.0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        fetch_every: int = 1000,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, sequence_length=sequence_length)
-        for name, value, limit in (("burn_in", burn_in, None), ("overlap", overlap, sequence_length - 1)):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or value < 0
-                or (limit is not None and value > limit)
-            ):
-                bound = "not negative" if limit is None else f"from 0 to sequence_length - 1 = {limit}"
-                raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is {bound}")
+        _check_steps(owner, "burn_in", burn_in, None)
+        _check_steps(owner, "overlap", overlap, sequence_length - 1)
         self.sequence_length, self.burn_in, self.overlap = sequence_length, burn_in, overlap
         self.across_episodes, self.hidden_shape = bool(across_episodes), hidden_shape
-        self._set_priorities(alpha, beta, beta_steps)
-        shapes = _hidden_shapes(owner, hidden_shape)
-        super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, options, hidden_shapes=shapes
+        options = Options(
+            observation_space,
+            action_space,
+            device,
+            storage_size,
+            num_envs,
+            batch_size,
+            dtype=dtype,
+            frame_stack=frame_stack,
+            stack_axis=stack_axis,
+            reward_shape=reward_shape,
+            autoreset=autoreset,
+            memory=memory,
+            path=path,
+            seed=seed,
+            rate_limit=rate_limit,
+            timeout=timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            fetch_every=fetch_every,
+            extra_fields=extra_fields,
         )
-
-    @property
-    def draw_total(self) -> float:
-        """What draws are in proportion to: the windows, or with priorities their sum."""
-        if self._replay is None:
-            return 0.0
-        self._catch_up()
-        return float(len(self._windows)) if self._priorities is None else super().draw_total
-
-    @property
-    def _length(self) -> int:
-        return self.burn_in + self.sequence_length
-
-    def _longest(self) -> tuple[str, int]:
-        return "burn_in + sequence_length", self._length
-
-    def _beside(self) -> dict[str, Any]:
-        windows = [self._length, self.sequence_length - self.overlap, self.across_episodes]
-        return {"priorities": ["windows", *windows] if self.alpha > 0 else None}
-
-    def _prepared(self, ring: EpisodeRing) -> None:
-        stride = self.sequence_length - self.overlap
-        self._windows = Windows(ring, self._length, stride, across=self.across_episodes)
-        self._priorities = Priorities(ring, self.alpha, self._windows) if self.alpha > 0 else None
-
-    def _follow(self) -> None:
-        self._windows.follow()
-        super()._follow()
-
-    def _forget(self, lanes: Tensor) -> None:
-        self._windows.forget(lanes)
-
-    def _cleared(self) -> None:
-        self._windows.rebuild()
-        super()._cleared()
-
-    def _restored(self, reader: SnapshotReader) -> None:
-        self._windows.rebuild()
-        super()._restored(reader)
-
-    # ---------------------------------------------------------------------------------------------- writing
+        length, stride = burn_in + sequence_length, sequence_length - overlap
+        sampler = WindowSampler(owner, length, stride, self.across_episodes, alpha, beta, beta_steps)
+        super().__init__(options, SequenceView(length, burn_in), sampler, _hidden_shapes(owner, hidden_shape))
 
     def add(
         self,
@@ -178,11 +145,12 @@ class SequenceReplayStorage(PriorityStorage):
         rewards: Any,
         terminateds: Any,
         truncateds: Any,
-        infos: Any,
+        infos: Mapping[str, Any] | None,
         next_observations: Any,
         *,
         mask: Any = None,
         hidden_states: Any = None,
+        **extra: Any,
     ) -> None:
         """Add one step of all environments, as :meth:`ReplayStorage.add <rlstore.ReplayStorage.add>` does.
 
@@ -192,82 +160,52 @@ class SequenceReplayStorage(PriorityStorage):
             rewards: What it got, ``[envs]``.
             terminateds: The episode really ended with this step, ``[envs]``.
             truncateds: The episode was cut off after this step, ``[envs]``.
-            infos: Of it, ``final_obs`` or ``final_observation`` is read where an episode ended.
+            infos: May hold ``final_obs`` or ``final_observation``, read where an episode ended.
             next_observations: What the environment showed after the step.
-            mask: False for environments that sat this step out, bool ``[envs]``.
+            mask: False for environments that take no part in this step, bool ``[envs]``.
             hidden_states: The recurrent state before the step, ``[layers, envs, hidden]``, or for an LSTM a pair of
                 them.
+            **extra: The storage's extra fields by name, ``[envs, ...]``: all of them.
         """
-        hidden = self._hidden_of(hidden_states)
-        self._write(observations, actions, rewards, hidden, terminateds, truncateds, infos, next_observations, mask)
+        if self.hidden_shape is not None or hidden_states is not None:
+            extra["hidden_states"] = hidden_states
+        step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
+        super().add(*step, mask=mask, **extra)
 
-    # ---------------------------------------------------------------------------------------------- reading
+    def sample(self, batch_size: int | None = None) -> SequenceBatch:
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        batch: SequenceBatch = self._sample(batch_size)
+        return batch
 
-    def _requests(self) -> list[Request]:
-        fields, (action, reward) = self._fields, self._fields.columns[:2]
-        observations, following = (
-            [Request(part, i, f.shape, self._served(f.dtype)) for i, f in enumerate(fields.observations)]
-            for part in (Part.OBSERVATION, Part.NEXT_OBSERVATION)
-        )
-        return [
-            *observations,
-            *following,
-            Request(Part.COLUMN, 0, action.shape, action.dtype),
-            Request(Part.COLUMN, 1, reward.shape or (1,), reward.dtype),
-            Request(Part.TERMINATED, 0, (1,), torch.bool),
-            Request(Part.TRUNCATED, 0, (1,), torch.bool),
-            Request(Part.IS_FIRST, 0, (), torch.bool),
-            Request(Part.IS_HELD, 0, (), torch.bool),
-        ]
+    @property
+    def current_beta(self) -> float:
+        """The exponent of the weights now: from ``beta`` it rises to 1 over ``beta_steps`` batches."""
+        return self._sampler.current_beta
 
-    def _other_requests(self) -> list[Request]:
-        states = enumerate(self._fields.columns[2:], start=2)
-        return [Request(Part.COLUMN, i, column.shape, column.dtype) for i, column in states]
+    @property
+    def stale_updates(self) -> int:
+        """Priorities that came for rows overwritten since, and were dropped. On CUDA this waits for the device."""
+        return self._sampler.stale_updates
 
-    def _draw(self, count: int) -> Drawn:
-        if not self._windows.has_windows:
-            raise NotReadyError(
-                f"no sequence of {self._length} steps is complete yet, and no shorter episode is over; add more steps"
-            )
-        weights = None
-        if self._priorities is None:
-            begins = self._windows.draw(count, self._random)
-        else:
-            begins, weights = self._draw_by_priority(count, self._priorities)
-        return Drawn(self._windows.rows(begins), weights, others=begins)
+    @property
+    def priority_total(self) -> float:
+        """The sum of all ``p_i``."""
+        self._ring_of()
+        self._catch_up()
+        return self._sampler.priority_total
 
-    def _batch(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> SequenceBatch:
-        assert drawn.others is not None
-        leaves, structure, begins = len(self._fields.structure.paths), self._fields.structure, drawn.others
-        size = drawn.rows.shape
-        actions, rewards, terminated, truncated, is_first, held = tensors[2 * leaves : 2 * leaves + 6]
-        if self.burn_in:
-            held[:, : self.burn_in] = False
-        weights = torch.ones(size[0], 1, device=begins.device) if drawn.weights is None else drawn.weights
-        if self._torch_device != begins.device:
-            begins, weights = moved(begins, self._torch_device), moved(weights, self._torch_device)
-        return SequenceBatch(
-            structure.build(tensors[:leaves], size),
-            actions,
-            rewards,
-            terminated,
-            truncated,
-            structure.build(tensors[leaves : 2 * leaves], size),
-            is_first,
-            held,
-            self._states(tensors[2 * leaves + 6 :]),
-            weights,
-            begins,
-        )
+    def priorities(self, rows: Any) -> Tensor:
+        """``p_i`` of rows that are held, float32 ``[n]``."""
+        self._ring_of()
+        self._catch_up()
+        return self._sampler.priorities(rows)
 
-    @staticmethod
-    def _states(tensors: Sequence[Tensor]) -> Any:
-        """Recurrent states ``[batch, layers, hidden]`` as networks take them, ``[layers, batch, hidden]``."""
-        states = tuple(state.transpose(0, 1).contiguous() for state in tensors)
-        return states if len(states) > 1 else states[0] if states else None
 
-    def _as_dict(self, batch: Any) -> BatchDict:
-        return dict(batch._asdict())
+def _check_steps(owner: str, name: str, value: object, limit: int | None) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < 0 or (limit is not None and value > limit):  # type: ignore[operator]
+        bound = "not negative" if limit is None else f"from 0 to sequence_length - 1 = {limit}"
+        raise InvalidInputError(f"{name} is {value!r}; {owner} needs a whole number that is {bound}")
 
 
 def _hidden_shapes(owner: str, shape: Sequence[Any] | None) -> list[tuple[int, int]]:

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-from typing_extensions import Unpack
 
-from rlstore.engine.rows.spaces import SpaceLike
-from rlstore.replay.options import ReplayOptions
-from rlstore.replay.transitions import ReplayBatch, TransitionStorage
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.replay.core import ReplayCore, of_part
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import UniformSampler
+from rlstore.replay.views import ReplayBatch, TransitionView
 
 
-class ReplayStorage(TransitionStorage):
+class ReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, drawn uniformly: for DQN, SAC, TD3 and their kin.
 
-    ``sample()`` gives a :class:`~rlstore.replay.transitions.ReplayBatch`.
+    ``sample()`` gives a :class:`~rlstore.ReplayBatch`.
 
     Args:
         observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
             (float32 if it names none).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data lie.
+        device: Where batches are served, and the data are stored.
         storage_size: Transitions held, over all environments.
         num_envs: Environments side by side.
         batch_size: Transitions in a batch.
         n_step: Steps over which rewards are summed before the bootstrap.
         discount: The discount factor.
-        **options: See :class:`~rlstore.replay.options.ReplayOptions`.
+        dtype: The dtype of served observations; None serves them as they are stored.
+        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
+        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        reward_shape: The shape of one reward; ``()`` for a number.
+        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
+            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
+        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
+            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
+            by the next storage that is made with the same arguments.
+        path: The folder of "mapped".
+        seed: The seed of everything drawn at random; None draws one from torch's own generator.
+        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
+        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        num_workers: Batches prefetched in the background; 0 for none.
+        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
+        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
+            every step, and served under that name.
     """
 
-    if TYPE_CHECKING:
-
-        def sample(self, batch_size: int | None = None) -> ReplayBatch:
-            """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+    _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
+    n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
+    discount: float = of_part("_view", "discount", "The discount factor.")
 
     def __init__(
         self,
@@ -46,8 +66,46 @@ class ReplayStorage(TransitionStorage):
         *,
         n_step: int = 1,
         discount: float = 0.99,
-        **options: Unpack[ReplayOptions],
+        dtype: torch.dtype | None = None,
+        frame_stack: int = 1,
+        stack_axis: int | None = None,
+        reward_shape: Sequence[int] = (),
+        autoreset: Any = None,
+        memory: str = "device",
+        path: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        rate_limit: RateLimit | None = None,
+        timeout: float = 60.0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        fetch_every: int = 1000,
+        extra_fields: ExtraFields | None = None,
     ) -> None:
-        super().__init__(
-            observation_space, action_space, device, storage_size, num_envs, batch_size, n_step, discount, options
+        options = Options(
+            observation_space,
+            action_space,
+            device,
+            storage_size,
+            num_envs,
+            batch_size,
+            dtype=dtype,
+            frame_stack=frame_stack,
+            stack_axis=stack_axis,
+            reward_shape=reward_shape,
+            autoreset=autoreset,
+            memory=memory,
+            path=path,
+            seed=seed,
+            rate_limit=rate_limit,
+            timeout=timeout,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            fetch_every=fetch_every,
+            extra_fields=extra_fields,
         )
+        super().__init__(options, TransitionView(type(self).__name__, n_step, discount), UniformSampler())
+
+    def sample(self, batch_size: int | None = None) -> ReplayBatch:
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        batch: ReplayBatch = self._sample(batch_size)
+        return batch

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.batches.select import Windows
-from rlstore.engine.memory.tensors import allocate_empty
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -104,8 +103,8 @@ class Priorities:
         Returns:
             rows int64 ``[count]``, weights float32 ``[count, 1]``: ``(P(i) * size) ** -beta`` over the largest of them.
         """
-        rows = allocate_empty((count,), torch.int64, self._ring.device)
-        weights = allocate_empty((count, 1), torch.float32, self._ring.device)
+        rows = torch.empty(count, dtype=torch.int64, device=self._ring.device)
+        weights = torch.empty((count, 1), dtype=torch.float32, device=self._ring.device)
         if not self.kernel.draw(random, beta, rows, weights):
             raise NotReadyError("every priority is 0, so no row can be drawn; give some row a priority above 0")
         return rows, weights

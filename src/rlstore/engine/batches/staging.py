@@ -73,12 +73,12 @@ class Staging:
         """
         with torch.inference_mode(False):  # whatever mode the caller is in, a learner may train on it
             if self._device.type != "cuda":
-                return Staged(_cast(_moved(nest, self._device), casts))
+                return Staged(converted(_moved(nest, self._device), casts))
             with self._lock:
                 if self._stream is None:
                     self._stream = cuda.Stream(self._device)
             with cuda.stream(self._stream):
-                moved = _cast(_moved(nest, self._device), casts)
+                moved = converted(_moved(nest, self._device), casts)
                 return Staged(moved, self._stream.record_event())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,8 +87,8 @@ class Staging:
 
 def launched(tensors: tuple[Any, ...], casts: Casts = ()) -> Staged:
     """Tensors that the current stream of their device writes, for later use on whichever stream."""
-    cast = _cast(tensors, casts)
-    return Staged(cast, cuda.current_stream(cast[0].device).record_event())
+    made = converted(tensors, casts)
+    return Staged(made, cuda.current_stream(made[0].device).record_event())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,12 +96,6 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def at_hand(tensors: tuple[Any, ...], casts: Casts = ()) -> tuple[Any, ...]:
-    """Tensors that are where they are wanted."""
-    made: tuple[Any, ...] = _cast(tensors, casts)
-    return made
 
 
 def received(prepared: Any) -> Any:
@@ -117,7 +111,8 @@ def _moved(nest: Any, device: torch.device) -> Any:
     return nest.to(device, non_blocking=True) if hasattr(nest, "to") else nest
 
 
-def _cast(nest: Any, casts: Casts) -> Any:
+def converted(nest: Any, casts: Casts) -> Any:
+    """A tuple of tensors, each as the dtype that ``casts`` has for it."""
     if not casts:
         return nest
     return tuple(tensor if cast is None else tensor.to(cast) for tensor, cast in zip(nest, casts, strict=True))

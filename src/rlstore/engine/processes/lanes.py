@@ -41,7 +41,7 @@ class LaneControl:
     def __init__(self, lanes: int, segment: SharedMemory | None = None, *, shared: bool = True) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
-        self.mourned: set[int] = set()  # the dead writers that this process has told of
+        self.reported: set[int] = set()  # the dead writers that this process has warned of
         # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
         self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
         if shared and segment is None:

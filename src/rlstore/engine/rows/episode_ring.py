@@ -17,13 +17,10 @@ from torch import Tensor
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
-from rlstore.engine.rows.step_fields import StepFields
 from rlstore.kernels import kernel, protocol
-from rlstore.kernels.protocol import NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
-# What the kernel's write returns, besides the index of a value that does not fit.
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
@@ -163,6 +160,9 @@ class EpisodeRing:
             self._inner = self.part(range(self.lanes))  # what this process writes with
             with torch.inference_mode(False):
                 self.written = self.written.clone()
+        # Whether others may write, whose rows are seen after catch_up(); and whether tables may change elsewhere.
+        self.is_shared = self._inner is not None
+        self.is_part = self.is_shared or self._whole is not None
         if self.device.type == "cpu":
             # The same memory, which Python reads faster through numpy.
             self._written, self._begun = self.written.numpy(), self.begun.numpy()
@@ -182,11 +182,6 @@ class EpisodeRing:
     def whole(self) -> EpisodeRing:
         """What this is a part of, or itself."""
         return self if self._whole is None else self._whole
-
-    @property
-    def is_shared(self) -> bool:
-        """True if others may write: what they wrote is seen after :meth:`catch_up`."""
-        return self._inner is not None
 
     def catch_up(self) -> None:
         """Take notice of all rows that others have written by now."""
@@ -230,6 +225,11 @@ class EpisodeRing:
         if self.lanes == 1:
             return min(int(self._written.item()) - int(self._begun.item()), self.steps)
         return int((self._written - self._begun).clip(max=self.steps).sum())
+
+    @property
+    def total_written(self) -> int:
+        """Rows ever written to all lanes, as far as they were taken in."""
+        return int((self._written if self.device.type == "cpu" else self.written).sum())
 
     @property
     def nbytes(self) -> int:
@@ -284,49 +284,27 @@ class EpisodeRing:
         if self._kernel is not None:
             self._kernel.set_tables(self.episodes, self.free_slots, tuple(self.finals), tuple(self.starts))
 
-    def write(self, values: tuple[Any, ...]) -> bool:
-        """Write one step of all lanes; every value fits, or nothing is written.
-
-        Args:
-            values: The observation leaves, those of the next observations, the columns; whether the episode terminated
-                and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
-                observations, each None if there are none, and which lanes have one (None: all that end).
-
-        Returns:
-            True if an episode was broken off: its observations did not go on, and no end was flagged.
-
-        Raises:
-            InvalidInputError: If a value does not fit.
-        """
+    def writing_kernel(self) -> protocol.EpisodeRing:
+        """The kernel that writes steps of these lanes, with the tables as they are now."""
         if self._inner is not None:
-            broken = self._inner.write(values)
-            self.catch_up()
-            return broken
+            return self._inner.writing_kernel()
         whole = self._whole
         if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
             self._follow_whole(whole)
-        outcome = (self._kernel or self.kernel).write(values)
-        if outcome == WRITTEN:
-            return False
-        fitted, fields = -1, StepFields(self.leaves, self.columns, self.lanes)
-        while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
-            if outcome >= 0:
-                # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
-                if outcome == fitted:
-                    raise RuntimeError(f"{fields.field(outcome).name} was checked and still does not fit its block")
-                fitting = fields.fit(outcome, values, self.device)
-                values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
-            else:
-                self._extend(outcome == NEEDS_EPISODES)
-            outcome = self.kernel.write(values)
-        return outcome == WRITTEN_WITH_BREAK
+        return self.kernel
 
-    def _extend(self, slots: bool) -> None:
-        """Make room for more episodes, or the tables of starts."""
-        if self._whole is not None:
-            self._whole._extend(slots)
+    def extend(self, *, episodes: bool) -> None:
+        """Make room for more episodes, or (False) the tables of starts."""
+        if self._inner is not None:
+            self._inner.extend(episodes=episodes)
+        elif self._whole is not None:
+            self._whole._extend(episodes)
             self._follow_whole(self._whole)
-        elif slots:
+        else:
+            self._extend(episodes)
+
+    def _extend(self, episodes: bool) -> None:
+        if episodes:
             self._grow()
         else:
             self._make_starts()

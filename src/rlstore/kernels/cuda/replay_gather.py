@@ -66,7 +66,7 @@ def _stacked_frames(
     SIZE: tl.constexpr, STACK: tl.constexpr, INNER: tl.constexpr, LANE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     OFFSET: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stacks put together from the frames of rows, and what stood before the first one of the episode."""
+    """Stacks put together from the frames of rows, and what was before the first one of the episode."""
     first = OFFSET + lane * LANE_STRIDE
     for c in range(0, SIZE * STACK, SHARES * TILE):
         w = c + tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -263,7 +263,7 @@ class ReplayGather:
         return block
 
     def _is_early(self, index: int, tile: int) -> bool:
-        """True if an output is what a row shows in one place that its number tells, and one look takes all of it."""
+        """True if an output is at one place that the row id alone determines, and one tile holds all of it."""
         part, block = self._requests[index][0], self._blocks[index]
         if block.stack > 1 or block.size > self._shares * tile:
             return False

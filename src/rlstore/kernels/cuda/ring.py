@@ -1,4 +1,4 @@
-"""The ring of episodes in Triton: everything is on the device, and a write is one launch that nobody waits for.
+"""The ring of episodes in Triton: everything is on the device, and a write is one launch that nothing waits for.
 
 A program writes a block of lanes, so nothing that belongs to one lane is touched by two programs. Frames are compared
 and copied as raw whole numbers, in tiles ``[lanes, elements]``. The barriers separate reading from writing, because two
@@ -75,7 +75,7 @@ def _compare_leaf(
     SIZE: tl.constexpr, STACK: tl.constexpr, INNER: tl.constexpr, LANE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     OFFSET: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, episodes,
 ):  # fmt: skip
-    """Whether a leaf goes on, whether it repeats the final observation, whether its older frames are zeros, or equal.
+    """Whether a leaf continues its episode, repeats the final observation, has older frames of zeros, or equal ones.
 
     Each int32 ``[lanes]``.
     """
@@ -245,7 +245,7 @@ def _look(
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     REWARD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Whether each lane goes on, whether it repeats its final observation, and what its older frames are."""
+    """Whether each lane continues its episode or repeats its final observation, and what its older frames are."""
     goes_on = (lane >= 0).to(tl.int32)
     repeats = (is_over == 0).to(tl.int32)
     for c in tl.static_range(REWARD_SIZE):

@@ -48,7 +48,7 @@ def _load_ends(terminated, truncated, final_values, at, inside, TRUNCATED: tl.co
 def _read_ends(ended, cut, final, TRUNCATED: tl.constexpr, FINAL: tl.constexpr, DONES: tl.constexpr):
     """Where an episode really ended, where it was only cut off, and where its final value is not known.
 
-    With DONES ``ended`` tells of every end, and those that ``cut`` tells of too were only cut off.
+    With DONES ``ended`` flags every end, and those that ``cut`` flags too were only cut off.
     """
     over = ended != 0
     cut_off = over & (over == 0)
@@ -369,7 +369,7 @@ class _AdvantagesPlan:
 def _plan_advantages(
     size: torch.Size, dtypes: tuple[torch.dtype, ...], has: tuple[bool, bool, bool, bool]
 ) -> _AdvantagesPlan:
-    """For rewards of a size and flags of these dtypes. The dtypes tell launchers apart."""
+    """For rewards of a size and flags of these dtypes. The dtypes distinguish launchers."""
     steps, lanes = size[0], size[1:].numel()
     constants = (*has, _at_once(steps, dtypes[0]), _LANES)
     return _AdvantagesPlan(steps, lanes, -(-lanes // _LANES), Launcher(scan_advantages, constants, num_warps=1))
@@ -462,7 +462,7 @@ def _plan_normalisation(count: int, parts: int, dtype: torch.dtype) -> tuple[Lau
 
 @cache
 def _launcher(kernel: Any, constants: tuple[Any, ...], dtypes: tuple[torch.dtype, ...], num_warps: int = 4) -> Launcher:
-    """What launches a kernel for arguments of these dtypes, which only tell launchers apart."""
+    """What launches a kernel for arguments of these dtypes, which only distinguish launchers."""
     return Launcher(kernel, constants, num_warps)
 
 

@@ -56,7 +56,7 @@ def tabulate(
     """
     batch = tl.program_id(1).to(tl.int64)
     first_lane = tl.program_id(0).to(tl.int64) * LANES
-    # Trajectories of the lanes before: nobody waits for another program.
+    # Trajectories of the lanes before: no program waits for another.
     before = tl.zeros([COUNTED], tl.int32)
     counted = 0
     while counted < first_lane:

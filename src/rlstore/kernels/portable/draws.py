@@ -175,7 +175,7 @@ class Priorities:
         self._refresh(torch.arange(len(self._leaves), device=self._leaves.device))
 
     def _set(self, leaves: Tensor, values: Tensor) -> None:
-        """Set leaves, of which none comes twice, and what is above them."""
+        """Set distinct leaves and what is above them."""
         self._leaves[leaves] = values
         self._refresh(leaves)
 

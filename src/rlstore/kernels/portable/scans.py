@@ -48,7 +48,7 @@ def fill_gae(
 ) -> None:
     """:func:`gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
 
-    With ``dones``, ``terminated`` tells of every end, and those that ``truncated`` tells of too were only cut off.
+    With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags too were only cut off.
     """
     if dones and truncated is not None:
         terminated = (terminated != 0) & (truncated == 0)

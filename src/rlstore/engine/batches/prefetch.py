@@ -1,4 +1,4 @@
-"""Batches prepared ahead of time, by a thread that gathers while the learner learns."""
+"""Batches gathered ahead of time, by a thread that works while the learner learns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Job(Generic[Drawn]):
     prepared: Future[Any]
 
 
-class Ahead(Generic[Drawn]):
+class Prefetch(Generic[Drawn]):
     """Keeps ``count`` batches ready.
 
     What goes into a batch is drawn in the calling thread, at a moment that the order of calls decides; only the

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rlstore.engine.batches.ahead import Ahead
+from rlstore.engine.batches.prefetch import Prefetch
 
 
 class OwnError(Exception):
@@ -20,7 +20,7 @@ def make():
     made = []
 
     def make_ahead(count, max_age, prepare):
-        made.append(Ahead(count, max_age, prepare))
+        made.append(Prefetch(count, max_age, prepare))
         return made[-1]
 
     yield make_ahead

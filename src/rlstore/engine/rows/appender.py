@@ -1,0 +1,171 @@
+"""Steps as callers give them, appended to a ring: the one path of every add."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.finals import find_final, fit_final
+from rlstore.engine.rows.schema import Field, as_tensor
+from rlstore.engine.rows.step_fields import StepFields
+from rlstore.kernels import protocol
+from rlstore.kernels.protocol import NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
+
+
+class Appender:
+    """Appends steps to a ring, one step of all its lanes at a time.
+
+    Args:
+        ring: The ring, or a part of it.
+        fields: What a step consists of.
+
+    Attributes:
+        added: Steps that were appended.
+        warned: True once it has warned of observations that do not continue their episode.
+    """
+
+    def __init__(self, ring: EpisodeRing, fields: StepFields) -> None:
+        self.added, self.warned = 0, False
+        self.ring, self.fields = ring, fields
+        self._kernel: protocol.EpisodeRing | None = None
+        self._watches = ring.is_shared
+        self._is_plain = fields.structure.is_leaf and not fields.named  # one tensor each, and nothing by name
+        self._no_final = (None,) * (len(fields.observations) + 1)
+        self._columns_end = 2 * len(fields.observations) + len(fields.columns)
+        self._places: list[Field] | None = None
+
+    def append(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+        mask: Any,
+        named: Mapping[str, Any],
+    ) -> None:
+        """Append one step; everything is checked before anything is written.
+
+        Args:
+            observations: Before the step, ``[lanes, ...]``.
+            actions: ``[lanes, ...]``.
+            rewards: ``[lanes]``.
+            terminateds: ``[lanes]``.
+            truncateds: ``[lanes]``.
+            infos: May hold final observations.
+            next_observations: After the step.
+            mask: False for lanes that take no part, or None.
+            named: Recurrent states and extra fields by name.
+        """
+        if self._is_plain and not named:
+            values = (observations, next_observations, actions, rewards, terminateds, truncateds, mask, None, None)
+        else:
+            fields = self.fields
+            columns = fields.named_columns(named, self.ring.lanes)
+            leaves = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
+            values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
+        if infos or type(infos) is not dict:
+            values = self._with_final(values, infos)
+        outcome = (self._kernel or self._bind()).write(values)
+        if outcome != WRITTEN and self._complete(values, outcome) and not self.warned:
+            self.warned = True
+            warnings.warn(_BROKEN, stacklevel=3)
+        self.added += 1
+        if self._watches:
+            self.ring.catch_up()
+
+    def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
+        """The values of a step with the final observations that its infos hold."""
+        found = find_final(infos)
+        if found is None:
+            return values
+        key, final = found
+        fields = self.fields
+        fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
+        return (*values[: -len(fitted)], *fitted)
+
+    def write(self, values: tuple[Any, ...]) -> bool:
+        """Write one step of all lanes; every value fits, or nothing is written.
+
+        Args:
+            values: The observation leaves, those of the next observations, the columns; whether the episode terminated
+                and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
+                observations, each None if there are none, and which lanes have one (None: all that end).
+
+        Returns:
+            True if an episode was broken off: its observations did not continue, and no end was flagged.
+
+        Raises:
+            InvalidInputError: If a value does not fit.
+        """
+        outcome = (self._kernel or self._bind()).write(values)
+        broken = outcome != WRITTEN and self._complete(values, outcome)
+        self.added += 1
+        if self._watches:
+            self.ring.catch_up()
+        return broken
+
+    def _bind(self) -> protocol.EpisodeRing:
+        """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
+        kernel = self.ring.writing_kernel()
+        self._kernel, self._watches = None if self.ring.is_part else kernel, self.ring.is_shared
+        return kernel
+
+    def _complete(self, values: tuple[Any, ...], outcome: int) -> bool:
+        """Bring a write to its end that has written nothing yet: convert values, and make room in tables.
+
+        Returns:
+            True if an episode was broken off.
+        """
+        kernel, fitted = self._kernel or self._bind(), -1
+        while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+            if outcome >= 0:
+                # Not ready to be copied byte for byte: convert it if possible, else refuse it.
+                if outcome == fitted:
+                    raise RuntimeError(f"{self._place(outcome).name} was checked and still does not fit its block")
+                fitting = self._fit(outcome, values)
+                values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
+            else:
+                self.ring.extend(episodes=outcome == NEEDS_EPISODES)
+            outcome = kernel.write(values)
+        return outcome == WRITTEN_WITH_BREAK
+
+    def _place(self, index: int) -> Field:
+        if self._places is None:
+            self._places = self.fields.places(self.ring.lanes)
+        return self._places[index]
+
+    def _fit(self, index: int, values: tuple[Any, ...]) -> Tensor:
+        """The value at a place as the ring takes it, on its device."""
+        field, value, ring, mask = self._place(index), values[index], self.ring, self._columns_end + 2
+        if ring.lanes == 1 and value is not None:
+            value = as_tensor(value, field.name)
+            if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
+                value = value.reshape(1, *field.shape)
+        if field.is_flag and index != mask and values[mask] is not None:
+            # Nothing is read of a lane that takes no part, not even that its flags are no flags.
+            given, taken = as_tensor(value, field.name), self._fit(mask, values)
+            if given.numel() == ring.lanes:
+                value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
+        fitted = field.fit(value, ring.lanes, ring.device)
+        # A single element counts as contiguous whatever its strides; the kernel needs plain ones.
+        return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernel": None}
+
+
+_BROKEN = (
+    "the observations of an environment are not the next_observations given for it before, and no end was "
+    "flagged there. "
+    "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
+    "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
+    "gave them. (This is said once.)"
+)

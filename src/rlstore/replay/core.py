@@ -1,0 +1,669 @@
+"""ReplayCore: what the replay storages have in common, composed of a sampler, a view, a pipeline and their like."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.batches.pipeline import Pipeline
+from rlstore.engine.batches.select import moved_random, new_random
+from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.memory.backing import Backing
+from rlstore.engine.processes.limiter import RateLimit
+from rlstore.engine.rows.appender import Appender
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.schema import as_tensor
+from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
+from rlstore.engine.rows.step_fields import TAKEN, StepFields
+from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.replay.kept_episodes import KeptEpisodes
+from rlstore.replay.options import Options
+from rlstore.replay.samplers import Sampler
+from rlstore.replay.sharing import Sharing
+from rlstore.replay.views import View
+from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, whole_data
+from rlstore.replay.writer import ReplayWriter
+from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
+
+_AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
+
+
+class ReplayCore(Storage):
+    """Transitions of ``num_envs`` environments: of each, the newest ``storage_size // num_envs``.
+
+    It holds a ring of rows and what goes with it: a :class:`Sampler` that draws them, a :class:`View` that builds
+    batches, a :class:`Pipeline` from one to the other, and where there are writers or a rate limit a :class:`Sharing`.
+
+    Args:
+        options: The arguments that all replay storages have in common.
+        view: What a batch holds.
+        sampler: What is drawn.
+        hidden_shapes: ``(layers, hidden)`` of each recurrent state that is kept.
+    """
+
+    # Arguments of a public class that are attributes of the same name, for snapshots.
+    _own_settings: ClassVar[tuple[str, ...]] = ()
+    _pipeline: Pipeline | None = None  # None until the fields are known, and after close()
+    _rows: EpisodeRing | None = None
+    _appender: Appender  # there are both or neither
+    _sharing: Sharing | None = None  # where there are writers or a rate limit
+    _kept: KeptEpisodes | None = None  # where finished episodes are written to disk
+    _closed = False
+
+    def __init__(
+        self, options: Options, view: View, sampler: Sampler, hidden_shapes: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        owner = type(self).__name__
+        options.check(owner)
+        super().__init__(options.storage_size, options.device, seed=options.seed)
+        self.device = self._torch_device
+        self.observation_space, self.action_space = options.observation_space, options.action_space
+        self.storage_size, self.batch_size, self.num_envs = options.storage_size, options.batch_size, options.num_envs
+        self.dtype, self.timeout = options.dtype, options.timeout
+        self.num_workers, self.pin_memory, self.fetch_every = (
+            options.num_workers,
+            options.pin_memory,
+            options.fetch_every,
+        )
+        self._options, self._view, self._sampler = options, view, sampler
+        extra = extra_fields(options.extra_fields, owner, TAKEN)
+        stack = (options.frame_stack, options.stack_axis)
+        self._fields = StepFields(owner, *stack, options.reward_shape, hidden_shapes, extra)
+        # Both None: a storage from create_factory(), which takes them from its first sample.
+        if self.observation_space is not None or self.action_space is not None:
+            check_positive(owner, num_envs=self.num_envs)
+            self._fields.read_spaces(self.observation_space, self.action_space)
+            self._allocate(int(self.num_envs or 0))
+
+    def seed(self, seed: int | None = None) -> None:
+        """Set the seed of the storage's generator, from which everything that is random is drawn."""
+        random = new_random(check_seed(type(self).__name__, seed))
+        if self._rows is None:
+            self._random = random
+        else:
+            self._random.copy_(random)  # in place: a CUDA graph draws from it
+        if self._pipeline is not None:
+            self._pipeline.clear()
+
+    def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a CUDA graph draw from the storage, with new draws in each replay; call it before the capture.
+
+        Room is made for an episode for each row, so that no table has to move while a graph reads it.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if the storage waits for its first sample, so that there are no tables yet.
+        """
+        ring = self._ring_of()
+        super().register_graph(graph)
+        if ring.device.type == "cuda":
+            ring.fix_tables()
+
+    # ---------------------------------------------------------------------------------------------- memory
+
+    def _allocate(self, num_envs: int) -> None:
+        """Make the ring and bind the parts to it."""
+        owner, options = type(self).__name__, self._options
+        if self._sharing is not None and self._sharing.control.has_writers:
+            raise InvalidInputError("the size cannot change while there are writers; close them. Nothing was changed.")
+        steps = self.storage_size // num_envs
+        if steps < 1:
+            raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
+        self._check_longest(steps, num_envs)
+        view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
+        view.bind(self._fields, self.dtype, self._torch_device)
+        on_device = options.memory == "device"
+        place = self._torch_device if on_device else torch.device("cpu")
+        backing = Backing(owner, "ram" if on_device else options.memory, place, options.path)
+        fields = self._fields
+        ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
+        sampler.bind(owner, ring)
+        appender = Appender(ring, fields)
+        if self._rows is not None:
+            appender.added, appender.warned = self._appender.added, self._appender.warned
+        self._appender = appender
+        self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
+        self._random = moved_random(self._random, ring.device)
+        self._opened(ring, appender)
+        self._connect()
+        if options.rate_limit is not None:
+            self.set_rate_limit(options.rate_limit)
+
+    def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
+        """The ring was made."""
+
+    def _check_longest(self, steps: int, num_envs: int) -> None:
+        name, longest = self._view.longest
+        if longest > steps:
+            raise InvalidInputError(
+                f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
+                f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
+            )
+
+    def _connect(self) -> None:
+        """Make the pipeline, with the parameters as they are now."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        view = self._view
+        self._pipeline = Pipeline(
+            self._ring_of(),
+            self._sampler,
+            self._random,
+            view.requests,
+            view.others,
+            view.fold,
+            view.casts,
+            self._torch_device,
+            pin_memory=self.pin_memory,
+            depth=self.num_workers,
+            batch_size=self.batch_size,
+            max_age=self.fetch_every,
+        )
+
+    def _not_ready(self) -> NotReadyError:
+        problem = "is closed" if self._closed else "waits for its first sample: call init_tensors() or insert one"
+        return NotReadyError(f"this {type(self).__name__} {problem}")
+
+    def _ring_of(self) -> EpisodeRing:
+        if self._rows is None or self._closed:
+            raise self._not_ready()
+        return self._rows
+
+    @property
+    def _added(self) -> int:
+        """Steps added so far, by this storage or, on the average of the environments, by its writers."""
+        if self._rows is None:
+            return 0
+        added = self._appender.added
+        return added if self._sharing is None else max(added, self._rows.total_written // self._rows.lanes)
+
+    def _shared(self) -> Sharing:
+        if self._sharing is None:
+            self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout)
+        return self._sharing
+
+    def _catch_up(self) -> None:
+        """Take in what writers have added."""
+        if self._sharing is not None and not self._closed:
+            self._sharing.catch_up()
+
+    def _paused(self) -> AbstractContextManager[None]:
+        """Holds all writers back, and takes in what they have added."""
+        return nullcontext() if self._sharing is None or self._closed else self._sharing.paused()
+
+    def close(self) -> None:
+        """End the thread that prefetches batches, release folders, and let no writer add any more.
+
+        The storage cannot be used any more.
+        """
+        if self._kept is not None:
+            self._kept.close()
+        if self._sharing is not None:
+            self._sharing.control.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if self._rows is not None:
+            self._rows.backing.close()
+        self._closed, self._pipeline = True, None
+
+    # ---------------------------------------------------------------------------------------------- attributes
+
+    def __len__(self) -> int:
+        """Transitions held now, over all environments."""
+        self._catch_up()
+        return 0 if self._rows is None else self._rows.size
+
+    @property
+    def draw_total(self) -> float:
+        """What draws are in proportion to: transitions, or windows; with priorities, their sum."""
+        self._catch_up()
+        return 0.0 if self._rows is None else self._sampler.total
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is kept."""
+        return self._ring_of().nbytes + self._sampler.nbytes
+
+    @property
+    def step(self) -> int:
+        """The row at which the first environment's next step goes, from 0 to its capacity."""
+        ring = self._rows
+        return 0 if ring is None else int(ring.written[0] - ring.begun[0]) % ring.steps
+
+    @property
+    def full(self) -> bool:
+        """True if every environment's next step overwrites its oldest."""
+        ring = self._rows
+        return ring is not None and bool((ring.held() == ring.steps).all())
+
+    @property
+    def obs_shape(self) -> Any:
+        """The shape of one observation; for Dict and Tuple observations a nest of shapes."""
+        return self._fields.obs_shape
+
+    @property
+    def action_shape(self) -> tuple[int, ...]:
+        """The shape of one action; ``()`` for Discrete."""
+        return self._fields.action.shape
+
+    @property
+    def action_dim(self) -> int:
+        """Numbers in one action."""
+        return self._fields.action_dim
+
+    @property
+    def policy_action_dim(self) -> int:
+        """Outputs of a policy for one action: one for each choice, or for each number of a Box."""
+        return self._fields.policy_action_dim
+
+    @property
+    def action_type(self) -> str:
+        """The kind of the action space: "Discrete", "Box", "MultiDiscrete" or "MultiBinary"."""
+        return self._fields.action.kind
+
+    def __repr__(self) -> str:
+        name, ring = type(self).__name__, self._rows
+        if ring is None:
+            return f"{name}({self.storage_size} transitions on {self.device}: waits for its first sample)"
+        return (
+            f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
+            f"{len(self)} transitions held, {ring.nbytes / 1e6:.1f} MB)"
+        )
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def add(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Mapping[str, Any] | None,
+        next_observations: Any,
+        *,
+        mask: Any = None,
+        **extra: Any,
+    ) -> None:
+        """Add one step of all environments; everything is checked before anything is written.
+
+        With one environment its axis may be left out everywhere. Where the data and what is given are on CUDA, nothing
+        waits for the device: a flag that is NaN counts as True there, and the warning of observations that do not
+        continue their episode comes with a later step.
+
+        Args:
+            observations: What the agent saw, ``[envs, ...]``.
+            actions: What it did, ``[envs, ...]``.
+            rewards: What it got, ``[envs]``.
+            terminateds: The episode really ended with this step, ``[envs]``.
+            truncateds: The episode was cut off after this step, ``[envs]``.
+            infos: May hold ``final_obs`` or ``final_observation``, read where an episode ended: the observation in
+                which it did. Without it that is ``next_observations``.
+            next_observations: What the environment showed after the step.
+            mask: False for environments that take no part in this step, bool ``[envs]``; nothing of theirs is stored.
+            **extra: The storage's extra fields by name, ``[envs, ...]``: all of them.
+        """
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise self._not_ready()
+        if pipeline.prefetch is not None:
+            pipeline.prefetch.settle()
+        if self._sharing is None:
+            self._appender.append(
+                observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
+            )
+        else:
+            step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
+            self._sharing.append(self._appender, step, mask)
+        self._sampler.follow()
+        if self._kept is not None:
+            self._kept.follow()
+
+    def writer(self, lanes: int | range | None = None, name: str | None = None) -> ReplayWriter:
+        """A handle that adds the steps of some environments, while this storage samples.
+
+        With ``memory="shared"`` it can be given to other processes, forked or spawned or any others of this machine
+        and user: it is pickled. What a writer adds can be drawn as soon as it is written completely. No lock is taken,
+        and a batch never holds a row that was overwritten while it was read. If a writer dies, what it had finished
+        stays, the episode that it was in is cut off there, and its environments are free for another writer.
+
+        While there are writers, ``add`` of the storage itself is refused. In other memory than "shared" writers are for
+        threads of this process: they wait while a batch is read, and no batch is prefetched.
+
+        Args:
+            lanes: The environments that it alone adds: a range, the next free ones of a number, or (None) all.
+            name: What errors and warnings call it.
+        """
+        ring = self._ring_of()
+        if self._kept is not None:
+            raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
+        if self._pipeline is not None and not ring.is_shared:
+            self._pipeline.clear()
+        return self._shared().writer(self._fields, lanes, name)
+
+    @property
+    def lost_writers(self) -> int:
+        """Writers that died, and whose environments were reclaimed."""
+        return 0 if self._sharing is None else self._sharing.lost_writers
+
+    def set_rate_limit(self, limit: RateLimit | None) -> None:
+        """Change the limit on samples for each insert, while others run; None removes it.
+
+        It holds from now on: what was added and sampled before counts as in balance.
+        """
+        if limit is not None and not isinstance(limit, RateLimit):
+            raise InvalidInputError(f"rate_limit is {limit!r}; give a rlstore.RateLimit, or None. Nothing was changed.")
+        self._shared().set_limit(limit, self.batch_size * (1 + self.num_workers))  # the first call also prefetches
+
+    @property
+    def rate_limit(self) -> RateLimit | None:
+        """The limit on samples for each insert that holds now."""
+        return None if self._sharing is None else self._sharing.control.limiter.limit
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def _sample(self, batch_size: int | None) -> Any:
+        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        size = self.batch_size
+        if batch_size is not None:
+            check_positive("sample()", batch_size=batch_size)
+            size = int(batch_size)
+        if self._pipeline is None:
+            raise self._not_ready()
+        return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+
+    def update(self, *args: Any) -> None:
+        """Set priorities, ``update(rows, priorities)``; a storage without priorities takes anything and does nothing.
+
+        All priorities are set, or if one is refused none. Where the data are on CUDA, nothing waits to see what is in
+        ``rows`` and ``priorities``: what would be refused is dropped, and counted in ``stale_updates`` as well.
+
+        Args:
+            *args: ``rows`` as a batch gave them, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
+                ``[n, 1]``. Rows that were overwritten since are dropped, and counted in ``stale_updates``.
+        """
+        self._ring_of()
+        self._catch_up()
+        self._sampler.update(*args)
+
+    # ---------------------------------------------------------------------------------------------- the ten methods
+
+    @classmethod
+    def create_factory(  # type: ignore[override]
+        cls,
+        size: int,
+        observation_space: SpaceLike | None = None,
+        action_space: SpaceLike | None = None,
+        num_envs: int | None = None,
+        **arguments: Any,
+    ) -> Callable[..., Any]:
+        """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` transitions.
+
+        Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
+        those of the class, by keyword.
+        """
+
+        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
+            given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
+            make: Any = cls
+            storage = make(observation_space, action_space, **given)
+            storage._give(actor, algorithm)
+            return storage
+
+        return create
+
+    def init_tensors(self, sample: Sample) -> None:
+        """Allocate memory for samples like this one. If it was allocated already, the sample must fit it."""
+        check_sample(sample, self._fields, type(self).__name__)
+        if self._rows is not None:
+            fit_steps(sample, self._fields, (), self._rows.lanes, self._rows.device)
+            return
+        before = dict(self.__dict__)
+        try:
+            self._fields = copy.copy(self._fields)
+            num_envs = self._fields.read_sample(sample)
+            if self.num_envs not in (None, num_envs):
+                raise InvalidInputError(
+                    f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}"
+                )
+            fit_steps(sample, self._fields, (), num_envs, torch.device("cpu"))  # before anything is allocated
+            self._allocate(num_envs)
+        except Exception:
+            self.__dict__ = before  # a sample that is refused leaves no shapes behind
+            raise
+
+    def insert_transition(self, sample: Sample) -> None:
+        """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
+
+        It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations`` and
+        the storage's extra fields; and may hold ``final_observations``, read where an episode ended, and ``masks``,
+        False for environments that take no part.
+        """
+        if self._rows is None:
+            self.init_tensors(sample)
+        step, named = step_arguments(sample, self._fields, type(self).__name__)
+        self.add(*step, **named)
+
+    def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
+        """Does nothing: targets are computed when a batch is read."""
+
+    def after_gradients(
+        self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Take what was learnt. It may also be called as ``after_gradients(batch, info)``.
+
+        Returns:
+            ``info`` with ``storage_size``, the transitions held.
+        """
+        batch, info = learning_info(actor, algo, info)
+        self._sampler.learn(batch, info)
+        info["storage_size"] = len(self)
+        return info
+
+    def generate_batches(
+        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1
+    ) -> Iterator[BatchDict]:
+        """``num_mini_batch * num_epochs`` batches drawn at random, in the words of the vocabulary.
+
+        Args:
+            num_mini_batch: Batches in each epoch.
+            mini_batch_size: Rows (or sequences) in each; None takes the storage's ``batch_size``.
+            num_epochs: Epochs; one is like the next.
+        """
+        check_positive("generate_batches()", num_mini_batch=num_mini_batch, num_epochs=num_epochs)
+        if mini_batch_size is not None:
+            check_positive("generate_batches()", mini_batch_size=mini_batch_size)
+        size = self.batch_size if mini_batch_size is None else int(mini_batch_size)
+        for _ in range(num_mini_batch * num_epochs):
+            if self._pipeline is None:
+                raise self._not_ready()
+            drawn, tensors = self._pipeline.read(size, self._sharing)
+            yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
+
+    def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
+        """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary, the oldest step first.
+
+        An environment that holds fewer steps than another is padded with zeros, as ``masks`` shows.
+        """
+        with self._paused():
+            if not len(self):
+                return {}
+            return whole_data(self._ring_of(), self._fields, "cpu" if data_to_cpu else self._torch_device)
+
+    def insert_data_slice(self, new_data: Sample) -> None:
+        """Append data of the form that ``get_all_buffer_data`` gives, ``[steps, envs, ...]``, the oldest step first."""
+        if not isinstance(new_data, Mapping):
+            raise InvalidInputError(f"new_data is a {type(new_data).__name__}; give a dict. Nothing was changed.")
+        if not new_data:
+            return
+        check_sample(new_data, self._fields, type(self).__name__)
+        if "final_observations" in new_data:
+            raise InvalidInputError(
+                "new_data needs no final_observations: its next_observations are. Nothing was changed."
+            )
+        rewards = as_tensor(new_data["rewards"], "rewards")
+        if rewards.dim() < 2:
+            raise InvalidInputError(f"rewards is {tuple(rewards.shape)}; give [steps, envs, ...]. Nothing was changed.")
+        steps = len(rewards)
+        if self._rows is None:
+            self.init_tensors({name: at_step(value, 0, steps, name) for name, value in new_data.items()})
+        ring, count = self._ring_of(), len(self._fields.observations)
+        if self._sharing is not None:
+            self._sharing.require_no_writers()
+        values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise self._not_ready()
+        if pipeline.prefetch is not None:
+            pipeline.prefetch.settle()
+        before = ring.total_written
+        for step in range(steps):
+            row = tuple(None if value is None else value[step] for value in values)
+            # None of these is a reset step.
+            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = -1
+            self._appender.write((*row, *row[count : 2 * count], None))
+            self._sampler.follow()
+            if self._kept is not None:
+                self._kept.follow()
+        if self._sharing is not None:
+            self._sharing.count_slice(ring.total_written - before)
+
+    def reset(self) -> None:
+        """Make the storage empty."""
+        if self._rows is None:
+            return
+        with self._paused():
+            if self._pipeline is not None:
+                self._pipeline.clear()
+            self._ring_of().clear()
+            self._sampler.clear()
+            if self._kept is not None:
+                self._kept.mark()
+            if self._sharing is not None:
+                self._sharing.control.limiter.set_counts(0, 0)
+
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
+        """Change a parameter; ``storage_size`` only while the storage is empty."""
+        parameters: dict[str, Check] = {
+            "batch_size": whole_number,
+            **self._view.parameters,
+            **self._sampler.parameters,
+            "rate_limit": lambda owner, name, value: value,
+            "storage_size": whole_number,
+        }
+        value = checked_parameter(type(self).__name__, parameters, parameter_name, new_parameter_value)
+        if parameter_name == "rate_limit":
+            self.set_rate_limit(value)
+        elif parameter_name == "storage_size":
+            self._resize(value)
+        else:
+            parts: tuple[Any, ...] = (self._view, self._sampler)
+            part = next((part for part in parts if parameter_name in part.parameters), self)
+            before = getattr(part, parameter_name)
+            setattr(part, parameter_name, value)
+            if self._rows is not None:
+                try:
+                    self._check_longest(self._rows.steps, self._rows.lanes)
+                except InvalidInputError:
+                    setattr(part, parameter_name, before)
+                    raise
+                self._connect()
+
+    def _resize(self, storage_size: int) -> None:
+        require_empty(len(self), "storage_size")
+        if self._options.memory == "mapped":
+            raise InvalidInputError(
+                "the size of a mapped storage is fixed by its folder; make another one. Nothing was changed."
+            )
+        before = dict(self.__dict__)
+        try:
+            self.storage_size = self.max_size = storage_size
+            if self._rows is not None:
+                self._allocate(self._rows.lanes)
+        except Exception:
+            self.__dict__ = before
+            raise
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save everything that is needed to resume exactly; writers wait meanwhile. See :meth:`Storage.save`."""
+        with self._paused():
+            super().save(path)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", *self._own_settings)
+        options, ring = self._options.settings(), self._rows
+        if ring is not None and ring.backing.kind == "ram" and options["memory"] == "mapped":
+            options.update(memory="ram", path=None)  # a copy of such a storage is in RAM
+        learnt = self._fields.described() if ring is not None and self.observation_space is None else None
+        extra = describe_extra_fields(self._fields.extra)
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "extra_fields": extra, "options": options, "learnt": learnt}
+
+    @classmethod
+    def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
+        given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
+        options = dict(settings["options"])
+        if options.get("rate_limit") is not None:
+            options["rate_limit"] = RateLimit(*options["rate_limit"])
+        make: Any = cls
+        storage: _AnyReplay = make(**given, **options, device=device, seed=0)
+        if settings["learnt"] is not None:
+            storage._fields.read_described(settings["learnt"])
+            storage._allocate(settings["num_envs"])
+        return storage
+
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        numbers: dict[str, Any] = {
+            "added": self._added,
+            "warned": self._rows is not None and self._appender.warned,
+            "limit": None if self._sharing is None else self._sharing.limit_state(),
+        }
+        if self._rows is None:
+            return numbers, {"random": self._random}
+        numbers["prepared"], prepared = ([], {}) if self._pipeline is None else self._pipeline.state()
+        own, tensors = self._sampler.state()
+        return {**numbers, **own}, {"random": self._random, **prepared, **self._rows.state(), **tensors}
+
+    def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        if self._rows is None or self._pipeline is None:
+            self._random = reader.tensor("random", "cpu")
+            return
+        reader.read_into("random", self._random)
+        self._appender.added, self._appender.warned = numbers["added"], numbers["warned"]
+        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        if numbers.get("limit") is not None:
+            self._shared().set_limit_state(numbers["limit"])
+        self._sampler.set_state(numbers, reader)
+        if self._kept is not None:
+            self._kept.count_again()
+        self._pipeline.set_state(numbers["prepared"], reader, self._torch_device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no writers and counts for itself; folders stay with the original.
+        limited = None if self._sharing is None else self._sharing.limit_state()
+        return {**self.__dict__, "_sharing": None, "_kept": None, "limit state": limited}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        limited = state.pop("limit state")
+        self.__dict__.update(state)
+        if limited is not None and not self._closed:
+            self._shared().set_limit_state(limited)
+
+
+def of_part(part: str, name: str, doc: str) -> Any:
+    """A property that is an attribute of one of a storage's parts."""
+
+    def set_value(storage: ReplayCore, value: Any) -> None:
+        setattr(getattr(storage, part), name, value)
+
+    return property(attrgetter(f"{part}.{name}"), set_value, doc=doc)

@@ -1,0 +1,112 @@
+"""Steps of replay in the words of the vocabulary (see :mod:`rlstore.storage`): taken in, and given out as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.batches.pipeline import Gather, Part, Request
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.finals import fit_final
+from rlstore.engine.rows.schema import Field, as_tensor
+from rlstore.engine.rows.step_fields import StepFields
+from rlstore.errors import InvalidInputError
+from rlstore.storage import Sample
+from rlstore.trainer import check_names, fit
+
+# What a step must hold, and what it may hold.
+_NEEDED = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations")
+_OPTIONAL = ("final_observations", "masks")
+
+
+def check_sample(sample: Sample, fields: StepFields, owner: str) -> None:
+    """Refuse steps that lack something or hold what there is no field for."""
+    known = (*_NEEDED, *_OPTIONAL, *fields.named)
+    check_names(sample, "a sample", owner, known, (*_NEEDED, *fields.extra_names))
+
+
+def step_arguments(sample: Sample, fields: StepFields, owner: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A step as the arguments of ``add``."""
+    check_sample(sample, fields, owner)
+    final = sample.get("final_observations")
+    infos = {} if final is None else {"final_obs": final}
+    step = [sample[name] for name in _NEEDED[:-1]]
+    named = {name: sample.get(name) for name in fields.named}
+    return (*step, infos, sample["next_observations"]), {"mask": sample.get("masks"), **named}
+
+
+def fit_steps(
+    data: Sample, fields: StepFields, lead: tuple[int, ...], lanes: int, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """The values of steps ``[*lead, lanes, ...]``, up to the mask, as a ring takes them; nothing is written.
+
+    Raises:
+        InvalidInputError: If a value does not fit.
+    """
+    axes = (*lead, lanes)
+
+    def flag(name: str) -> Tensor:
+        return fit(Field(name, (), torch.uint8, f"num_envs={lanes}", is_flag=True), data[name], axes, device)
+
+    leaves = [
+        fit(field, leaf, axes, device)
+        for name, structure in (("observations", fields.structure), ("next_observations", fields.next_structure))
+        for field, leaf in zip(fields.observations, structure.leaves(data[name]), strict=True)
+    ]
+    states = data.get("hidden_states")
+    states = states if isinstance(states, tuple) else () if states is None else (states,)
+    if len(states) != len(fields.hidden_shapes):
+        raise InvalidInputError(f"hidden_states has to hold {len(fields.hidden_shapes)} states. Nothing was changed.")
+    hidden = [
+        as_tensor(state, f"hidden_states[{i}]").transpose(len(lead), len(lead) + 1) for i, state in enumerate(states)
+    ]
+    given = (data["actions"], data["rewards"], *hidden, *(data[name] for name in fields.extra_names))
+    columns = [fit(column, value, axes, device) for column, value in zip(fields.columns, given, strict=True)]
+    masks = None if data.get("masks") is None else flag("masks")
+    if not lead and data.get("final_observations") is not None:
+        fit_final("final_observations", data["final_observations"], fields.structure, fields.observations, lanes)
+    return (*leaves, *columns, flag("terminated"), flag("truncated"), masks)
+
+
+def whole_data(ring: EpisodeRing, fields: StepFields, device: str | torch.device) -> dict[str, Any]:
+    """Copies of all rows, ``[steps, envs, ...]`` by the names of the vocabulary, the oldest step first, on a device.
+
+    An environment that holds fewer steps than another is padded with zeros, as ``masks`` shows.
+    """
+    held = ring.held()
+    shape = (int(held.max()), ring.lanes)
+    step, lane = torch.arange(shape[0], device=ring.device).unsqueeze(1), torch.arange(ring.lanes, device=ring.device)
+    rows = torch.where(step < held, (ring.written - held + step) * ring.lanes + lane, -1)
+    names, requests = _whole_requests(fields)
+    with torch.inference_mode(False):
+        gathered = Gather(ring, requests, 1, 1.0)(rows.flatten().contiguous())
+    tensors = [tensor.to(device).unflatten(0, shape) for tensor in gathered]
+    count = len(fields.observations)
+    data = {
+        "observations": fields.structure.build(tensors[:count], shape),
+        "next_observations": fields.structure.build(tensors[count : 2 * count], shape),
+        **dict(zip(names, tensors[2 * count :], strict=False)),
+        "masks": (rows >= 0).to(device),
+    }
+    hidden = tensors[2 * count + len(names) :]
+    if hidden:
+        states = tuple(state.transpose(1, 2) for state in hidden)  # [steps, layers, envs, hidden]
+        data["hidden_states"] = states if len(states) > 1 else states[0]
+    return data
+
+
+def _whole_requests(fields: StepFields) -> tuple[list[str], list[Request]]:
+    """Names of what stands behind the observations, and requests for all of it; recurrent states come last."""
+    kinds = (Part.OBSERVATION, Part.NEXT_OBSERVATION)
+    leaves = [Request(kind, i, f.shape, f.dtype) for kind in kinds for i, f in enumerate(fields.observations)]
+    scalars = (1, *fields.extra_columns)  # those that are served as [..., 1]
+    columns = [
+        Request(Part.COLUMN, i, c.shape or ((1,) if i in scalars else ()), c.dtype)
+        for i, c in enumerate(fields.columns)
+    ]
+    flags = [Request(part, 0, (1,), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED)]
+    extra, hidden = [columns[i] for i in fields.extra_columns], [columns[i] for i in fields.hidden_columns]
+    names = ["actions", "rewards", "terminated", "truncated", *fields.extra_names]
+    return names, [*leaves, *columns[:2], *flags, *extra, *hidden]
