@@ -156,14 +156,14 @@ def test_what_is_missing_unknown_or_does_not_fit_is_refused_and_nothing_changes(
     storage = make()
     collect(storage, steps=1)
     before = {key: storage.storages[key][0].clone() for key in storage.storages}
-    for name, value, told in [
+    for name, value, expected in [
         ("costs", None, r"needs \['costs'\]"),
         ("cost", torch.zeros(2), r"cannot hold \['cost'\]"),
         ("costs", torch.zeros(3), "costs is"),
         ("task", torch.full((2,), 0.5), "task is"),
         ("goal", torch.full((2, 2), 40_000), "do not fit into int16"),
     ]:
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=expected):
             storage.insert_transition({**sample(1), name: value})
     with pytest.raises(InvalidInputError, match="fixed by the extra_fields given to DistributedStorage"):
         storage.add(0, 1, {"goal": [1, 2, 3]}, None)

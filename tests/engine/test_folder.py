@@ -41,8 +41,8 @@ def rewrite(path, **changes):
     """Change fields of a manifest; None removes one. Its checksum is made to fit."""
     held = {**json.loads(path.read_text()), **changes}
     held = {name: value for name, value in held.items() if value is not None and name != "crc32"}
-    held["crc32"] = zlib.crc32(json.dumps(held, sort_keys=True).encode())
-    path.write_text(json.dumps(held))
+    held["crc32"] = zlib.crc32(json.dumps(held, indent=1).encode())
+    path.write_text(json.dumps(held, indent=1))
 
 
 # ---------------------------------------------------------------------------------------------------- the manifest
@@ -54,7 +54,7 @@ def test_a_manifest_says_kind_version_and_checksum(kind, tmp_path):
     (file,) = tmp_path.iterdir()
     assert file.name == "manifest.json"
     rest = {"format": f"rlstore {kind}", "version": 1, "schema": {"a": [1, 2.5]}}
-    assert json.loads(file.read_text()) == {**rest, "crc32": zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
+    assert json.loads(file.read_text()) == {**rest, "crc32": zlib.crc32(json.dumps(rest, indent=1).encode())}
     assert manifest.read_manifest(tmp_path, kind, {"schema": dict}) == rest
 
 

@@ -91,7 +91,7 @@ class Critic:
         return torch.zeros(ENVS, 1)
 
 
-@pytest.fixture(params=["distributed"])
+@pytest.fixture(params=list(KINDS))
 def kind(request):
     return request.param
 

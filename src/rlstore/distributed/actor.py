@@ -63,7 +63,7 @@ class Rollout:
 
     def set_states(self, states: Any) -> None:
         """Write the recurrent states at the start of this rollout, ``(layers, 1, hidden)`` each."""
-        self._memory.write_states(self.slot, self._memory.fields.fit_states(states))
+        self._memory.write_states([self.slot], self._memory.fields.fit_states(states, "states", 1))
 
     def commit(self, version: int = 0) -> None:
         """Hand the rollout over to the learners.

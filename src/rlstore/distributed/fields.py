@@ -166,21 +166,28 @@ class RolloutFields:
             fitted[key] = value if _fits_unchanged(field, value) else _fit_one(field, value)
         return fitted
 
-    def fit_states(self, states: Any) -> list[Tensor]:
-        """The recurrent states of one rollout, ``(layers, 1, hidden)`` or ``(layers, hidden)`` each."""
-        given = list(states) if isinstance(states, (tuple, list)) else [states]
-        if len(given) != len(self.state_shapes):
+    def fit_states(self, states: Any, name: str, lanes: int) -> list[Tensor]:
+        """Recurrent states of some rollouts ``[layers, lanes, hidden]``, as ``[lanes, layers, hidden]``.
+
+        Args:
+            states: A tensor or several; those of one rollout may be ``[layers, hidden]``.
+            name: Their name in errors.
+            lanes: The number of rollouts.
+        """
+        given = () if states is None else states if isinstance(states, (tuple, list)) else (states,)
+        count = len(self.state_shapes)
+        if len(given) != count:
             raise InvalidInputError(
-                f"{len(given)} states were given; this storage holds {len(self.state_shapes)}, fixed by state_shapes. "
-                "Nothing was written."
+                f"{name} holds {len(given)} states; this storage holds {count}, fixed by state_shapes. Nothing was "
+                "written."
             )
         fitted = []
-        for index, (state, (layers, hidden)) in enumerate(zip(given, self.state_shapes, strict=True)):
-            field = Field(f"states[{index}]", (layers, 1, hidden), torch.float32, "state_shapes")
+        for index, (state, shape) in enumerate(zip(given, self.state_shapes, strict=True)):
+            field = Field(f"{name}[{index}]", shape, torch.float32, "state_shapes", lane_axis=1)
             tensor = as_tensor(state, field.name)
-            if tuple(tensor.shape) == (layers, hidden):
+            if lanes == 1 and tuple(tensor.shape) == shape:
                 tensor = tensor.unsqueeze(1)
-            fitted.append(field.fit(tensor.unsqueeze(0), 1, CPU)[0])
+            fitted.append(field.fit(tensor, lanes, CPU).transpose(0, 1))
         return fitted
 
 

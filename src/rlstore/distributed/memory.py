@@ -75,10 +75,11 @@ class RolloutMemory:
             for name, value in values.items():
                 self.blocks[name][slot, row, ...] = value
 
-    def write_states(self, slot: int, states: Sequence[Tensor]) -> None:
-        """Write the recurrent states at the start of a rollout, ``(layers, 1, hidden)`` each."""
+    def write_states(self, slots: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Write the recurrent states at the start of some rollouts, ``[slots, layers, hidden]`` each."""
+        index = torch.tensor(slots, dtype=torch.int64)
         for block, state in zip(self.states, states, strict=True):
-            block[slot].copy_(state[:, 0])
+            block[index] = state
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RolloutMemory, (self.fields, self.steps, self.count, self.segment)
@@ -124,25 +125,13 @@ class RolloutGather:
 
     def __call__(self, slots: Sequence[int]) -> Gathered:
         """The rollouts of some slots, with states and versions."""
-        memory = self._memory
-        tensors = self._gather(tuple(memory.columns.values()), slots)
-        count = len(memory.blocks)
-        return Gathered(dict(zip(memory.blocks, tensors[:count], strict=True)), tensors[count:-1], tensors[-1][0])
-
-    def rollouts(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """The rollouts alone, by key ``[T + 1, B, ...]``."""
-        blocks = self._memory.blocks
-        return dict(zip(blocks, self._gather(tuple(blocks.values()), slots), strict=True))
-
-    def states(self, slots: Sequence[int]) -> tuple[Tensor, ...]:
-        """The states alone, ``[layers, B, hidden]`` each."""
-        return self._gather(self._memory.states, slots)
-
-    def _gather(self, sources: tuple[Tensor, ...], slots: Sequence[int]) -> tuple[Tensor, ...]:
         self._calls += 1
         if self._calls % 256 == 0:
             self._outputs.begin()  # frees what was not reused since
-        return gather_slots(sources, slots, self._outputs.empty, self._pin_memory)
+        memory = self._memory
+        tensors = gather_slots(tuple(memory.columns.values()), slots, self._outputs.empty, self._pin_memory)
+        count = len(memory.blocks)
+        return Gathered(dict(zip(memory.blocks, tensors[:count], strict=True)), tensors[count:-1], tensors[-1][0])
 
 
 class SlotTensors(tuple[Tensor, ...]):
@@ -185,15 +174,10 @@ class RolloutStorages(Mapping[str, SlotTensors]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def rollouts(self, slots: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def gather(self, slots: Sequence[int], device: torch.device) -> Gathered:
         """Copies of the rollouts of some slots, page-locked if they are to go to a CUDA device."""
         with self._lock:
-            return self._gathers[device.type == "cuda"].rollouts(slots)
-
-    def states(self, slots: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-        """Copies of their recurrent states."""
-        with self._lock:
-            return self._gathers[device.type == "cuda"].states(slots)
+            return self._gathers[device.type == "cuda"](slots)
 
     def __repr__(self) -> str:
         return f"RolloutStorages({', '.join(self)}: {self.memory.count} slots of {self.memory.steps + 1} rows)"

@@ -31,7 +31,7 @@ def sample_from_queues(
         with _locks.of(storages) if lock is None else lock:
             for _ in range(batch_size):
                 taken.append(full_queue.get())
-        batch, joined_states = _copy_rollouts(device, storages, taken), _copy_states(device, states, taken)
+        batch, joined_states = _copy(device, storages, states, taken)
     except BaseException:
         for index in taken:
             full_queue.put(index)
@@ -56,19 +56,18 @@ def check_slots(indices: Sequence[Any], count: int) -> list[int]:
     return [int(index) for index in indices]
 
 
-def _copy_rollouts(device: torch.device, storages: Mapping[str, Any], taken: list[Any]) -> dict[str, Tensor]:
+def _copy(device: torch.device, storages: Mapping[str, Any], states: Sequence[Any], taken: list[Any]) -> Sampled:
+    """The rollouts of some slots, and their states."""
     if isinstance(storages, RolloutStorages):
-        return storages.rollouts(check_slots(taken, storages.memory.count), device)
-    return {key: torch.stack([storages[key][index] for index in taken], dim=1) for key in storages}
-
-
-def _copy_states(device: torch.device, states: Sequence[Any], taken: list[Any]) -> tuple[Tensor, ...]:
-    if isinstance(states, InitialStates):
-        slots = check_slots(taken, len(states))
-        return states.storages.states(slots, device) if states[0] else ()
+        gathered = storages.gather(check_slots(taken, storages.memory.count), device)
+        if isinstance(states, InitialStates) and states.storages.memory is storages.memory:
+            return gathered.tensors, gathered.states
+        batch = gathered.tensors
+    else:
+        batch = {key: torch.stack([storages[key][index] for index in taken], dim=1) for key in storages}
     if not states:
-        return ()
-    return tuple(torch.cat(parts, dim=1) for parts in zip(*(states[index] for index in taken), strict=True))
+        return batch, ()
+    return batch, tuple(torch.cat(parts, dim=1) for parts in zip(*(states[index] for index in taken), strict=True))
 
 
 class _Locks:

@@ -97,22 +97,6 @@ def _stepped(fields: RolloutFields, data: Sample, lead: Sequence[int]) -> dict[s
     return {key: _fit(fields.columns[key], data[name], lead) for name, key in _STEP_NAMES.items() if name in data}
 
 
-def _states(fields: RolloutFields, states: Any, lanes: int) -> list[Tensor]:
-    """Recurrent states ``[layers, lanes, hidden]`` as ``[lanes, layers, hidden]``."""
-    given = () if states is None else states if isinstance(states, (tuple, list)) else (states,)
-    shapes = fields.state_shapes
-    if len(given) != len(shapes):
-        raise InvalidInputError(
-            f"hidden_states holds {len(given)} states; this storage holds {len(shapes)}, fixed by state_shapes. "
-            "Nothing was written."
-        )
-    fitted = []
-    for index, (state, (layers, hidden)) in enumerate(zip(given, shapes, strict=True)):
-        field = Field(f"hidden_states[{index}]", (layers, hidden), torch.float32, "state_shapes", lane_axis=1)
-        fitted.append(field.fit(state, lanes, CPU).transpose(0, 1))
-    return fitted
-
-
 # ---------------------------------------------------------------------------------------------------- one step
 
 
@@ -145,10 +129,10 @@ class Step:
             **_observed(fields, sample["next_observations"], "next_observations", lead),
             **_stepped(fields, {**sample, "last_actions": sample["actions"]}, lead),
         }
-        return cls(before, after, _states(fields, sample.get("hidden_states"), lead[0]), lead[0])
+        return cls(before, after, fields.fit_states(sample.get("hidden_states"), "hidden_states", lead[0]), lead[0])
 
     def write(
-        self, memory: RolloutMemory, slots: Tensor, step: int, carried: Mapping[str, Tensor]
+        self, memory: RolloutMemory, slots: list[int], step: int, carried: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Write transition ``step`` of the rollouts in these slots.
 
@@ -166,8 +150,7 @@ class Step:
             carried = {key: _zeros(fields.columns[key], (self.lanes,)) for key in STEP_KEYS}
         if step == 0:
             _put(memory, slots, 0, carried)
-            for block, state in zip(memory.states, self.states, strict=True):
-                block[slots] = state
+            memory.write_states(slots, self.states)
         continues = ~(carried["terminated"] | carried["truncated"])
         after = {
             **self.after,
@@ -183,9 +166,10 @@ class Step:
         return {key: after[key] for key in STEP_KEYS}
 
 
-def _put(memory: RolloutMemory, slots: Tensor, row: int, values: Mapping[str, Tensor]) -> None:
+def _put(memory: RolloutMemory, slots: list[int], row: int, values: Mapping[str, Tensor]) -> None:
+    index = torch.tensor(slots)
     for key, value in values.items():
-        memory.blocks[key][slots, row] = value
+        memory.blocks[key][index, row] = value
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -266,13 +250,12 @@ class Rows:
     def __len__(self) -> int:
         return len(self.versions)
 
-    def write(self, memory: RolloutMemory, slots: Sequence[int]) -> None:
+    def write(self, memory: RolloutMemory, slots: list[int]) -> None:
         """Write them to slots, one for each."""
-        index = torch.tensor(slots, dtype=torch.int64)
+        index = torch.tensor(slots)
         for key, tensor in self.tensors.items():
             memory.blocks[key][index] = tensor
-        for block, state in zip(memory.states, self.states, strict=True):
-            block[index] = state
+        memory.write_states(slots, self.states)
         memory.versions[index, 0] = self.versions
 
 
@@ -297,7 +280,7 @@ def rows_of(fields: RolloutFields, steps: int, data: Sample) -> Rows:
     tensors.update({key: torch.cat([acted[key], last_acted[key].unsqueeze(0)]) for key in acted})
     version = Field("versions", (), torch.int64, f"the {lanes[0]} rollouts of new_data")
     versions = _fit(version, data["versions"], lanes) if "versions" in data else _zeros(version, lanes)
-    states = _states(fields, data.get("hidden_states"), lanes[0])
+    states = fields.fit_states(data.get("hidden_states"), "hidden_states", lanes[0])
     return Rows({key: tensor.transpose(0, 1) for key, tensor in tensors.items()}, states, versions)
 
 

@@ -306,10 +306,7 @@ class DistributedStorage(Storage):
         handoff.sweep()
         peers, counts = handoff.peers, handoff.slots.counts()
         return HandoffReport(
-            committed=handoff.committed,
-            served=handoff.served,
-            abandoned=handoff.abandoned,
-            reclaimed=handoff.reclaimed,
+            **handoff.counts(),
             actors=len(peers.here("actor")),
             learners=len(peers.here("learner")),
             lost_actors=peers.lost_count("actor"),
@@ -507,8 +504,8 @@ class DistributedStorage(Storage):
             others = [peers.describe(peer) for role in ("actor", "learner") for peer in peers.here(role)]
             if others:
                 raise NotReadyError(
-                    f"{name} can change only while nobody else takes part: here are {', '.join(others)}. Nothing was "
-                    "changed."
+                    f"{name} can change only while no actor or learner takes part; there are {', '.join(others)}. "
+                    "Nothing was changed."
                 )
         setattr(self, "max_size" if name == "num_steps" else name, value)
         if old is None:

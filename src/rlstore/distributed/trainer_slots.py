@@ -75,7 +75,7 @@ class TrainerSlots:
                 "Nothing was written."
             )
         with torch.inference_mode(False):
-            self._carried = step.write(memory, torch.tensor(self._lanes), self._step, self._carried)
+            self._carried = step.write(memory, self._lanes, self._step, self._carried)
         self._step += 1
         if self._step == memory.steps:
             for slot in self._lanes:
@@ -129,9 +129,9 @@ class TrainerSlots:
         handoff.check_open()
         for slot in self._lanes:
             self._inserter.abandon(slot, 0)
-        served = handoff.served
+        counts = handoff.counts()
         self._server.release([*self._held, *self._server.try_collect(handoff.count)])
-        handoff.set_counts(served, handoff.abandoned, handoff.reclaimed)
+        handoff.set_counts(counts["served"], counts["abandoned"], counts["reclaimed"])
         self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
 
     # ---------------------------------------------------------------------------------------------- serving
@@ -224,6 +224,7 @@ class TrainerSlots:
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What :meth:`set_state` restores: numbers, and views of the slots by name."""
         handoff = self.memory.handoff
+        counts = handoff.counts()
         with self.reading_all() as slots:
             numbers = {
                 "rollouts": len(slots),
@@ -232,7 +233,7 @@ class TrainerSlots:
                 "lanes": len(self._lanes),
                 "step": self._step,
                 "published": handoff.published,
-                "counts": [handoff.served, handoff.abandoned, handoff.reclaimed],
+                "counts": [counts["served"], counts["abandoned"], counts["reclaimed"]],
             }
             saved = [*slots, *self._lanes]
         tensors = {name: part for index, slot in enumerate(saved) for name, part in self._parts(slot, index)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -45,19 +45,20 @@ class Steps(NamedTuple):
 
 def each_step(steps: Steps) -> Iterator[tuple[Sample, int]]:
     """The samples, and the number of transitions in each."""
-    # The tensors of each entry at each step; an entry may consist of no tensor at all.
-    columns = {
-        name: list(zip(*(tensor.unbind(0) for tensor in own_tensors(packed)), strict=True)) or [()] * steps.steps
-        for name, packed in steps.fields.items()
-    }
+    columns = {name: _unstack(packed, steps.steps) for name, packed in steps.fields.items()}
     for step in range(steps.steps):
-        sample = {
-            name: build(steps.fields[name].form, iter(column[step]))
-            for name, column in columns.items()
-            if steps.present[name][step]
-        }
+        sample = {name: column[step] for name, column in columns.items() if steps.present[name][step]}
         masks = sample.get("masks")
         yield sample, steps.num_envs if masks is None else int((masks != 0).sum())
+
+
+def _unstack(packed: Packed, steps: int) -> Sequence[Any]:
+    """The value of an entry at each step."""
+    columns = [tensor.unbind(0) for tensor in own_tensors(packed)]
+    if packed.form == ("tensor",):
+        return columns[0]
+    rows = zip(*columns, strict=True) if columns else [()] * steps
+    return [build(packed.form, iter(row)) for row in rows]
 
 
 def _describe(nest: Any, name: str, leaves: list[tuple[str, Any]]) -> Any:

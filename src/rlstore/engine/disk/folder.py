@@ -50,7 +50,8 @@ class Folder:
     ) -> None:
         self.path, self._owner, self._kind, self._if_full = Path(path).absolute(), owner, kind, if_full
         self._fields, self._is_foreign = fields, is_foreign
-        self._read()  # before anything is created
+        if not (self.path / _LOCK).exists():
+            self._read()  # before anything is created in a folder that is not ours
         with raising_disk_full(self.path, if_full):
             self.path.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._lock()

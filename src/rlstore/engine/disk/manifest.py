@@ -4,7 +4,7 @@ Snapshots, mapped storages and episodes have the same kind of manifest, with one
 
     "format"    "rlstore snapshot", "rlstore mapped storage" or "rlstore episodes"
     "version"   1; a larger number is refused
-    "crc32"     the checksum of the rest of the manifest; older manifests have none
+    "crc32"     last, the checksum of the text without it; older manifests have none
 
 and the fields documented in snapshot.py, mapped.py and episode_files.py. A reader ignores fields it does not know.
 """
@@ -22,6 +22,7 @@ from rlstore.errors import SnapshotError
 
 NAME = "manifest.json"
 VERSION = 1
+_CHECKSUM, _END = b',\n "crc32": ', "\n}"
 # By name the type of each field, or the fields of an object.
 Fields = Mapping[str, Any]
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", int: "an integer"}
@@ -36,8 +37,8 @@ def write_manifest(folder: Path, kind: str, content: Mapping[str, Any]) -> None:
         content: The fields of this kind, as JSON.
     """
     manifest = {"format": f"rlstore {kind}", "version": VERSION, **content}
-    manifest["crc32"] = _checksum(manifest)
-    write_whole(folder / NAME, json.dumps(manifest, indent=1, allow_nan=False).encode())
+    text = json.dumps(manifest, indent=1, allow_nan=False).removesuffix(_END).encode()
+    write_whole(folder / NAME, text + _CHECKSUM + str(_checksum(text)).encode() + _END.encode())
 
 
 def read_manifest(folder: Path, kind: str, fields: Fields) -> dict[str, Any]:
@@ -54,8 +55,9 @@ def read_manifest(folder: Path, kind: str, fields: Fields) -> dict[str, Any]:
     path = folder / NAME
     if not path.is_file():
         raise SnapshotError(f"there is no {kind} in {folder}: it has no {NAME}")
+    text = path.read_bytes()
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(text)
     except ValueError as error:
         raise SnapshotError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != f"rlstore {kind}":
@@ -65,7 +67,7 @@ def read_manifest(folder: Path, kind: str, fields: Fields) -> dict[str, Any]:
     if manifest["version"] > VERSION:
         raise newer_version(path, "version", manifest["version"], VERSION)
     checksum = manifest.pop("crc32", None)
-    if checksum is not None and checksum != _checksum(manifest):
+    if checksum is not None and checksum != _checksum(text.rpartition(_CHECKSUM)[0]):
         raise SnapshotError(
             f'{path} is damaged: "crc32" is {checksum!r}, which is not the checksum of the rest. If it was edited on '
             'purpose, remove its "crc32".'
@@ -94,5 +96,5 @@ def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str
             check_fields(path, part[name], kind, f"{field}.")
 
 
-def _checksum(manifest: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+def _checksum(text: bytes) -> int:
+    return zlib.crc32(text + _END.encode())

@@ -127,8 +127,8 @@ def _last_save(folder: Path) -> int:
 
 def _remove_unnamed(folder: Path) -> None:
     """Remove what the manifest does not name: the tensors of the previous save, or of one that did not finish."""
-    is_saved = (folder / manifest.NAME).exists()
-    named = manifest.read_manifest(folder, "snapshot", _FIELDS)["file"]["name"] if is_saved else None
+    path = folder / manifest.NAME
+    named = json.loads(path.read_bytes())["file"]["name"] if path.exists() else None
     for entry in folder.iterdir():
         if entry.name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(entry.name) and entry.name != named):
             entry.unlink()

@@ -81,25 +81,14 @@ class Handoff:
     def published(self, version: int) -> None:
         self._numbers[_PUBLISHED] = version
 
-    @property
-    def served(self) -> int:
-        """Rollouts that were read and released."""
-        return self.slots.read
-
-    @property
-    def committed(self) -> int:
-        """Rollouts that were completed."""
-        return self.slots.written
-
-    @property
-    def abandoned(self) -> int:
-        """Rollouts that an actor discarded."""
-        return int(self._numbers[_ABANDONED])
-
-    @property
-    def reclaimed(self) -> int:
-        """Rollouts that were being written by actors that died."""
-        return int(self._numbers[_RECLAIMED])
+    def counts(self) -> dict[str, int]:
+        """How many rollouts were completed, read and released, discarded by actors, and reclaimed from dead actors."""
+        return {
+            "committed": self.slots.written,
+            "served": self.slots.read,
+            "abandoned": int(self._numbers[_ABANDONED]),
+            "reclaimed": int(self._numbers[_RECLAIMED]),
+        }
 
     @property
     def lost(self) -> int:
