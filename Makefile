@@ -38,7 +38,7 @@ QUICK := tests/contract tests/engine tests/test_golden.py tests/test_trainer.py 
 	tests/kernels/test_table.py tests/ray/test_ledger.py tests/ray/test_steps_and_wire.py
 
 quick: $(VENV)/ready
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup $(QUICK)
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup
