@@ -148,7 +148,7 @@ class Windows:
         self.kernel.rebuild()
 
     def forget(self, lanes: Tensor) -> None:
-        """Take in the rows of some lanes from the beginning at the next follow(): what was known of them may be wrong."""
+        """Take in the rows of some lanes from the beginning at the next follow(): what is known may be wrong."""
         self._counters[2, lanes] = 0
 
     def draw(self, count: int, random: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class EpisodeRing:
                 self.current[lane] = newest
 
     def _rebuild(self, lane: int) -> int | None:
-        """Derive the free episode indices of a lane, and end its episode; returns the episode index of its newest row."""
+        """Derive the free episode indices of a lane; returns the episode index of its newest row."""
         written, begun = int(self.counters[0, lane]), int(self.begun[lane])
         places = torch.arange(max(begun, written - self.kept), written) % self.rows
         used = self.blocks["episode"][lane].cpu()[places].long()
