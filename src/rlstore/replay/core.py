@@ -52,10 +52,9 @@ class ReplayCore(Storage):
 
     # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
-    # None until the fields are known, and after close().
-    _appender: Appender | None = None
-    _pipeline: Pipeline | None = None
+    _pipeline: Pipeline | None = None  # None until the fields are known, and after close()
     _rows: EpisodeRing | None = None
+    _appender: Appender  # there are both or neither
     _sharing: Sharing | None = None  # where there are writers or a rate limit
     _kept: KeptEpisodes | None = None  # where finished episodes are written to disk
     _closed = False
@@ -127,13 +126,13 @@ class ReplayCore(Storage):
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
         sampler.bind(owner, ring)
-        before = self._appender
+        appender = Appender(ring, fields)
+        if self._rows is not None:
+            appender.added, appender.warned = self._appender.added, self._appender.warned
+        self._appender = appender
         self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
         self._random = moved_random(self._random, ring.device)
-        self._appender = Appender(ring, fields)
-        if before is not None:
-            self._appender.added, self._appender.warned = before.added, before.warned
-        self._opened(ring, self._appender)
+        self._opened(ring, appender)
         self._connect()
         if options.rate_limit is not None:
             self.set_rate_limit(options.rate_limit)
@@ -181,7 +180,7 @@ class ReplayCore(Storage):
     @property
     def _added(self) -> int:
         """Steps added so far, by this storage or, on the average of the environments, by its writers."""
-        if self._appender is None or self._rows is None:
+        if self._rows is None:
             return 0
         added = self._appender.added
         return added if self._sharing is None else max(added, self._rows.total_written // self._rows.lanes)
@@ -312,18 +311,18 @@ class ReplayCore(Storage):
             mask: False for environments that take no part in this step, bool ``[envs]``; nothing of theirs is stored.
             **extra: The storage's extra fields by name, ``[envs, ...]``: all of them.
         """
-        appender, pipeline = self._appender, self._pipeline
-        if appender is None or pipeline is None:
+        pipeline = self._pipeline
+        if pipeline is None:
             raise self._not_ready()
         if pipeline.prefetch is not None:
             pipeline.prefetch.settle()
         if self._sharing is None:
-            appender.append(
+            self._appender.append(
                 observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
             )
         else:
             step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
-            self._sharing.append(appender, step, mask)
+            self._sharing.append(self._appender, step, mask)
         self._sampler.follow()
         if self._kept is not None:
             self._kept.follow()
@@ -520,8 +519,8 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_no_writers()
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
-        appender, pipeline = self._appender, self._pipeline
-        if appender is None or pipeline is None:
+        pipeline = self._pipeline
+        if pipeline is None:
             raise self._not_ready()
         if pipeline.prefetch is not None:
             pipeline.prefetch.settle()
@@ -530,7 +529,7 @@ class ReplayCore(Storage):
             row = tuple(None if value is None else value[step] for value in values)
             # None of these is a reset step.
             ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = -1
-            appender.write((*row, *row[count : 2 * count], None))
+            self._appender.write((*row, *row[count : 2 * count], None))
             self._sampler.follow()
             if self._kept is not None:
                 self._kept.follow()
@@ -624,10 +623,9 @@ class ReplayCore(Storage):
         return storage
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        appender = self._appender
         numbers: dict[str, Any] = {
             "added": self._added,
-            "warned": appender is not None and appender.warned,
+            "warned": self._rows is not None and self._appender.warned,
             "limit": None if self._sharing is None else self._sharing.limit_state(),
         }
         if self._rows is None:
@@ -637,7 +635,7 @@ class ReplayCore(Storage):
         return {**numbers, **own}, {"random": self._random, **prepared, **self._rows.state(), **tensors}
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
-        if self._rows is None or self._appender is None or self._pipeline is None:
+        if self._rows is None or self._pipeline is None:
             self._random = reader.tensor("random", "cpu")
             return
         reader.read_into("random", self._random)

@@ -207,7 +207,8 @@ class PrioritySampler(Sampler):
         """The tensors of ``count`` rows, with rows and weights."""
         self._require_rows()
         assert self.tree is not None
-        made = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
+        beta = self.current_beta
+        made = gather.kernel.sample_by_priority(self.tree.kernel, random, beta, count)
         if made is None:
             return None
         tensors, weights, rows = made

@@ -190,7 +190,19 @@ class TransitionView(View):
     def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
         """Serve these fields."""
         super().bind(fields, dtype, device)
-        self._is_leaf = fields.structure.is_leaf
+        self._is_leaf, self._batch = fields.structure.is_leaf, self._batch_class()
+
+    def _batch_class(self) -> Any:
+        base: Any = PrioritizedBatch if self._weighted else ReplayBatch
+        return extended(base, self._fields.extra_names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_batch"}  # no module has that class
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_fields" in state:
+            self._batch = self._batch_class()
 
     @property
     def fold(self) -> tuple[int, float]:
@@ -220,17 +232,14 @@ class TransitionView(View):
             observations, following = tensors[:count], tensors[count + 3 : 2 * count + 3]
             middle, extra = tensors[count : count + 3], tensors[2 * count + 3 :]
             tensors = (build(observations, size), *middle, build(following, size), *extra)
-        # The class is looked up, not held: a class with extra fields cannot be pickled.
-        base: Any = PrioritizedBatch if self._weighted else ReplayBatch
-        batch = extended(base, self._fields.extra_names)
         if not self._weighted:
-            return batch._make(tensors)
+            return self._batch._make(tensors)
         assert drawn.weights is not None
-        return batch(*tensors[:5], self._here(drawn.weights), self._here(drawn.rows), *tensors[5:])
+        return self._batch(*tensors[:5], self._here(drawn.weights), self._here(drawn.rows), *tensors[5:])
 
 
 class HindsightView(TransitionView):
-    """Transitions, some of which have the goal that was achieved at ``Drawn.others``, and the reward for it.
+    """Transitions, some with the goal that was achieved at ``Drawn.others`` and the reward for it.
 
     Args:
         owner: The storage's class name, for errors.

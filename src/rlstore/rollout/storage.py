@@ -30,7 +30,7 @@ from rlstore.rollout.core import (
     RolloutColumn,
     RolloutCore,
     Sources,
-    built,
+    flatten,
     repeated,
 )
 from rlstore.storage import BatchDict, Critic, Sample
@@ -205,7 +205,8 @@ class RolloutStorage(RolloutCore):
             self.masks = masks
             self.privileged_actions = privileged_actions
             self.dones = dones
-            self.__dict__.update(extra)
+            if extra:
+                self.__dict__.update(extra)
 
     observations = ObservationAttribute()
     rewards = BlockAttribute()
@@ -321,7 +322,7 @@ class RolloutStorage(RolloutCore):
         ]
         self._get_row = attrgetter(*row)
         self._dones_place = len(structure.paths) + row.index("dones")
-        self._late: list[str] = []  # late columns that were given, in the order of a row
+        self._late: dict[str, int] = {}  # late columns that were given and their leaves, in the order of a row
         # What is written for a late column that a transition does not bring: not truncated, no known value.
         self._absent = {
             "truncated": allocate((lanes, 1), torch.uint8, self._torch_device),
@@ -337,7 +338,7 @@ class RolloutStorage(RolloutCore):
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
-            self._late = []
+            self._late = {}
             self._handed_lists = {}
         self._last_observations = None
         super().reset()
@@ -390,16 +391,15 @@ class RolloutStorage(RolloutCore):
             raise InvalidInputError(
                 "final_values are read where an episode was truncated, and truncated is None. Nothing was written."
             )
-        for name in self._late:
-            values.extend(self._late_row(name, late.pop(name, None)))
+        for name, count in self._late.items():
+            values.extend(self._late_row(name, count, late.pop(name, None)))
         return tuple(values), late
 
     def _flag(self, name: str) -> Field:
         return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)
 
-    def _late_row(self, name: str, given: tuple[Any, ...] | None) -> Sequence[Any]:
+    def _late_row(self, name: str, count: int, given: tuple[Any, ...] | None) -> Sequence[Any]:
         """The values of a late column that the ring has."""
-        count = len(self._columns[name].fields)
         if given is None:
             if name == "distribution_params":
                 raise InvalidInputError(
@@ -465,7 +465,7 @@ class RolloutStorage(RolloutCore):
         parts = [part for c in columns for part in c.row_columns(optional=c.name in _HIDDEN_STATES)]
         self._ready_ring().extend(parts, fills={"final_values": torch.nan})
         self._columns = {**self._columns, **{column.name: column for column in columns}}
-        self._late = [*self._late, *(column.name for column in columns)]
+        self._late = {**self._late, **{column.name: len(column.fields) for column in columns}}
 
     # ---------------------------------------------------------------------------------------------- targets
 
@@ -489,11 +489,9 @@ class RolloutStorage(RolloutCore):
             normalize_advantage: Bring the advantages to mean 0 and (unbiased) standard deviation 1, plus 1e-8.
         """
         self._require_mode("rl")
-        rows, blocks = self._require_rows(), self._ready_ring().blocks
-        truncated = blocks["truncated"][:rows] if "truncated" in blocks else None
-        final_values = blocks["final_values"][:rows] if "final_values" in blocks else None
+        blocks = self._ready_ring().blocks
+        flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
         epsilon = 1e-8 if normalize_advantage else None
-        flags = (blocks["dones"][:rows], truncated, final_values)
         self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
@@ -515,10 +513,9 @@ class RolloutStorage(RolloutCore):
         """Yield one batch for each written step, in order: observations, privileged actions, dones, extra fields."""
         self._require_mode("distillation")
         rows, lanes = self._require_rows(), self._ready_ring().lanes
-        sources = self._sources(rows)
-        leaves = [leaf for _, part in sources.values() for leaf in part]
+        leaves, build = flatten(self._sources(rows))
         for t in range(rows):
-            yield self.Batch(**built(sources, [leaf[t].clone() for leaf in leaves], torch.Size((lanes,))))
+            yield self.Batch(**build([leaf[t].clone() for leaf in leaves], torch.Size((lanes,))))
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
@@ -588,7 +585,7 @@ class RolloutStorage(RolloutCore):
     def _recurrent_epoch(self, rows: int, count: int, room: int | None) -> Iterator[RolloutStorage.Batch]:
         sources, ring = self._sources(rows), self._ready_ring()
         observations = tuple(sources.pop("observations")[1])
-        others = tuple([leaf for _, part in sources.values() for leaf in part])
+        others, build = flatten(sources)
         states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
         all_states = (*states[0], *states[1])
         fields = (ring.blocks["dones"][:rows], count, room, observations, all_states, others)
@@ -598,7 +595,7 @@ class RolloutStorage(RolloutCore):
                 observations=self._observations.build(made.observations, made.masks.shape),
                 hidden_states=(_hidden_state(first[0]), _hidden_state(first[1])),
                 masks=made.masks,
-                **built(sources, made.others, made.masks.shape),
+                **build(made.others, made.masks.shape),
             )
 
     def _require_mode(self, mode: str) -> None:
@@ -728,7 +725,7 @@ class RolloutStorage(RolloutCore):
         for index, leaf in enumerate(following or ()):
             tensors[f"last_observations[{index}]"] = leaf
         if self._ring is not None:
-            numbers["groups"] = {name: len(self._columns[name].fields) for name in self._late}
+            numbers["groups"] = dict(self._late)
         return numbers, tensors
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
@@ -764,15 +761,22 @@ def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, 
         found["distribution_params"] = tuple(params)
     if states is None or len(states) != 2:
         raise InvalidInputError("hidden_states must be a pair (actor, critic), each may be None. Nothing was written.")
-    for name, state in zip(_HIDDEN_STATES, states, strict=True):
-        if state is not None:
-            found[name] = tuple(state) if isinstance(state, (tuple, list)) else (state,)
+    if states[0] is not None:
+        found[_HIDDEN_STATES[0]] = _as_tuple(states[0])
+    if states[1] is not None:
+        found[_HIDDEN_STATES[1]] = _as_tuple(states[1])
     # A transition of the original class has neither of these two.
-    for name in ("truncated", "final_values"):
-        value = getattr(transition, name, None)
-        if value is not None:
-            found[name] = (value,)
+    truncated = getattr(transition, "truncated", None)
+    if truncated is not None:
+        found["truncated"] = (truncated,)
+    final_values = getattr(transition, "final_values", None)
+    if final_values is not None:
+        found["final_values"] = (final_values,)
     return found
+
+
+def _as_tuple(state: Any) -> tuple[Any, ...]:
+    return tuple(state) if isinstance(state, (tuple, list)) else (state,)
 
 
 def _hidden_state(states: Sequence[Tensor]) -> HiddenState:
