@@ -239,7 +239,7 @@ class TransitionView(View):
 
 
 class HindsightView(TransitionView):
-    """Transitions, some of which have the goal that was achieved at ``Drawn.others``, and the reward for it.
+    """Transitions, some with the goal that was achieved at ``Drawn.others`` and the reward for it.
 
     Args:
         owner: The storage's class name, for errors.

@@ -177,14 +177,14 @@ class ReplayWriter:
 
 
 def count_of(mask: Any, lanes: int) -> int:
-    """The transitions of a step with a mask; a mask that does not fit is refused later, by whoever reads it."""
+    """The transitions of a step with a mask; a mask that does not fit is refused later, when the step is checked."""
     return lanes if mask is None else min(int(as_tensor(mask, "mask").count_nonzero()), lanes)
 
 
 def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]) -> None:
     """End a writer: cut its episodes off and free its lanes."""
     if not used[0]:
-        control.let_go(peer)
+        control.offer(peer)
         return
     control.give_back(peer, ring.recover)
     control.peers.leave(peer)

@@ -130,7 +130,7 @@ class Limiter:
         return RateLimit(float(self._rule[_RATIO]), int(self._rule[_LEAST]), float(self._rule[_SLACK]))
 
     def set(self, limit: RateLimit | None) -> None:
-        """Change the limit; whoever waits looks again."""
+        """Change the limit, and wake all that wait."""
         if limit is None:
             self._rule[_ON] = 0
         else:
@@ -143,7 +143,7 @@ class Limiter:
         self.wake_all()
 
     def set_counts(self, inserted: int, sampled: int) -> None:
-        """Go on from counts that were saved; only while nobody else counts."""
+        """Continue from counts that were saved; only while no other process counts."""
         self._counts[:] = inserted, sampled
         self.wake_all()
 
