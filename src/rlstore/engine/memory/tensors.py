@@ -68,11 +68,11 @@ def ahead_bytes(device: torch.device) -> int:
 
 
 class Recycler:
-    """Hands out CPU tensors whose memory may have served before, and is held by nobody now.
+    """Allocates CPU tensors, recycling memory of earlier ones that is no longer referenced.
 
-    Fresh memory costs a page fault every four kilobytes, which takes longer than gathering into it. So the outputs of
-    an update are remembered, and their memory serves again once the caller has let go of all of it: of the tensors, of
-    views of them, of arrays and graphs that hold them.
+    New memory costs a page fault every four kilobytes, which takes longer than gathering into it. So the outputs of an
+    update are remembered, and their memory is used again once the caller has released all of it: the tensors, views of
+    them, and arrays and graphs that hold them.
 
     Args:
         allocate: What makes fresh memory.
