@@ -529,8 +529,8 @@ class RolloutStorage(RolloutCore):
             num_mini_batches: Batches in each epoch.
             num_epochs: Epochs.
             reshuffle: Draw a new order for every epoch; otherwise one order serves them all.
-            reuse: Gather the first epoch only, and yield the same batches and tensors in every epoch. What you change
-                in them in place you will meet again. Not together with ``reshuffle``.
+            reuse: Gather the first epoch only, and yield the same batches and tensors in every epoch: changes made in
+                place are seen in later epochs. Not together with ``reshuffle``.
         """
         self._require_mode("rl")
         if reuse and reshuffle:
@@ -562,8 +562,8 @@ class RolloutStorage(RolloutCore):
             max_trajectories: Trajectories in every batch; if there are fewer, the others are padding. On CUDA the host
                 then does not wait for the device, and the shapes are always the same, as a CUDA graph needs them. More
                 of them are an InvalidInputError; on CUDA, where that is not known, the last ones are left out.
-            reuse: Make the batches of the first epoch only, and yield the same ones in every epoch. What you change in
-                them in place you will meet again.
+            reuse: Make the batches of the first epoch only, and yield the same ones in every epoch: changes made in
+                place are seen in later epochs.
         """
         self._require_mode("rl")
         rows, ring = self._require_rows(), self._ready_ring()
