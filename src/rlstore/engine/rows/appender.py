@@ -167,5 +167,5 @@ _BROKEN = (
     "flagged there. "
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
     "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
-    "gave them. (This is said once.)"
+    "gave them. (This warning is shown once.)"
 )
