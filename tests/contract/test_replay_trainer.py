@@ -62,6 +62,16 @@ def test_priorities_come_back_through_after_gradients(replay):
         assert done["stale_updates"] == 0
 
 
+def test_draws_are_proportional_to_what_is_held(replay):
+    """Every transition and every window of one step counts 1, new ones with priorities too."""
+    storage = replay.make()
+    assert storage.draw_total == 0.0
+    collect(replay, storage, steps=3)
+    assert storage.draw_total == 3.0 * ENVS
+    storage.reset()
+    assert storage.draw_total == 0.0
+
+
 def test_environments_that_sat_out_are_masked_in_samples(replay):
     storage = replay.make()
     storage.insert_transition(replay.sample(0))
