@@ -58,7 +58,7 @@ def test_it_is_a_storage_with_all_ten_methods():
     assert not DistributedStorage.__abstractmethods__
 
 
-def test_the_attributes_tell_what_was_given():
+def test_the_attributes_are_what_was_given():
     storage = DistributedStorage(VECTORS, spaces.Discrete(3), "cpu", 7, 5, 2)
     assert (storage.num_steps, storage.num_storages, storage.batch_size) == (7, 5, 2)
     assert str(storage.device) == "cpu"
@@ -338,7 +338,7 @@ def test_every_leaf_of_dict_observations_has_a_key():
     assert batch[SPEED][T, :, 2].tolist() == [-3.5, -1.5]
 
 
-def test_dict_observations_are_added_whole_and_served_as_a_nest():
+def test_dict_observations_are_added_and_served_nested():
     storage = small(NEST)
     actor = storage.actor()
     for number in (7, 8):

@@ -138,7 +138,7 @@ def test_bad_places_are_refused_and_nothing_is_written():
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our mapping", "a dict"])
-def test_a_batch_that_cannot_be_had_is_refused_before_anything_is_taken(ours):
+def test_bad_arguments_are_refused_before_an_index_is_taken(ours):
     storage = LSTM.make()
     free, full = ListQueue(), ListQueue([2, 0, 1])
     given = {

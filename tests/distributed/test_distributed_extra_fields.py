@@ -106,11 +106,16 @@ def test_the_ten_methods_name_them(with_spaces):
     (batch,) = storage.generate_batches(1, 2, shuffle=False)
     check_transitions(batch)
     storage.after_gradients()
+    learner, actor = storage.learner(2, prefetch=0), storage.actor()
+    for _ in range(4):  # all slots hold something else
+        with actor.rollout() as rollout:
+            rollout.write(STEPS, action=3, baseline=1.0, **extra_row(7))
+    next(learner), next(learner)
     collect(storage, 10)
     check_transitions(storage.get_all_buffer_data(), 10)
-    rows = next(storage.learner(2, prefetch=0))
-    for key in EXTRA:
-        assert not rows[key][-1].any(), key  # like the actor's keys, in the row that it did not act on
+    rows = next(learner)
+    for key in ("action", "baseline", *EXTRA):
+        assert not rows[key][-1].any(), key  # in the row that the actor did not act on
 
 
 def test_all_data_go_into_another_storage_exactly():
@@ -156,14 +161,14 @@ def test_what_is_missing_unknown_or_does_not_fit_is_refused_and_nothing_changes(
     storage = make()
     collect(storage, steps=1)
     before = {key: storage.storages[key][0].clone() for key in storage.storages}
-    for name, value, told in [
+    for name, value, expected in [
         ("costs", None, r"needs \['costs'\]"),
         ("cost", torch.zeros(2), r"cannot hold \['cost'\]"),
         ("costs", torch.zeros(3), "costs is"),
         ("task", torch.full((2,), 0.5), "task is"),
         ("goal", torch.full((2, 2), 40_000), "do not fit into int16"),
     ]:
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=expected):
             storage.insert_transition({**sample(1), name: value})
     with pytest.raises(InvalidInputError, match="fixed by the extra_fields given to DistributedStorage"):
         storage.add(0, 1, {"goal": [1, 2, 3]}, None)

@@ -45,7 +45,7 @@ def test_rollouts_are_served_in_the_order_of_their_commits(world, prefetch):
     learner.close()
 
 
-def test_handles_tell_what_they_are():
+def test_the_repr_of_handles():
     storage = DISCRETE.make(3)
     named, nameless, learner = storage.actor("left"), storage.actor(), storage.learner(2, prefetch=1)
     rollout, other = named.reserve(), named.reserve()
@@ -155,7 +155,7 @@ def test_batches_that_are_kept_are_never_written_over():
     learner.close()
 
 
-def test_handles_go_on_when_the_storage_itself_is_let_go():
+def test_handles_still_work_when_the_storage_is_deleted():
     storage = DISCRETE.make(2)
     actor, learner = storage.actor(), storage.learner(batch_size=1, prefetch=0)
     play(DISCRETE, actor, 1)
@@ -272,7 +272,7 @@ def test_bad_states_are_refused_and_nothing_is_written():
 
 def test_what_cannot_be_a_learner_or_a_version_or_a_wait_is_refused():
     storage = DISCRETE.make(3)
-    for given, told in [
+    for given, expected in [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 2.5}, "batch_size is 2.5"),
         ({"batch_size": 4}, "num_storages is 3"),
@@ -281,16 +281,16 @@ def test_what_cannot_be_a_learner_or_a_version_or_a_wait_is_refused():
         ({"device": "moon"}, "device is 'moon'"),
         ({"device": "meta"}, "device is 'meta'"),
     ]:
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=expected):
             storage.learner(**given)
     rollout = storage.actor().reserve()
-    for refused, told in [
+    for refused, expected in [
         (lambda: storage.learner().publish("new"), "version is 'new'"),
         (lambda: rollout.commit(2**63), "version is 9223372036854775808"),
         (lambda: storage.actor().reserve(timeout=float("nan")), "timeout is nan"),
         (lambda: storage.actor(7), "name is 7"),
     ]:
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=expected):
             refused()
     assert slots(storage) == (2, 1, 0, 0)
 
@@ -360,7 +360,7 @@ def test_a_learner_that_is_dropped_ends_its_thread():
     assert storage.report().learners == 0
 
 
-def test_a_closed_storage_says_so_and_may_be_closed_again():
+def test_a_closed_storage_raises_and_may_be_closed_again():
     storage = DISCRETE.make(2)
     actor = storage.actor()
     actor.reserve()

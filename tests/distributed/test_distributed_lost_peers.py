@@ -79,7 +79,7 @@ def test_a_rollout_is_served_only_if_it_was_committed(stuck, rows):
     assert storage.report().lost_actors == 1
 
 
-def test_the_learner_goes_on_with_those_that_live(stuck, start):
+def test_the_learner_is_still_served_by_the_actors_that_are_alive(stuck, start):
     storage = DISCRETE.make(4)
     dead = stuck(storage, begun=2)
     start(waiting_actor, DISCRETE, storage.actor("right"))
@@ -95,7 +95,7 @@ def test_the_learner_goes_on_with_those_that_live(stuck, start):
     assert report.free + report.writing + report.full + report.reading == 4
 
 
-def test_a_lost_actor_is_told_once_however_often_is_waited(stuck):
+def test_there_is_one_warning_of_a_lost_actor(stuck):
     storage = DISCRETE.make(2)
     child = stuck(storage)
     child.kill()
@@ -175,7 +175,7 @@ def test_the_slots_of_a_killed_learner_are_served_again_in_order(holding, reaped
     assert (storage.report().committed, storage.report().served) == (4, 4)
 
 
-def test_a_deadline_gives_back_what_a_learner_had_taken():
+def test_a_deadline_returns_the_slots_that_a_learner_took():
     """It took two rollouts of three and the third did not come: the two are there for the next wait, in order."""
     storage = DISCRETE.make(4)
     actor = storage.actor()
@@ -201,7 +201,7 @@ def test_an_actor_that_waits_for_a_learner_gets_the_name_of_the_dead_one(holding
     last.abandon()
 
 
-def test_a_learner_that_was_replaced_long_ago_is_not_blamed(holding):
+def test_a_learner_that_died_before_the_last_slot_came_is_not_named(holding):
     """An actor got slots since it died: that the next does not come has other reasons."""
     storage = DISCRETE.make(3)
     holding(storage).kill()
@@ -220,7 +220,7 @@ def test_a_learner_that_was_replaced_long_ago_is_not_blamed(holding):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_at_the_deadline_a_learner_names_those_who_died_and_can_be_asked_again(stuck, prefetch):
+def test_at_the_deadline_a_learner_names_dead_actors_and_can_wait_again(stuck, prefetch):
     storage = DISCRETE.make(3)
     learner = storage.learner(batch_size=2, prefetch=prefetch, timeout=SHORT)
     child = stuck(storage, whole=1)
@@ -244,7 +244,7 @@ def test_at_the_deadline_a_learner_names_those_who_died_and_can_be_asked_again(s
     assert slots(storage) == (3, 0, 0, 0)
 
 
-def test_at_the_deadline_those_who_live_are_named_with_what_they_hold(stuck):
+def test_at_the_deadline_live_actors_are_named_with_the_slots_they_hold(stuck):
     storage = DISCRETE.make(4, timeout=SHORT)
     child = stuck(storage, begun=2)
     began = time.monotonic()
@@ -255,7 +255,7 @@ def test_at_the_deadline_those_who_live_are_named_with_what_they_hold(stuck):
     assert slots(storage) == (2, 2, 0, 0)
 
 
-def test_an_actor_that_finds_no_free_slot_says_why_at_the_deadline():
+def test_at_the_deadline_an_actor_without_a_slot_names_the_states_of_all():
     storage = DISCRETE.make(4, timeout=SHORT)
     actor = storage.actor("only")
     held = [actor.reserve() for _ in range(3)]

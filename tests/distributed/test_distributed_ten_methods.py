@@ -117,7 +117,7 @@ def test_a_transition_goes_to_its_row_and_to_the_one_behind_it():
     assert len(storage) == ENVS * (STEPS + 1)
 
 
-def test_batches_are_whole_rollouts_in_the_words_of_the_vocabulary():
+def test_batches_are_complete_rollouts_in_the_vocabulary():
     storage = make(seed=3)
     collect(storage)
     (batch,) = storage.generate_batches(1, 2, shuffle=False)
@@ -204,8 +204,8 @@ def test_a_refused_sample_changes_nothing():
     storage = make()
     collect(storage, steps=1)
     before = [slot_rows(storage, slot) for slot in range(4)]
-    for change, told in BAD_SAMPLES:
-        with pytest.raises(InvalidInputError, match=told):
+    for change, expected in BAD_SAMPLES:
+        with pytest.raises(InvalidInputError, match=expected):
             storage.insert_transition({**sample(1), **change})
         assert [slot_rows(storage, slot) for slot in range(4)] == before
         assert len(storage) == ENVS
@@ -273,13 +273,13 @@ def test_a_slice_in_the_plain_vocabulary_is_enough():
     data["hidden_states"] = steps[0]["hidden_states"]
     other.insert_data_slice(data)
     assert [slot_rows(other, slot) for slot in range(2)] == [slot_rows(storage, slot) for slot in range(2)]
-    for wrong, told in [
+    for wrong, expected in [
         ({"rewards": data["rewards"][:2]}, "of 2 steps"),
         ({"actions": data["actions"][:, :1]}, "has to begin with"),
         ({"next_observations": None}, "last_observations"),
         ({"first_rows": {"obs": 1}}, "cannot hold"),
     ]:
-        with pytest.raises(InvalidInputError, match=told):
+        with pytest.raises(InvalidInputError, match=expected):
             other.insert_data_slice({**data, **wrong})
     assert [slot_rows(other, slot) for slot in range(2)] == [slot_rows(storage, slot) for slot in range(2)]
 
@@ -326,7 +326,7 @@ def busy():
 
 
 @pytest.mark.parametrize("how", ["saved", "pickled", "copied"])
-def test_a_copy_goes_on_exactly_and_apart(how, tmp_path):
+def test_a_copy_resumes_exactly_in_memory_of_its_own(how, tmp_path):
     storage, twin = busy(), busy()
     writing = storage.actor().reserve()  # somebody else's: not part of the copy
     if how == "saved":

@@ -40,7 +40,7 @@ def join_and_die(peers, role, name=None):
     return number, process.pid
 
 
-def test_peers_have_numbers_of_their_own_and_are_told_in_words():
+def test_peers_have_numbers_of_their_own_and_descriptions():
     peers = make_peers()
     numbers = [peers.join("maker"), peers.join("actor", "left"), peers.join("writer", "x"), peers.join("writer", "x")]
     assert numbers == [1, 2, 3, 4]
@@ -58,7 +58,7 @@ def test_peers_have_numbers_of_their_own_and_are_told_in_words():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("", ""),
         ("a" * 40, "a" * 32),
@@ -67,9 +67,9 @@ def test_peers_have_numbers_of_their_own_and_are_told_in_words():
         ("a" + "ü" * 16, "a" + "ü" * 15 + "�"),
     ],
 )
-def test_names_are_cut_to_what_a_line_holds(name, told):
+def test_names_are_cut_to_what_a_line_holds(name, expected):
     peers = make_peers()
-    quoted = f'"{told}" ' if told else ""
+    quoted = f'"{expected}" ' if expected else ""
     assert peers.describe(peers.join("actor", name)) == f"actor {quoted}(process {os.getpid()})"
 
 

@@ -128,7 +128,7 @@ def test_a_wait_for_nothing_ends():
     assert slots.take(FULL, READING, 1, 60.0) is None  # a slice of it: the caller looks who lives, and asks again
 
 
-def test_a_slot_that_comes_wakes_who_waits_and_all_look_again_when_told():
+def test_a_slot_wakes_one_that_waits_and_wake_all_wakes_all():
     slots, found, looked = make_slots(1), [], []
 
     def wait():
@@ -233,7 +233,7 @@ def test_a_queue_has_slots(count):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_queue_that_stays_empty_tells_it(timeout):
+def test_a_queue_that_stays_empty_raises(timeout):
     with pytest.raises(
         WaitTimeoutError, match=rf"nothing came into the queue of 2 slots within {timeout} seconds"
     ) as late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ class Rollout:
         row = check_row(timestep, self._memory.steps)
         self._memory.write(self.slot, row, self._memory.fields.fit_row(values))
 
-    def set_states(self, states: Any) -> None:
+    def set_states(self, states: Tensor | Sequence[Tensor]) -> None:
         """Write the recurrent states at the start of this rollout, ``(layers, 1, hidden)`` each."""
         self._memory.write_states([self.slot], self._memory.fields.fit_states(states, "states", 1))
 

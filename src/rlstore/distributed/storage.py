@@ -504,8 +504,8 @@ class DistributedStorage(Storage):
             others = [peers.describe(peer) for role in ("actor", "learner") for peer in peers.here(role)]
             if others:
                 raise NotReadyError(
-                    f"{name} can change only while nobody else takes part: here are {', '.join(others)}. Nothing was "
-                    "changed."
+                    f"{name} can change only while no actor or learner takes part; there are {', '.join(others)}. "
+                    "Nothing was changed."
                 )
         setattr(self, "max_size" if name == "num_steps" else name, value)
         if old is None:

@@ -98,7 +98,7 @@ class KeptEpisodes:
         until = torch.where(stop == ring.written, stop, start)
         for lane in ((until > self._kept) & (ring.written > ring.begun)).nonzero().flatten().tolist():
             self._write_until(lane, int(until[lane]))
-            # An episode of which all rows are overwritten in memory is removed from disk.
+            # An episode whose rows are all overwritten in memory is removed from disk.
             stops, oldest = self._stops[lane], int(ring.written[lane]) - ring.steps
             while stops and stops[0][0] <= oldest:
                 self._files.remove(stops.popleft()[1])

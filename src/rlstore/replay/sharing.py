@@ -117,7 +117,7 @@ class Sharing:
                 limiter.count_inserts(-count)
 
     def count_slice(self, rows: int) -> None:
-        """Rows were added for which nobody had to wait; nor has anybody to wait because of them."""
+        """Rows were added without a wait; they make neither side wait for the other."""
         limiter, limit = self.control.limiter, self.control.limiter.limit
         limiter.count_inserts(rows)
         if limit is not None:

@@ -94,8 +94,10 @@ class RolloutColumn:
 
     def held(self, ring: Ring, rows: int, lead: int = 0) -> list[Tensor]:
         """Rows ``lead`` to ``lead + rows`` of its blocks."""
-        blocks = [ring.blocks[name] for name in self.blocks]
-        return [block if not lead and rows == block.shape[0] else block[lead : lead + rows] for block in blocks]
+        blocks = list(map(ring.blocks.__getitem__, self.blocks))
+        if not blocks or (not lead and blocks[0].shape[0] == rows):
+            return blocks
+        return [block[lead : lead + rows] for block in blocks]
 
 
 class BlockAttribute:
@@ -147,7 +149,7 @@ class RolloutCore(Storage):
     (:meth:`_insert`, :meth:`_check`), and what follows the newest step.
     """
 
-    # By name what update_storage_parameter may change; the last one is the number of steps.
+    # What update_storage_parameter may change: fractions, and the number of steps.
     _parameters: ClassVar[Mapping[str, Check]] = {}
     # Words of get_all_buffer_data that are no columns.
     _data_words: ClassVar[tuple[str, ...]] = ()
@@ -240,7 +242,7 @@ class RolloutCore(Storage):
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
-        """The blocks of the extra fields by name, ``[steps, envs, ...]``; write into them as into the others."""
+        """The blocks of the extra fields by name, ``[steps, envs, ...]``; you may write into them."""
         ring = self._ready_ring()
         return MappingProxyType({field.name: ring.blocks[field.name] for field in self._extra})
 
@@ -251,9 +253,11 @@ class RolloutCore(Storage):
     def _sources(self, rows: int) -> Sources:
         """The first ``rows`` steps by the names of the storage's own batches."""
         self._follow_callers()
-        ring = self._ready_ring()
-        columns = [column for column in self._columns.values() if column.batch and column.fields]
-        return {column.batch: (column.structure, self._served(column, column.held(ring, rows))) for column in columns}
+        ring, sources = self._ready_ring(), {}
+        for column in self._columns.values():
+            if column.batch and column.fields:
+                sources[column.batch] = column.structure, self._served(column, column.held(ring, rows))
+        return sources
 
     def _word_sources(self, rows: int, *, whole: bool = False) -> Sources:
         """The first ``rows`` steps by the words of the ten methods; ``whole`` for those of get_all_buffer_data."""
@@ -268,7 +272,7 @@ class RolloutCore(Storage):
         return sources
 
     def _served(self, column: RolloutColumn, leaves: list[Tensor]) -> list[Tensor]:
-        """Leaves as they are served: scalars that are held as ``[steps, envs]`` with a last axis of 1."""
+        """The leaves as they are served: scalars held as ``[steps, envs]`` get a last axis of 1."""
         if self._scalar_shape or column.structure is not None or column.fields[0].shape:
             return leaves
         return [leaf.unsqueeze(-1) for leaf in leaves]
@@ -389,7 +393,10 @@ class RolloutCore(Storage):
         epsilon: float | None,
         dones: bool = False,
     ) -> None:
-        """Fill ``returns`` and ``advantages`` of the rows held; see :func:`rlstore.engine.returns.fill_gae`."""
+        """Fill ``returns`` and ``advantages`` of the rows held, from the whole blocks of flags and final values.
+
+        See :func:`rlstore.engine.returns.fill_gae`.
+        """
         ring, rows = self._ready_ring(), self._require_rows()
         for name, value in (("gamma", gamma), ("lam", lam)):
             if type(value) is not float or not 0 <= value <= 1:
@@ -397,8 +404,12 @@ class RolloutCore(Storage):
         if not _is_ready(last_values, ring):
             field = Field("last_values", (), torch.float32, f"{ring.lanes} environments")
             last_values = field.fit(last_values, ring.lanes, ring.device)
-        blocks = [ring.blocks[name] for name in ("rewards", "values", "advantages", "returns")]
-        rewards, values, advantages, targets = blocks if rows == ring.steps else [block[:rows] for block in blocks]
+        rewards, values, *out = (ring.blocks[name] for name in ("rewards", "values", "advantages", "returns"))
+        if rows < ring.steps:
+            rewards, values, *out = (block[:rows] for block in (rewards, values, *out))
+            ended = ended[:rows]
+            truncated = None if truncated is None else truncated[:rows]
+            final_values = None if final_values is None else final_values[:rows]
         returns.fill_gae(
             rewards,
             values,
@@ -408,8 +419,8 @@ class RolloutCore(Storage):
             final_values,
             gamma=gamma,
             lam=lam,
-            advantages=advantages,
-            returns=targets,
+            advantages=out[0],
+            returns=out[1],
             epsilon=epsilon,
             dones=dones,
         )
@@ -417,7 +428,7 @@ class RolloutCore(Storage):
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The learner is done with the rollout: the next sample starts a new one.
+        """Mark the rollout as used: the next sample starts a new one.
 
         It may also be called as ``after_gradients(batch, info)``.
 
@@ -444,11 +455,11 @@ class RolloutCore(Storage):
 
         Args:
             num_mini_batch: Batches in each epoch.
-            mini_batch_size: Rows in each; None divides all rows among them. No row comes twice in an epoch.
-            num_epochs: Epochs, each with an order of its own.
-            shuffle: False serves the rows in the order of time.
-            reuse: Gather the first epoch only, and yield the same dicts and tensors, in the same order, in every
-                epoch. What you change in them in place you will meet again.
+            mini_batch_size: Rows in each; None divides all rows evenly. No row occurs twice in an epoch.
+            num_epochs: Epochs, each with its own permutation.
+            shuffle: False serves the rows in temporal order.
+            reuse: Gather once, and yield the same dicts and tensors, in the same order, in every epoch. In-place
+                changes to a batch are then seen in the next epoch.
 
         Yields:
             Dicts, with the row ids as ``rows``.
@@ -517,18 +528,19 @@ class RolloutCore(Storage):
         for rows in orders:
             if ring.size < steps:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            served = sources(steps)
-            leaves = tuple([leaf.contiguous() for _, part in served.values() for leaf in part])
+            leaves, build = flatten(sources(steps))
             dtypes = [leaf.dtype for leaf in leaves]
             if observations_as is not None:
                 first = len(self._observations.paths)
                 dtypes[:first] = [observations_as] * first
-            own_rows = torch.unsafe_split(rows.clone(), size) if with_rows else ()
-            for index, tensors in enumerate(gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)):
-                batch = make(**built(served, tensors, batch_size))
-                if with_rows:
-                    batch["rows"] = own_rows[index]
-                yield batch
+            batches = gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)
+            if with_rows:
+                own_rows = torch.unsafe_split(rows.clone(), size)
+                for tensors, ids in zip(batches, own_rows, strict=True):
+                    yield make(**build(tensors, batch_size), rows=ids)
+            else:
+                for tensors in batches:
+                    yield make(**build(tensors, batch_size))
 
     # ---------------------------------------------------------------------------------------------- all data
 
@@ -585,7 +597,7 @@ class RolloutCore(Storage):
         block.copy_(given.reshape(block.shape))
 
     def reset(self) -> None:
-        """Make the storage empty, every tensor zero."""
+        """Remove all data and set all tensors to zero."""
         self._observation_view = None
         if self._ring is not None:
             self._ring.zero()
@@ -623,15 +635,27 @@ class RolloutCore(Storage):
                 reader.read_into(name, block)
 
 
-def built(sources: Sources, tensors: Sequence[Tensor], batch_size: torch.Size) -> dict[str, Any]:
-    """Tensors, one for each leaf of the sources, nested as those are, by their names."""
-    parts: dict[str, Any] = {}
-    place = 0
-    for name, (structure, leaves) in sources.items():
-        last = place + len(leaves)
-        parts[name] = tensors[place] if structure is None else structure.build(tensors[place:last], batch_size)
-        place = last
-    return parts
+def flatten(sources: Sources) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor], torch.Size], dict[str, Any]]]:
+    """The leaves of the sources, contiguous, and a function that nests as many tensors in the same way, by name."""
+    leaves: list[Tensor] = []
+    cuts, plain = [], {}
+    for name, (structure, part) in sources.items():
+        if structure is None:
+            plain[name] = part[0]
+        else:
+            cuts.append((name, structure.build, len(leaves), len(leaves) + len(part)))
+            leaves.extend(part)
+    place = len(leaves)
+    leaves.extend(plain.values())
+    names = tuple(plain)
+
+    def build(tensors: Sequence[Tensor], batch_size: torch.Size) -> dict[str, Any]:
+        parts = dict(zip(names, tensors[place:], strict=True))
+        for name, nest, first, last in cuts:
+            parts[name] = nest(tensors[first:last], batch_size)
+        return parts
+
+    return tuple([leaf.contiguous() for leaf in leaves]), build
 
 
 def repeated(batches: Iterator[_Batch], epochs: int) -> Iterator[_Batch]:

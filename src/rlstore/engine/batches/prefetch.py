@@ -23,14 +23,14 @@ class _Job(Generic[Drawn]):
 class Prefetch(Generic[Drawn]):
     """Keeps ``count`` batches ready.
 
-    What goes into a batch is drawn in the calling thread, at a moment that the order of calls decides; only the
-    copying is left to the background. So the batches do not depend on how the threads happen to run.
+    What goes into a batch is drawn in the calling thread; only the copying happens in the background. So the batches
+    depend on the order of calls alone, not on how the threads are scheduled.
 
     Args:
         count: Batches prepared ahead.
         max_age: A batch drawn this many added steps ago, or more, is thrown away.
         prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
-            :meth:`take`. It must not hold whoever holds this object.
+            :meth:`take`. It must not refer to the owner of this object.
         in_background: False if it returns at once anyhow, and so runs in the calling thread.
     """
 
@@ -118,5 +118,5 @@ class Prefetch(Generic[Drawn]):
 
 
 def _finish(job: _Job[Any]) -> None:
-    """Wait for a job whose result, or exception, nobody will ask for now."""
+    """Wait for a job whose result, or exception, is not needed any more."""
     job.prepared.exception()

@@ -143,12 +143,12 @@ class Windows:
         self.kernel.follow()
 
     def rebuild(self) -> None:
-        """Take in all rows that are held, anew."""
+        """Take in all rows that are held, from the beginning."""
         self._has_windows = False
         self.kernel.rebuild()
 
     def forget(self, lanes: Tensor) -> None:
-        """Take in the rows of some lanes anew when next asked to follow; they have moved on from all that was known."""
+        """Take in the rows of some lanes from the beginning at the next follow(): what is known may be wrong."""
         self._counters[2, lanes] = 0
 
     def draw(self, count: int, random: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Batches that were put together on the host, brought to the learner's device while it computes.
+"""Batches gathered on the host, copied to the learner's device while it computes.
 
 Copies to CUDA run on a stream of their own, from whichever thread, so that they neither wait for what the learner has
-launched nor hold it up. Three things keep a batch whole:
+launched nor hold it up. Three things keep a batch intact:
 
 - the stream that takes a batch waits for its copies, on the device, before anything that is launched there afterwards;
-- the allocator is told of that stream. So the memory of a batch that is let go of, early or late, serves another one
-  only after all that had been launched on it there;
-- page-locked memory is torch's, which gives a block out again only when the copies from it have ended. So whoever
-  fills host memory for :meth:`Staging.send` gets it with ``pin_memory=True`` for each batch, and just lets go of it.
+- the allocator knows of that stream. So the memory of a batch that is freed, early or late, is reused only after all
+  that had been launched on it there;
+- page-locked memory is torch's, which reuses a block only when the copies from it have ended. So host memory for
+  :meth:`Staging.send` is allocated with ``pin_memory=True`` for each batch, and simply dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Staging:
     """Sends batches to a device. Any number of threads may send at once.
 
     Args:
-        device: Where batches are served.
+        device: The device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Staging:
         """Begin to copy a nest of tensors (dicts, tuples, lists, TensorDicts) to the device.
 
         Args:
-            nest: Tensors on the host. Nobody may write to them any more.
+            nest: Tensors on the host. They must not be written to any more.
             casts: For a tuple of tensors, what each is converted to.
         """
         with torch.inference_mode(False):  # whatever mode the caller is in, a learner may train on it

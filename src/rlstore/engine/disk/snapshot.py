@@ -312,9 +312,9 @@ def generator_state(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def restore_generator(generator: torch.Generator, reader: SnapshotReader) -> None:
-    """Have a generator go on from what :func:`generator_state` gave.
+    """Restore the state of a generator from :func:`generator_state`.
 
-    That of another kind of device cannot: it begins anew, from a seed that the saved state gives.
+    A generator of another kind of device is seeded instead, with a seed derived from the saved state.
     """
     (name,) = (name for name in reader.names if name.startswith("generator["))
     state = reader.tensor(name)

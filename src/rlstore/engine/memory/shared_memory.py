@@ -83,7 +83,7 @@ class SharedMemory:
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
     with torch.inference_mode(False):
-        # Unlike torch.from_file it keeps the descriptor, with which torch.multiprocessing sends tensors without a copy.
+        # Keeps the descriptor, with which torch.multiprocessing sends a tensor; one of torch.from_file cannot be sent.
         make = getattr(torch.UntypedStorage, "_new_shared_fd_cpu", None)
         if make is None:
             return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)

@@ -22,15 +22,15 @@ from rlstore.kernels import await_event, event_count, exchange_word, make_event
 _PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
 _NOBODY = 0
-# The word of a lane: its writer, that this one is giving it back, and that only a copy of it elsewhere may still come.
-_PEER, _FINISHING, _LET_GO = 0xFFFF, 1 << 16, 1 << 17
+# The word of a lane: its writer, that this one is freeing it, and that it is reserved for a copy of an unused handle.
+_PEER, _FINISHING, _OFFERED = 0xFFFF, 1 << 16, 1 << 17
 
 
 class LaneControl:
     """A word for each lane with its writer, and one that says that it writes just now; in shared memory if asked.
 
-    A writer sets its busy word, looks whether there is a pause, and writes; whoever pauses sets the pause and waits
-    until no word is busy. Both are exchanges of one word, so one of the two always sees the other.
+    A writer sets its busy word, checks for a pause, and writes; a pause is set first, and then waits until no word is
+    busy. Both are exchanges of one word, so one of the two always sees the other.
 
     Args:
         lanes: Lanes of the ring.
@@ -54,7 +54,7 @@ class LaneControl:
         self._busy: Any = self._words[_BOARD + lanes :].numpy()
         if segment is None:
             self._board[_MAKER] = self.peers.join("maker")
-            # Before multiprocessing waits for its children at the end: they would write on and on for nobody.
+            # Before multiprocessing waits for its children at the end: they would go on writing, with no reader.
             Finalize(self, _close, args=(self._words, self.limiter), exitpriority=15)
 
     # ---------------------------------------------------------------------------------------------- claims
@@ -74,7 +74,7 @@ class LaneControl:
         is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
         if not is_whole or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
-        # What was let go of is for whom it was given to, who may not have begun yet, as long as there is anything else.
+        # Lanes of an unused handle are reserved for the process that it was given to, as long as others are free.
         for is_free in (self._writers == _NOBODY, ~self._has_writer()):
             free = 0
             for lane in range(self.lanes):
@@ -89,7 +89,7 @@ class LaneControl:
         Args:
             lanes: The lanes.
             peer: Who is to write them.
-            recover: Puts a lane in order whose writer is dead.
+            recover: Repairs a lane whose writer is dead.
             given_by: A peer that hands them over.
         """
         self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
@@ -102,18 +102,18 @@ class LaneControl:
 
     def _claim(self, lane: int, peer: int, given_by: int) -> bool:
         word = int(self._writers[lane])
-        if word not in (_NOBODY, given_by) and not word & _LET_GO:
+        if word not in (_NOBODY, given_by) and not word & _OFFERED:
             return False
         if not exchange_word(self._words, _BOARD + lane, word, peer):
             return False
-        if word & _LET_GO:
+        if word & _OFFERED:
             self.peers.leave(word & _PEER)
         return True
 
-    def let_go(self, peer: int) -> None:
+    def offer(self, peer: int) -> None:
         """A handle of this process is gone that was never used; one that it was given to may not have begun yet."""
         for lane in np.flatnonzero(self._writers == peer).tolist():
-            exchange_word(self._words, _BOARD + lane, peer, peer | _LET_GO)
+            exchange_word(self._words, _BOARD + lane, peer, peer | _OFFERED)
 
     def _taken(self, lanes: range, but: int = _NOBODY) -> str:
         """Who has which of some lanes, in words."""
@@ -124,18 +124,18 @@ class LaneControl:
         )
 
     def give_back(self, peer: int, recover: Callable[[int], None]) -> None:
-        """Put the lanes of a peer of this process in order, and let go of them."""
+        """Repair the lanes of a peer of this process, and free them."""
         self.reclaim(peer, recover, peer | _FINISHING)
 
     def reclaim(self, dead: int, recover: Callable[[int], None], by: int | None = None) -> None:
-        """Put the lanes of a dead peer in order, and let go of them.
+        """Repair the lanes of a dead peer, and free them.
 
-        Meanwhile they are those of ``by``, a peer of this process (None: the maker): nobody else puts them in order,
-        and if this process dies too, somebody will.
+        Meanwhile they are those of ``by``, a peer of this process (None: the maker): no other process repairs them,
+        and if this process dies too, another one will.
         """
         holder = int(self._board[_MAKER]) if by is None else by
         for lane in np.flatnonzero(self._writers & _PEER == dead).tolist():
-            word = int(self._writers[lane])  # by now another may have put it in order, and a new writer have it
+            word = int(self._writers[lane])  # by now another may have repaired it, and a new writer have it
             if word & _PEER == dead and exchange_word(self._words, _BOARD + lane, word, holder):
                 recover(lane)
                 self._busy[lane] = 0
@@ -147,7 +147,7 @@ class LaneControl:
         return bool(self._has_writer().any())
 
     def _has_writer(self) -> Any:
-        return (self._writers != _NOBODY) & (self._writers & _LET_GO == 0)
+        return (self._writers != _NOBODY) & (self._writers & _OFFERED == 0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -188,7 +188,7 @@ class LaneControl:
             make_event(self._words, _CHANGED)
 
     def check_maker(self) -> None:
-        """Raise if the process that made the storage died: nobody will ever read what is written."""
+        """Raise if the process that made the storage died: what is written would never be read."""
         if not self.peers.is_here(int(self._board[_MAKER])) and not self._board[_CLOSED]:
             raise PeerLostError(f"the {self.describe_maker()} of this storage is gone; nothing was written")
 
@@ -223,7 +223,7 @@ class LaneControl:
         return ", ".join(sorted({self.peers.describe(int(self._writers[lane])) for lane in lanes}))
 
     def close(self) -> None:
-        """Nobody may write any more; whoever waits is told."""
+        """No writer may write any more; those that wait are woken."""
         _close(self._words, self.limiter)
 
     @property

@@ -33,7 +33,8 @@ class Appender:
         self.added, self.warned = 0, False
         self.ring, self.fields = ring, fields
         self._kernel: protocol.EpisodeRing | None = None
-        self._is_leaf, self._named = fields.structure.is_leaf, fields.named
+        self._watches = ring.is_shared
+        self._is_plain = fields.structure.is_leaf and not fields.named  # one tensor each, and nothing by name
         self._no_final = (None,) * (len(fields.observations) + 1)
         self._columns_end = 2 * len(fields.observations) + len(fields.columns)
         self._places: list[Field] | None = None
@@ -63,19 +64,22 @@ class Appender:
             mask: False for lanes that take no part, or None.
             named: Recurrent states and extra fields by name.
         """
-        flags = (terminateds, truncateds, mask)
-        if self._is_leaf and not named and not self._named:
-            values = (observations, next_observations, actions, rewards, *flags, None, None)
+        if self._is_plain and not named:
+            values = (observations, next_observations, actions, rewards, terminateds, truncateds, mask, None, None)
         else:
             fields = self.fields
             columns = fields.named_columns(named, self.ring.lanes)
             leaves = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
-            values = (*leaves, actions, rewards, *columns, *flags, *self._no_final)
+            values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
         if infos or type(infos) is not dict:
             values = self._with_final(values, infos)
-        if self.write(values) and not self.warned:
+        outcome = (self._kernel or self._bind()).write(values)
+        if outcome != WRITTEN and self._complete(values, outcome) and not self.warned:
             self.warned = True
             warnings.warn(_BROKEN, stacklevel=3)
+        self.added += 1
+        if self._watches:
+            self.ring.catch_up()
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
         """The values of a step with the final observations that its infos hold."""
@@ -101,21 +105,26 @@ class Appender:
         Raises:
             InvalidInputError: If a value does not fit.
         """
-        ring = self.ring
-        kernel = self._kernel
-        if kernel is None or ring.is_part:
-            kernel = self._kernel = ring.writing_kernel()
-        outcome = kernel.write(values)
-        if outcome != WRITTEN:
-            outcome = self._fit_and_write(kernel, values, outcome)
+        outcome = (self._kernel or self._bind()).write(values)
+        broken = outcome != WRITTEN and self._complete(values, outcome)
         self.added += 1
-        if ring.is_shared:
-            ring.catch_up()
-        return outcome == WRITTEN_WITH_BREAK
+        if self._watches:
+            self.ring.catch_up()
+        return broken
 
-    def _fit_and_write(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
-        """Write a step after a first attempt that wrote nothing: convert values, and make room in tables."""
-        fitted = -1
+    def _bind(self) -> protocol.EpisodeRing:
+        """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
+        kernel = self.ring.writing_kernel()
+        self._kernel, self._watches = None if self.ring.is_part else kernel, self.ring.is_shared
+        return kernel
+
+    def _complete(self, values: tuple[Any, ...], outcome: int) -> bool:
+        """Bring a write to its end that has written nothing yet: convert values, and make room in tables.
+
+        Returns:
+            True if an episode was broken off.
+        """
+        kernel, fitted = self._kernel or self._bind(), -1
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if possible, else refuse it.
@@ -126,7 +135,7 @@ class Appender:
             else:
                 self.ring.extend(episodes=outcome == NEEDS_EPISODES)
             outcome = kernel.write(values)
-        return outcome
+        return outcome == WRITTEN_WITH_BREAK
 
     def _place(self, index: int) -> Field:
         if self._places is None:
@@ -158,5 +167,5 @@ _BROKEN = (
     "flagged there. "
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
     "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
-    "gave them. (This is said once.)"
+    "gave them. (This warning is shown once.)"
 )

@@ -1,9 +1,8 @@
 """The memory of replay: lanes that move alone and wrap, rows that belong to episodes, one copy of each observation.
 
 The observation after a row is that of the row behind it. Where an episode ends it is kept in a table of final
-observations instead, by the episode's slot. A frame stack is kept as single frames; what stood before an episode's
-first frame is told in the table of episodes, or kept in a table of starts where it is neither zeros nor that frame
-again.
+observations instead, by the episode's index. A frame stack is kept as single frames; the table of episodes says what
+stood before an episode's first frame, and a table of starts keeps it where it is neither zeros nor that frame again.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class EpisodeRing:
     """Rows of ``lanes`` lanes, the newest ``steps`` of each.
 
     In shared memory other processes may write, each into lanes of its own (:meth:`part`). The ring then counts for
-    itself which rows it has taken notice of: :meth:`catch_up` takes in what they wrote.
+    itself which rows it has taken in: :meth:`catch_up` takes in what they wrote.
 
     On a device the counters and all tables are there too. To look at them is to wait for the device, and neither
     writing nor drawing does.
@@ -43,7 +42,7 @@ class EpisodeRing:
         backing: Where the memory comes from.
         autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
             "Disabled" (a step like any other), or None: a reset step if it looks like one.
-        beside: What else is kept with the rows, as JSON: a mapped folder is taken up only if it was the same.
+        beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class EpisodeRing:
         self._known = 0  # rows of a device that are known to be held
         self._view_counters()
         if self.reopened:
-            self._take_up()
+            self._reopen()
         elif not self.backing.is_attached:
             self.clear()
 
-    def _take_up(self) -> None:
-        """Go on with the blocks of an earlier run, which may have stopped in the middle of anything."""
+    def _reopen(self) -> None:
+        """Reopen the blocks of an earlier run, which may have stopped in the middle of anything."""
         deep = min(len(self.episodes) // self.lanes, len(self.free_slots), *(len(f) // self.lanes for f in self.finals))
         slots = deep * self.lanes
         self.episodes, self.free_slots = self.episodes[:slots], self.free_slots[:deep]
@@ -120,15 +119,15 @@ class EpisodeRing:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Derive the episodes that go on and the free slots from the rows that are there."""
+        """Derive the episodes that are not over and the free episode indices from the rows that are there."""
         for lane in range(self.lanes):
             newest = self._rebuild(lane)
-            if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it goes on
+            if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it is not over
                 self.episodes[newest, 1], self.episodes[newest, 2] = -1, 0
                 self.current[lane] = newest
 
     def _rebuild(self, lane: int) -> int | None:
-        """The free slots of a lane and no episode that goes on; the slot of its newest row."""
+        """Derive the free episode indices of a lane; returns the episode index of its newest row."""
         written, begun = int(self.counters[0, lane]), int(self.begun[lane])
         places = torch.arange(max(begun, written - self.kept), written) % self.rows
         used = self.blocks["episode"][lane].cpu()[places].long()
@@ -141,9 +140,9 @@ class EpisodeRing:
         return int(used[-1]) if len(used) else None
 
     def recover(self, lane: int) -> None:
-        """Put a lane in order whose writer died, perhaps in the middle of a write: what it had finished stays.
+        """Repair a lane whose writer died, perhaps in the middle of a write: what it had finished stays.
 
-        The episode that went on is broken off: its last row keeps what followed it.
+        The episode that was not over is cut off: its last row keeps what followed it.
         """
         newest, written = self._rebuild(lane), int(self.counters[0, lane])
         if newest is None or 0 <= self.episodes[newest, 1] <= written:
@@ -184,7 +183,7 @@ class EpisodeRing:
         return self if self._whole is None else self._whole
 
     def catch_up(self) -> None:
-        """Take notice of all rows that others have written by now."""
+        """Take in all rows that others have written by now."""
         self.kernel.catch_up()
 
     def overrun(self) -> Tensor | None:
@@ -193,7 +192,7 @@ class EpisodeRing:
         return flags.nonzero().flatten() if self.kernel.overrun(flags) else None
 
     def _follow_whole(self, whole: EpisodeRing) -> None:
-        """Take the tables of the whole, which may have grown for another part."""
+        """Take the tables of the whole ring, which may have grown for another part."""
         self.episodes, self.free_slots = whole.episodes, whole.free_slots
         self.finals, self.starts = whole.finals, whole.starts
         self._bind_tables()
@@ -240,13 +239,13 @@ class EpisodeRing:
         return sum(tensor.nbytes for tensor in tensors)
 
     def clear(self) -> None:
-        """Hold nothing. The counters go on, so that a row from before can be told."""
+        """Hold nothing. The counters continue, so that a row id from before is recognised as stale."""
         self.written.copy_(self.counters[0])  # in shared memory it is not the same
         self.begun.copy_(self.written)
         self.current.fill_(-1)
         self.after_end.fill_(-1)
         self.free_count.fill_(self.slots // self.lanes)
-        # The slot on top of the stack is the first to be taken: the lowest.
+        # The episode index on top of the stack is the first to be taken: the lowest.
         order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
         self.free_slots.copy_(order.flip(0))
         self._known = 0
@@ -315,7 +314,7 @@ class EpisodeRing:
         deep = self.slots // self.lanes
         deeper = min(deep + max(deep // 2, 1), self.kept + 1)
         if deeper == deep:
-            raise RuntimeError("every slot is taken, which cannot be: each holds a row")
+            raise RuntimeError("every episode index is taken, although each has a row")
         self._extend_tables(deeper * self.lanes)
         self._free_from(deep)
         self._bind_tables()
@@ -331,7 +330,7 @@ class EpisodeRing:
         self._bind_tables()
 
     def _free_from(self, deep: int) -> None:
-        """Put the slots from ``deep`` a lane on on top of each stack, the lowest uppermost: they are free."""
+        """Push the episode indices from ``deep`` of each lane on its stack of free ones, the lowest last."""
         more = self.slots // self.lanes - deep
         lane, up = torch.arange(self.lanes, device=self.device), torch.arange(more, device=self.device).unsqueeze(1)
         new = (deep + more - 1 - up) * self.lanes + lane
@@ -371,7 +370,7 @@ class EpisodeRing:
     def set_state(
         self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
     ) -> None:
-        """Hold what :meth:`state` gave, told by its names, shapes and a function that fills a tensor."""
+        """Hold what :meth:`state` returned, given its names, shapes and a function that fills a tensor."""
         slots = shape("episodes")[0]
         if slots > self.slots:
             self._extend_tables(slots)
@@ -385,7 +384,7 @@ class EpisodeRing:
                     read_into(f"{kind} {leaf.field.name}", table[:slots])
         read_into("episodes", self.episodes[:slots])
         read_into("free_slots", self.free_slots[: slots // self.lanes])
-        self._free_from(slots // self.lanes)  # a folder that was taken up, or shared memory, may have more
+        self._free_from(slots // self.lanes)  # a folder that was reopened, or shared memory, may have more
         if any(moved):
             after_end = self.after_end.clone()
             self.rebuild()

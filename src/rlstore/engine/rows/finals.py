@@ -35,7 +35,7 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
     Args:
         name: What they are called in errors.
         value: An array or tensor ``[lanes, ...]``, a list or object array with an entry for each lane and None for
-            those that go on, or a nest of these in the observations' structure, or a list of such nests.
+            the others, or a nest of these in the observations' structure, or a list of such nests.
         structure: The structure of the observations.
         fields: The field of each leaf.
         lanes: The number of lanes.
@@ -76,7 +76,7 @@ def _entries(name: str, value: Any, lanes: int) -> Sequence[Any]:
         raise InvalidInputError(f"{name} is a single number; give one entry for each environment. Nothing was written.")
     if len(value) != lanes:
         raise InvalidInputError(
-            f"{name} has {len(value)} entries; give one for each of {lanes} environments, None for those that go on. "
+            f"{name} has {len(value)} entries; give one for each of {lanes} environments, None for the others. "
             "Nothing was written."
         )
     return value  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How a row of replay lies in memory: frames of observations, and small fields together in one record."""
+"""How a row of replay is laid out in memory: frames of observations, and small fields together in one record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.rows.schema import Field
 
-# Fields of up to this many bytes lie together in one record: a row of them costs one cache miss instead of several.
+# Fields of up to this many bytes are together in one record: a row of them costs one cache miss instead of several.
 RECORD_FIELD_BYTES = 1024
 
 
@@ -45,7 +45,7 @@ class Leaf:
 
 
 class Layout:
-    """Where each field lies: the small ones in one record, each of the others in a block of its own."""
+    """Where each field is: the small ones in one record, each of the others in a block of its own."""
 
     def __init__(self, leaves: Sequence[Leaf], columns: Sequence[Field]) -> None:
         self._leaves = tuple(leaves)

@@ -195,10 +195,10 @@ class Structure:
         Raises:
             InvalidInputError: If a leaf is missing or unknown.
         """
-        if isinstance(value, (TensorDictBase, Mapping)):
+        if isinstance(value, (TensorDict, TensorDictBase, Mapping)):
             parts = dict(value.items())
             if self._keys and parts.keys() == self._keys.keys():
-                return [parts[key] for key in self._keys]
+                return list(map(parts.__getitem__, self._keys))
         elif self.is_leaf:
             return [value]
         found = dict(walk(value))
@@ -216,10 +216,10 @@ class Structure:
         if self._keys:
             size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
             return _new_tensordict(dict(zip(self._keys, leaves, strict=True)), batch_size=size)
-        if self.is_leaf:
-            return next(iter(leaves))
         if self._is_tuple:
             return tuple(leaves)
+        if self.is_leaf:
+            return next(iter(leaves))
         nest: dict[str | int, Any] = {}
         for path, leaf in zip(self.paths, leaves, strict=True):
             inner = nest
