@@ -53,7 +53,7 @@ def test_the_writer_of_a_dead_shard_forwards_its_last_state(served, monkeypatch)
 
     monkeypatch.setattr(writer_module, "answer", answer)
     monkeypatch.setattr(writer_module, "ask", lambda call, who, seconds: None)  # the shard is back
-    with pytest.warns(UserWarning, match="shard . of local .* is gone. What was on its way to it is lost"):
+    with pytest.warns(UserWarning, match="shard . of local .* is gone. The steps in flight to it are lost"):
         add_steps(writer, range(3, 4))
     assert counted(served) == (12, 12)
     assert (writer.lost, served.report().lost_in_flight) == (4, 4)
