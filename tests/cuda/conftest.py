@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlstore.kernels.cuda import memory
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where the kernels run."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles_of_frames(device, monkeypatch):
+    """Triton's interpreter is slow: where it runs, few elements of a frame take several tiles."""
+    if device.type == "cpu":
+        monkeypatch.setattr(memory, "_WIDEST_TILE", 32)
 
 
 # What torch says of itself, and of what the tests ask it for.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from device_rings import LAYOUTS, DeviceTwins, Layout, Leaf
 
+from rlstore.kernels.cuda import memory
 from rlstore.kernels.cuda import ring as ring_on_cuda
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_gather import ReplayGather
@@ -65,7 +66,7 @@ def test_that_an_episode_broke_off_is_told_once_by_a_later_write(device):
     twins = DeviceTwins(layout, device)
     no = torch.zeros(2, dtype=torch.bool, device=device)
     outcomes = []
-    for time in range(40):
+    for time in range(40 if device.type == "cuda" else 14):
         shown = torch.full((2, 1), 1.0 * time + (time == 3), device=device)
         action, reward = torch.zeros(2, 2, dtype=torch.int64, device=device), torch.ones(2, device=device)
         outcomes += twins.mine.write((shown, shown * 0 + time + 1.0, action, reward, no, no, None, None, None))
@@ -86,6 +87,7 @@ def test_where_the_compiler_fails_larger_tiles_are_written(device, monkeypatch):
             super().__call__(grid, place, *arguments)
 
     layout = Layout(5, 4, (Leaf(torch.float32, 1, 1, 300),), torch.int64, (), 0, 0, seed=3)
+    monkeypatch.setattr(memory, "_WIDEST_TILE", 1024)
     twins = DeviceTwins(layout, device)
     monkeypatch.setattr(ring_on_cuda, "Launcher", Fails)
     twins.write(3)

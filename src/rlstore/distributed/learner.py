@@ -103,7 +103,7 @@ class Learner:
 
     Attributes:
         batch_size: Rollouts in a batch.
-        device: Where batches are served.
+        device: The device of the batches.
         prefetch: Batches that a thread collects ahead; 0 for no thread.
         timeout: Seconds to wait for a batch.
     """

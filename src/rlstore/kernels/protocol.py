@@ -132,19 +132,9 @@ class Gae(Protocol):
     """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
 
     def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        last_values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor | None,
-        final_values: Tensor | None,
-        gamma: float,
-        lam: float,
-        advantages: Tensor,
-        returns: Tensor,
-        /,
-    ) -> None: ...
+        self, rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+        final_values: Tensor | None, gamma: float, lam: float, advantages: Tensor, returns: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class FillGae(Protocol):
@@ -154,78 +144,38 @@ class FillGae(Protocol):
     """
 
     def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        last_values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor | None,
-        final_values: Tensor | None,
-        dones: bool,
-        gamma: float,
-        lam: float,
-        epsilon: float | None,
-        advantages: Tensor,
-        returns: Tensor,
-        /,
-    ) -> None: ...
+        self, rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+        final_values: Tensor | None, dones: bool, gamma: float, lam: float, epsilon: float | None, advantages: Tensor,
+        returns: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class DiscountedReturns(Protocol):
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
 
     def __call__(
-        self,
-        rewards: Tensor,
-        last_values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor | None,
-        final_values: Tensor | None,
-        gamma: float,
-        returns: Tensor,
-        /,
-    ) -> None: ...
+        self, rewards: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+        final_values: Tensor | None, gamma: float, returns: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class NStepReturns(Protocol):
     """``G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}``, k the smaller of n and the steps to the end."""
 
     def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        last_values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor | None,
-        final_values: Tensor | None,
-        gamma: float,
-        n: int,
-        returns: Tensor,
-        /,
-    ) -> None: ...
+        self, rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+        final_values: Tensor | None, gamma: float, n: int, returns: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class Vtrace(Protocol):
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
 
     def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        last_values: Tensor,
-        terminated: Tensor,
-        truncated: Tensor | None,
-        final_values: Tensor | None,
-        log_rhos: Tensor,
-        gamma: float,
-        lam: float,
-        clip_rho: float,
-        clip_c: float,
-        clip_pg_rho: float,
-        targets: Tensor,
-        advantages: Tensor,
-        /,
-    ) -> None: ...
+        self, rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+        final_values: Tensor | None, log_rhos: Tensor, gamma: float, lam: float, clip_rho: float, clip_c: float,
+        clip_pg_rho: float, targets: Tensor, advantages: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class Normalize(Protocol):
@@ -255,15 +205,9 @@ class PadSegments(Protocol):
     """``target[t, s] = source[starts[s] + t, lanes[s]]`` within the trajectory, else zeros; and the mask of it."""
 
     def __call__(
-        self,
-        sources: tuple[Tensor, ...],
-        lanes: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        targets: tuple[Tensor, ...],
-        mask: Tensor,
-        /,
-    ) -> None: ...
+        self, sources: tuple[Tensor, ...], lanes: Tensor, starts: Tensor, lengths: Tensor,
+        targets: tuple[Tensor, ...], mask: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 class CopyLanes(Protocol):
@@ -309,18 +253,9 @@ class FillTrajectories(Protocol):
     """
 
     def __call__(
-        self,
-        padded: tuple[Tensor, ...],
-        states: tuple[Tensor, ...],
-        copied: tuple[Tensor, ...],
-        table: Tensor,
-        totals: Tensor,
-        batch: int,
-        width: int,
-        targets: tuple[Tensor, ...],
-        mask: Tensor,
-        /,
-    ) -> None: ...
+        self, padded: tuple[Tensor, ...], states: tuple[Tensor, ...], copied: tuple[Tensor, ...], table: Tensor,
+        totals: Tensor, batch: int, width: int, targets: tuple[Tensor, ...], mask: Tensor, /,
+    ) -> None: ...  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------- replay
@@ -348,16 +283,9 @@ class EpisodeRing(Protocol):
     """
 
     def __init__(
-        self,
-        steps: int,
-        counters: tuple[Tensor, ...],
-        episode_of: Tensor,
-        leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...],
-        reward: int,
-        resets: int,
-        first: int,
-    ) -> None: ...
+        self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
+        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+    ) -> None: ...  # fmt: skip
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]

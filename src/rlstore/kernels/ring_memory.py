@@ -77,16 +77,9 @@ class RingMemory:
     """
 
     def __init__(
-        self,
-        steps: int,
-        counters: tuple[Tensor, ...],
-        episode_of: Tensor,
-        leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...],
-        reward: int,
-        resets: int,
-        first: int,
-    ) -> None:
+        self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
+        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+    ) -> None:  # fmt: skip
         self.steps = steps
         self.lanes, self.rows = episode_of.shape
         self.written, self.begun, self._current, self._after_end, self._free_count = counters

@@ -60,7 +60,7 @@ class ServedLearner:
         connection: The served storage.
         batch_size: Rows (or sequences) in a batch.
         prefetch: Batches in flight.
-        device: Where batches are served.
+        device: The device of the batches.
         seed: The seed of the splits; None draws one from torch's own generator.
     """
 

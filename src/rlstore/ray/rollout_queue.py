@@ -304,7 +304,7 @@ class RolloutQueue:
         Args:
             batch_size: Rollouts in a batch.
             prefetch: Batches in flight.
-            device: Where batches are served.
+            device: The device of the batches.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)
         return QueueLearner(self, batch_size, prefetch, check_device("learner()", device))
@@ -363,7 +363,7 @@ class QueueLearner:
         queue: The queue.
         batch_size: Rollouts in a batch.
         prefetch: Batches in flight.
-        device: Where batches are served.
+        device: The device of the batches.
     """
 
     def __init__(self, queue: RolloutQueue, batch_size: int, prefetch: int, device: torch.device) -> None:

@@ -153,7 +153,7 @@ class ServedStorage:
         Args:
             batch_size: Rows (or sequences) in a batch.
             prefetch: Batches in flight.
-            device: Where batches are served.
+            device: The device of the batches.
             seed: The seed of the splits between the shards.
         """
         check_positive("learner()", batch_size=batch_size, prefetch=prefetch)

@@ -151,7 +151,7 @@ class Output:
     assembled in pinned memory and copied on a stream of their own.
 
     Args:
-        device: Where batches are served.
+        device: The device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:

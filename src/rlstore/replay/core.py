@@ -85,7 +85,7 @@ class ReplayCore(Storage):
             self._allocate(int(self.num_envs or 0))
 
     def seed(self, seed: int | None = None) -> None:
-        """Set the seed of the storage's generator, from which everything that is random is drawn."""
+        """Seed the storage's random generator; None draws a seed from torch's default generator."""
         random = new_random(check_seed(type(self).__name__, seed))
         if self._rows is None:
             self._random = random
@@ -95,9 +95,9 @@ class ReplayCore(Storage):
             self._pipeline.clear()
 
     def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Let a CUDA graph draw from the storage, with new draws in each replay; call it before the capture.
+        """Register the storage with a CUDA graph, so that each replay draws new numbers; call it before the capture.
 
-        Room is made for an episode for each row, so that no table has to move while a graph reads it.
+        The tables are enlarged to one episode per row, so that no table is reallocated while a graph reads it.
 
         Raises:
             NotReadyError: (a RuntimeError) if the storage waits for its first sample, so that there are no tables yet.
@@ -200,10 +200,7 @@ class ReplayCore(Storage):
         return nullcontext() if self._sharing is None or self._closed else self._sharing.paused()
 
     def close(self) -> None:
-        """End the thread that prefetches batches, release folders, and let no writer add any more.
-
-        The storage cannot be used any more.
-        """
+        """Stop prefetching, release folders and close all writers. The storage cannot be used afterwards."""
         if self._kept is not None:
             self._kept.close()
         if self._sharing is not None:
@@ -223,24 +220,24 @@ class ReplayCore(Storage):
 
     @property
     def draw_total(self) -> float:
-        """What draws are in proportion to: transitions, or windows; with priorities, their sum."""
+        """The total that draws are proportional to: transitions, or windows; with priorities, their sum."""
         self._catch_up()
         return 0.0 if self._rows is None else self._sampler.total
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is kept."""
+        """Bytes of memory that the storage uses."""
         return self._ring_of().nbytes + self._sampler.nbytes
 
     @property
     def step(self) -> int:
-        """The row at which the first environment's next step goes, from 0 to its capacity."""
+        """The index at which the next step of the first environment is written, from 0 to its capacity."""
         ring = self._rows
         return 0 if ring is None else int(ring.written[0] - ring.begun[0]) % ring.steps
 
     @property
     def full(self) -> bool:
-        """True if every environment's next step overwrites its oldest."""
+        """True if the next step of every environment overwrites its oldest one."""
         ring = self._rows
         return ring is not None and bool((ring.held() == ring.steps).all())
 
@@ -295,21 +292,22 @@ class ReplayCore(Storage):
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
 
-        With one environment its axis may be left out everywhere. Where the data and what is given are on CUDA, nothing
-        waits for the device: a flag that is NaN counts as True there, and the warning of observations that do not
-        continue their episode comes with a later step.
+        With a single environment its axis may be omitted. If the storage and the arguments are on CUDA, the host does
+        not synchronize: a flag that is NaN then counts as True, and the warning about observations that do not continue
+        their episode is issued with a later step.
 
         Args:
-            observations: What the agent saw, ``[envs, ...]``.
-            actions: What it did, ``[envs, ...]``.
-            rewards: What it got, ``[envs]``.
-            terminateds: The episode really ended with this step, ``[envs]``.
-            truncateds: The episode was cut off after this step, ``[envs]``.
-            infos: May hold ``final_obs`` or ``final_observation``, read where an episode ended: the observation in
-                which it did. Without it that is ``next_observations``.
-            next_observations: What the environment showed after the step.
-            mask: False for environments that take no part in this step, bool ``[envs]``; nothing of theirs is stored.
-            **extra: The storage's extra fields by name, ``[envs, ...]``: all of them.
+            observations: Observations before the step, ``[envs, ...]``.
+            actions: Actions, ``[envs, ...]``.
+            rewards: Rewards, ``[envs]``.
+            terminateds: The episode terminated in this step, ``[envs]``.
+            truncateds: The episode was truncated after this step, ``[envs]``.
+            infos: May contain ``final_obs`` or ``final_observation``: the final observation, used where an episode
+                ended. Without it, ``next_observations`` is the final observation.
+            next_observations: Observations after the step, ``[envs, ...]``.
+            mask: False for environments that did not take part in this step, bool ``[envs]``; nothing is stored for
+                them.
+            **extra: All extra fields of the storage, by name, ``[envs, ...]``.
         """
         pipeline = self._pipeline
         if pipeline is None:
@@ -328,19 +326,19 @@ class ReplayCore(Storage):
             self._kept.follow()
 
     def writer(self, lanes: int | range | None = None, name: str | None = None) -> ReplayWriter:
-        """A handle that adds the steps of some environments, while this storage samples.
+        """Create a handle that appends the steps of some environments, while this storage samples.
 
-        With ``memory="shared"`` it can be given to other processes, forked or spawned or any others of this machine
-        and user: it is pickled. What a writer adds can be drawn as soon as it is written completely. No lock is taken,
-        and a batch never holds a row that was overwritten while it was read. If a writer dies, what it had finished
-        stays, the episode that it was in is cut off there, and its environments are free for another writer.
+        With ``memory="shared"`` it can be passed to other processes of this machine and user, forked or spawned: it is
+        picklable. A row can be sampled as soon as it is complete. There is no lock, and a batch never contains a row
+        that was overwritten while it was read. If a writer dies, its complete rows are kept, its open episode is closed
+        there, and its environments are reclaimed for another writer.
 
-        While there are writers, ``add`` of the storage itself is refused. In other memory than "shared" writers are for
-        threads of this process: they wait while a batch is read, and no batch is prefetched.
+        While there are writers, ``add`` of the storage itself raises an error. Without ``memory="shared"`` writers are
+        for threads of this process: they wait while a batch is gathered, and no batch is prefetched.
 
         Args:
-            lanes: The environments that it alone adds: a range, the next free ones of a number, or (None) all.
-            name: What errors and warnings call it.
+            lanes: The environments of the writer: a range, a number of free ones, or None for all.
+            name: Its name in errors and warnings.
         """
         ring = self._ring_of()
         if self._kept is not None:
@@ -355,9 +353,9 @@ class ReplayCore(Storage):
         return 0 if self._sharing is None else self._sharing.lost_writers
 
     def set_rate_limit(self, limit: RateLimit | None) -> None:
-        """Change the limit on samples for each insert, while others run; None removes it.
+        """Change the limit on samples per insert, also while other processes run; None removes it.
 
-        It holds from now on: what was added and sampled before counts as in balance.
+        It applies from now on: what was added and sampled before counts as balanced.
         """
         if limit is not None and not isinstance(limit, RateLimit):
             raise InvalidInputError(f"rate_limit is {limit!r}; give a rlstore.RateLimit, or None. Nothing was changed.")
@@ -365,13 +363,13 @@ class ReplayCore(Storage):
 
     @property
     def rate_limit(self) -> RateLimit | None:
-        """The limit on samples for each insert that holds now."""
+        """The current limit on samples per insert."""
         return None if self._sharing is None else self._sharing.control.limiter.limit
 
     # ---------------------------------------------------------------------------------------------- reading
 
     def _sample(self, batch_size: int | None) -> Any:
-        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         size = self.batch_size
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
@@ -381,14 +379,14 @@ class ReplayCore(Storage):
         return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
     def update(self, *args: Any) -> None:
-        """Set priorities, ``update(rows, priorities)``; a storage without priorities takes anything and does nothing.
+        """Set priorities, ``update(rows, priorities)``; without priorities it accepts anything and does nothing.
 
-        All priorities are set, or if one is refused none. Where the data are on CUDA, nothing waits to see what is in
-        ``rows`` and ``priorities``: what would be refused is dropped, and counted in ``stale_updates`` as well.
+        Either all priorities are set or, if one is invalid, none. On CUDA the host does not synchronize to check the
+        values: invalid entries are dropped, and counted in ``stale_updates`` too.
 
         Args:
-            *args: ``rows`` as a batch gave them, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
-                ``[n, 1]``. Rows that were overwritten since are dropped, and counted in ``stale_updates``.
+            *args: ``rows`` of a batch, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
+                ``[n, 1]``. Stale rows, which were overwritten, are dropped and counted in ``stale_updates``.
         """
         self._ring_of()
         self._catch_up()
@@ -405,7 +403,7 @@ class ReplayCore(Storage):
         num_envs: int | None = None,
         **arguments: Any,
     ) -> Callable[..., Any]:
-        """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` transitions.
+        """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` transitions.
 
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword.
@@ -441,11 +439,11 @@ class ReplayCore(Storage):
             raise
 
     def insert_transition(self, sample: Sample) -> None:
-        """Store one step of all environments, in the words of the vocabulary (see :mod:`rlstore.storage`).
+        """Append one step of all environments, with the keys of the vocabulary (see :mod:`rlstore.storage`).
 
         It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations`` and
-        the storage's extra fields; and may hold ``final_observations``, read where an episode ended, and ``masks``,
-        False for environments that take no part.
+        the storage's extra fields; optional are ``final_observations``, used where an episode ended, and ``masks``,
+        False for environments that did not take part.
         """
         if self._rows is None:
             self.init_tensors(sample)
@@ -458,7 +456,7 @@ class ReplayCore(Storage):
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Take what was learnt. It may also be called as ``after_gradients(batch, info)``.
+        """Report the state of the storage. It may also be called as ``after_gradients(batch, info)``.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
@@ -471,12 +469,12 @@ class ReplayCore(Storage):
     def generate_batches(
         self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1
     ) -> Iterator[BatchDict]:
-        """``num_mini_batch * num_epochs`` batches drawn at random, in the words of the vocabulary.
+        """``num_mini_batch * num_epochs`` random batches, with the keys of the vocabulary (see :mod:`rlstore.storage`).
 
         Args:
             num_mini_batch: Batches in each epoch.
             mini_batch_size: Rows (or sequences) in each; None takes the storage's ``batch_size``.
-            num_epochs: Epochs; one is like the next.
+            num_epochs: Epochs; they do not differ.
         """
         check_positive("generate_batches()", num_mini_batch=num_mini_batch, num_epochs=num_epochs)
         if mini_batch_size is not None:
@@ -489,9 +487,9 @@ class ReplayCore(Storage):
             yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
 
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
-        """Copies of everything held, ``[steps, envs, ...]`` by the names of the vocabulary, the oldest step first.
+        """Copies of everything held, ``[steps, envs, ...]`` with the keys of the vocabulary, oldest step first.
 
-        An environment that holds fewer steps than another is padded with zeros, as ``masks`` shows.
+        Environments that hold fewer steps than others are padded with zeros; ``masks`` is False there.
         """
         with self._paused():
             if not len(self):
@@ -499,7 +497,7 @@ class ReplayCore(Storage):
             return whole_data(self._ring_of(), self._fields, "cpu" if data_to_cpu else self._torch_device)
 
     def insert_data_slice(self, new_data: Sample) -> None:
-        """Append data of the form that ``get_all_buffer_data`` gives, ``[steps, envs, ...]``, the oldest step first."""
+        """Append data in the form of ``get_all_buffer_data``, ``[steps, envs, ...]``, oldest step first."""
         if not isinstance(new_data, Mapping):
             raise InvalidInputError(f"new_data is a {type(new_data).__name__}; give a dict. Nothing was changed.")
         if not new_data:
@@ -537,7 +535,7 @@ class ReplayCore(Storage):
             self._sharing.count_slice(ring.total_written - before)
 
     def reset(self) -> None:
-        """Make the storage empty."""
+        """Remove all data."""
         if self._rows is None:
             return
         with self._paused():
@@ -595,7 +593,7 @@ class ReplayCore(Storage):
     # ---------------------------------------------------------------------------------------------- saving
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything that is needed to resume exactly; writers wait meanwhile. See :meth:`Storage.save`."""
+        """Save everything needed to resume exactly; writers are paused. See :meth:`Storage.save`."""
         with self._paused():
             super().save(path)
 

@@ -1,4 +1,4 @@
-"""HindsightReplayStorage: transitions whose goals are replaced by what was reached instead."""
+"""HindsightReplayStorage: transitions whose goals are relabeled with achieved goals."""
 
 from __future__ import annotations
 
@@ -24,52 +24,53 @@ def _lost_reward(achieved: Any, desired: Any, info: dict[str, Any]) -> Any:
 class HindsightReplayStorage(ReplayCore):
     """Hindsight experience replay (Andrychowicz et al. 2017) over observations with goals.
 
-    Each transition of a batch is relabelled with the probability ``relabel_fraction``: its desired goal becomes the
-    goal that was achieved after a step t' of the same episode. t' is uniform over the steps from its own on
-    (``future``), the last step (``final``), or uniform over all steps held of the episode (``episode``); of an episode
-    that is not over, the steps so far. ``sample()`` gives a :class:`~rlstore.ReplayBatch` with TensorDict observations.
+    Each transition of a batch is relabeled with probability ``relabel_fraction``: its desired goal is replaced by the
+    goal that was achieved after a step t' of the same episode. t' is uniform over the transition's own step and all
+    later ones (``future``), the last step (``final``), or uniform over all steps of the episode that are held
+    (``episode``); in an unfinished episode, over the steps so far.
 
-    A transition that was not relabelled keeps the reward that the environment gave. One that was keeps its
-    ``discounts``: where reaching a goal ends the episode, make them 0 for those whose reward says that the new goal was
-    reached.
+    ``sample()`` returns a :class:`~rlstore.ReplayBatch` with TensorDict observations.
+
+    A transition that is not relabeled keeps the reward of the environment. A relabeled one keeps its ``discounts``: if
+    reaching a goal terminates an episode, set them to 0 where the reward shows that the new goal was reached.
 
     Args:
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data are stored.
-        storage_size: Transitions held, over all environments.
-        num_envs: Environments side by side.
+        device: The device of the batches and, with ``memory="device"``, of the data.
+        storage_size: The number of transitions held, over all environments; then the oldest are overwritten.
+        num_envs: The number of environments that are stepped together.
         batch_size: Transitions in a batch.
         compute_reward: ``compute_reward(achieved, desired, info)``, called once for a whole batch with tensors
-            ``[batch, ...]`` and an empty dict (infos are not kept); gives ``batch`` rewards. A snapshot does not hold
-            it: set ``storage.compute_reward`` after ``load``.
+            ``[batch, ...]`` and an empty dict (infos are not stored); returns ``batch`` rewards. It is not saved in
+            snapshots: set ``storage.compute_reward`` after ``load``.
         strategy: "future", "final" or "episode".
-        relabel_fraction: The part of a batch that is relabelled.
+        relabel_fraction: The fraction of a batch that is relabeled.
         discount: The discount factor.
         dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        frame_stack: Frames stacked in an observation. Each frame is stored once; sampling rebuilds the stacks.
+        stack_axis: The axis of the frames; None is the last of three axes if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
-            by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
-        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        autoreset: The autoreset mode of the environments, a Gymnasium ``AutoresetMode`` or its value. None detects
+            reset steps from the data: steps that repeat the final observation, with a reward of 0 and no flag.
+        memory: Where the data are held. "device": on the device. "ram": in host memory. "shared": in host memory that
+            other processes can write to. "mapped": in memory-mapped files in the folder ``path``, which may be larger
+            than RAM and which the next storage with the same arguments resumes from.
+        path: The folder of ``memory="mapped"``.
+        seed: The seed of the storage's random generator; None draws one from torch's default generator.
+        rate_limit: A limit on samples per insert, for which ``add`` and ``sample`` wait; None for no limit.
+        timeout: Seconds after which a wait for the rate limit, or for writers to pause, raises an error.
         num_workers: Batches prefetched in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
-        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
-            every step, and served under that name.
+        pin_memory: Copy batches to a CUDA device through pinned (page-locked) memory.
+        fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
+        extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
+            with every step, and batches contain them by name.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
     compute_reward: ComputeReward = of_part("_view", "compute_reward", "The reward of achieved and desired goals.")
     strategy: str = of_part("_sampler", "strategy", 'Where goals are taken from: "future", "final" or "episode".')
-    relabel_fraction: float = of_part("_sampler", "relabel_fraction", "The part of a batch that is relabelled.")
+    relabel_fraction: float = of_part("_sampler", "relabel_fraction", "The fraction of a batch that is relabeled.")
     n_step: int = of_part("_view", "n_step", "1.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
@@ -128,7 +129,7 @@ class HindsightReplayStorage(ReplayCore):
         super().__init__(options, HindsightView(owner, discount, compute_reward), sampler)
 
     def sample(self, batch_size: int | None = None) -> ReplayBatch:
-        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         batch: ReplayBatch = self._sample(batch_size)
         return batch
 

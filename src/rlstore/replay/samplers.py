@@ -157,9 +157,9 @@ class PrioritySampler(Sampler):
 
     Args:
         owner: The storage's class name, for errors.
-        alpha: How much priorities count: 0 not at all, 1 in full.
-        beta: How much of the bias the weights undo: 0 nothing, 1 all.
-        beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
+        alpha: The exponent of the priorities: 0 is uniform sampling.
+        beta: The exponent of the importance weights: 1 corrects the bias completely.
+        beta_steps: Batches over which ``beta`` is annealed to 1; None keeps it constant.
 
     Attributes:
         tree: The priorities; None where draws are uniform.
@@ -187,7 +187,7 @@ class PrioritySampler(Sampler):
 
     @property
     def current_beta(self) -> float:
-        """The exponent of the weights now: from ``beta`` it rises to 1 over ``beta_steps`` batches."""
+        """The current exponent of the weights, annealed from ``beta`` to 1 over ``beta_steps`` batches."""
         if self.beta_steps is None:
             return self.beta
         return self.beta + (1 - self.beta) * min(self._drawn / self.beta_steps, 1.0)
@@ -295,9 +295,9 @@ class WindowSampler(PrioritySampler):
         length: Rows of a window.
         stride: Rows from the beginning of one window to that of the next.
         across: Whether windows may reach beyond the end of an episode.
-        alpha: How much priorities count: 0 not at all, 1 in full.
-        beta: How much of the bias the weights undo: 0 nothing, 1 all.
-        beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
+        alpha: The exponent of the priorities: 0 is uniform sampling.
+        beta: The exponent of the importance weights: 1 corrects the bias completely.
+        beta_steps: Batches over which ``beta`` is annealed to 1; None keeps it constant.
     """
 
     can_fuse: ClassVar[bool] = False

@@ -22,57 +22,56 @@ from rlstore.replay.views import SequenceBatch, SequenceView
 class SequenceReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, served as windows of consecutive steps of one episode.
 
-    Windows begin every ``sequence_length - overlap`` steps of an episode, as far as they fit into it. When it is over
-    it gives one more, which ends with it, unless one does already; and if it is shorter than a window, a single
-    shorter one. They are drawn uniformly, or with ``alpha`` above 0 by priority. ``sample()`` gives a
+    Windows begin every ``sequence_length - overlap`` steps of an episode, as long as they fit into it. A finished
+    episode has one more window that ends with it, unless one does already; an episode shorter than a window has a
+    single, shorter one. Windows are drawn uniformly, or with ``alpha`` above 0 by priority. ``sample()`` returns a
     :class:`~rlstore.SequenceBatch`; ``update(batch.rows, priorities)`` sets priorities.
 
     Args:
-        observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
-            (float32 if it names none).
+        observation_space: A Gymnasium space (also Dict and Tuple), or a mapping with ``shape`` and optionally ``dtype``
+            (default: float32).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data are stored.
-        storage_size: Transitions held, over all environments.
-        num_envs: Environments side by side.
+        device: The device of the batches and, with ``memory="device"``, of the data.
+        storage_size: The number of transitions held, over all environments; then the oldest are overwritten.
+        num_envs: The number of environments that are stepped together.
         batch_size: Windows in a batch.
-        sequence_length: Steps of a window to learn from.
-        burn_in: Steps before them, to warm the memory up. The first ``burn_in`` steps of an episode are never learnt
-            from.
+        sequence_length: Steps of a window to train on.
+        burn_in: Steps before them, to warm up the recurrent state. ``masks`` is False for them, so the first
+            ``burn_in`` steps of an episode are never trained on.
         overlap: Steps that a window shares with the next, at most ``sequence_length - 1``.
-        across_episodes: Windows of an environment's whole stream instead, whatever ends inside them: ``is_first``
-            tells where.
+        across_episodes: Let windows span several episodes of an environment; ``is_first`` marks their first steps.
         hidden_shape: ``(layers, hidden)`` of the recurrent state that ``add`` takes, or a pair of those for an LSTM;
             None if there is none.
-        alpha: How much priorities count: 0 not at all, 1 in full.
-        beta: How much of the bias the weights undo: 0 nothing, 1 all.
-        beta_steps: Batches over which ``beta`` rises to 1; None leaves it where it is.
+        alpha: The exponent of the priorities: 0 is uniform sampling.
+        beta: The exponent of the importance weights: 1 corrects the bias completely.
+        beta_steps: Batches over which ``beta`` is annealed to 1; None keeps it constant.
         dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        frame_stack: Frames stacked in an observation. Each frame is stored once; sampling rebuilds the stacks.
+        stack_axis: The axis of the frames; None is the last of three axes if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
-            by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
-        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        autoreset: The autoreset mode of the environments, a Gymnasium ``AutoresetMode`` or its value. None detects
+            reset steps from the data: steps that repeat the final observation, with a reward of 0 and no flag.
+        memory: Where the data are held. "device": on the device. "ram": in host memory. "shared": in host memory that
+            other processes can write to. "mapped": in memory-mapped files in the folder ``path``, which may be larger
+            than RAM and which the next storage with the same arguments resumes from.
+        path: The folder of ``memory="mapped"``.
+        seed: The seed of the storage's random generator; None draws one from torch's default generator.
+        rate_limit: A limit on samples per insert, for which ``add`` and ``sample`` wait; None for no limit.
+        timeout: Seconds after which a wait for the rate limit, or for writers to pause, raises an error.
         num_workers: Batches prefetched in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
-        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
-            every step, and served under that name.
+        pin_memory: Copy batches to a CUDA device through pinned (page-locked) memory.
+        fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
+        extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
+            with every step, and batches contain them by name.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = (
         *("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape", "alpha", "beta", "beta_steps"),
     )
     _sampler: WindowSampler
-    alpha: float = of_part("_sampler", "alpha", "How much priorities count: 0 not at all, 1 in full.")
-    beta: float = of_part("_sampler", "beta", "How much of the bias the weights undo, at first: 0 nothing, 1 all.")
-    beta_steps: int | None = of_part("_sampler", "beta_steps", "Batches over which ``beta`` rises to 1, or None.")
+    alpha: float = of_part("_sampler", "alpha", "The exponent of the priorities: 0 is uniform sampling.")
+    beta: float = of_part("_sampler", "beta", "The initial exponent of the importance weights.")
+    beta_steps: int | None = of_part("_sampler", "beta_steps", "Batches over which ``beta`` is annealed to 1, or None.")
 
     def __init__(
         self,
@@ -155,17 +154,17 @@ class SequenceReplayStorage(ReplayCore):
         """Add one step of all environments, as :meth:`ReplayStorage.add <rlstore.ReplayStorage.add>` does.
 
         Args:
-            observations: What the agent saw, ``[envs, ...]``.
-            actions: What it did, ``[envs, ...]``.
-            rewards: What it got, ``[envs]``.
-            terminateds: The episode really ended with this step, ``[envs]``.
-            truncateds: The episode was cut off after this step, ``[envs]``.
-            infos: May hold ``final_obs`` or ``final_observation``, read where an episode ended.
-            next_observations: What the environment showed after the step.
-            mask: False for environments that take no part in this step, bool ``[envs]``.
+            observations: Observations before the step, ``[envs, ...]``.
+            actions: Actions, ``[envs, ...]``.
+            rewards: Rewards, ``[envs]``.
+            terminateds: The episode terminated in this step, ``[envs]``.
+            truncateds: The episode was truncated after this step, ``[envs]``.
+            infos: May contain ``final_obs`` or ``final_observation``, used where an episode ended.
+            next_observations: Observations after the step, ``[envs, ...]``.
+            mask: False for environments that did not take part in this step, bool ``[envs]``.
             hidden_states: The recurrent state before the step, ``[layers, envs, hidden]``, or for an LSTM a pair of
                 them.
-            **extra: The storage's extra fields by name, ``[envs, ...]``: all of them.
+            **extra: All extra fields of the storage, by name, ``[envs, ...]``.
         """
         if self.hidden_shape is not None or hidden_states is not None:
             extra["hidden_states"] = hidden_states
@@ -173,18 +172,18 @@ class SequenceReplayStorage(ReplayCore):
         super().add(*step, mask=mask, **extra)
 
     def sample(self, batch_size: int | None = None) -> SequenceBatch:
-        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         batch: SequenceBatch = self._sample(batch_size)
         return batch
 
     @property
     def current_beta(self) -> float:
-        """The exponent of the weights now: from ``beta`` it rises to 1 over ``beta_steps`` batches."""
+        """The current exponent of the weights, annealed from ``beta`` to 1 over ``beta_steps`` batches."""
         return self._sampler.current_beta
 
     @property
     def stale_updates(self) -> int:
-        """Priorities that came for rows overwritten since, and were dropped. On CUDA this waits for the device."""
+        """Stale priority updates: their rows were overwritten, so they were dropped. On CUDA this synchronizes."""
         return self._sampler.stale_updates
 
     @property

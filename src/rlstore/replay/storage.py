@@ -17,38 +17,38 @@ from rlstore.replay.views import ReplayBatch, TransitionView
 
 
 class ReplayStorage(ReplayCore):
-    """The newest ``storage_size`` transitions, drawn uniformly: for DQN, SAC, TD3 and their kin.
+    """The newest ``storage_size`` transitions, sampled uniformly: for DQN, SAC, TD3 and similar algorithms.
 
-    ``sample()`` gives a :class:`~rlstore.ReplayBatch`.
+    ``sample()`` returns a :class:`~rlstore.ReplayBatch`.
 
     Args:
-        observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
-            (float32 if it names none).
+        observation_space: A Gymnasium space (also Dict and Tuple), or a mapping with ``shape`` and optionally ``dtype``
+            (default: float32).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
-        device: Where batches are served, and the data are stored.
-        storage_size: Transitions held, over all environments.
-        num_envs: Environments side by side.
+        device: The device of the batches and, with ``memory="device"``, of the data.
+        storage_size: The number of transitions held, over all environments; then the oldest are overwritten.
+        num_envs: The number of environments that are stepped together.
         batch_size: Transitions in a batch.
         n_step: Steps over which rewards are summed before the bootstrap.
         discount: The discount factor.
         dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation. Each is stored once, and stacks are put together on reading.
-        stack_axis: The axis of the frames; None takes the last one of three if it is shorter than the first, else 0.
+        frame_stack: Frames stacked in an observation. Each frame is stored once; sampling rebuilds the stacks.
+        stack_axis: The axis of the frames; None is the last of three axes if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
-        autoreset: What the environments do after an end, as gymnasium's ``AutoresetMode`` or its value; None tells by
-            the data: the final observation once more, with a reward of 0 and no flag, is a reset step.
-        memory: "device": that of the device. "ram": the host's, whatever the device. "shared": RAM that other
-            processes can use too. "mapped": files in the folder ``path``, which may be larger than RAM and are reopened
-            by the next storage that is made with the same arguments.
-        path: The folder of "mapped".
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        rate_limit: A limit on samples for each insert, which holds adding and sampling back; None for none.
-        timeout: Seconds after which a wait is given up, for the rate limit or for writers to pause.
+        autoreset: The autoreset mode of the environments, a Gymnasium ``AutoresetMode`` or its value. None detects
+            reset steps from the data: steps that repeat the final observation, with a reward of 0 and no flag.
+        memory: Where the data are held. "device": on the device. "ram": in host memory. "shared": in host memory that
+            other processes can write to. "mapped": in memory-mapped files in the folder ``path``, which may be larger
+            than RAM and which the next storage with the same arguments resumes from.
+        path: The folder of ``memory="mapped"``.
+        seed: The seed of the storage's random generator; None draws one from torch's default generator.
+        rate_limit: A limit on samples per insert, for which ``add`` and ``sample`` wait; None for no limit.
+        timeout: Seconds after which a wait for the rate limit, or for writers to pause, raises an error.
         num_workers: Batches prefetched in the background; 0 for none.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
-        fetch_every: A batch prefetched this many or more added steps ago is thrown away and drawn again.
-        extra_fields: Further fields of a step, by name a space or ``(shape, dtype)``: given to ``add`` by name with
-            every step, and served under that name.
+        pin_memory: Copy batches to a CUDA device through pinned (page-locked) memory.
+        fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
+        extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
+            with every step, and batches contain them by name.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
@@ -106,6 +106,6 @@ class ReplayStorage(ReplayCore):
         super().__init__(options, TransitionView(type(self).__name__, n_step, discount), UniformSampler())
 
     def sample(self, batch_size: int | None = None) -> ReplayBatch:
-        """A batch of ``batch_size``, or (None) of the storage's own size, drawn at random."""
+        """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         batch: ReplayBatch = self._sample(batch_size)
         return batch

@@ -25,7 +25,7 @@ _GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
 class ReplayBatch(NamedTuple):
     """A batch of transitions.
 
-    With a window of k steps, k at most ``n_step`` and fewer where the episode ends or the newest row comes before:
+    For a window of k steps, where k is ``n_step``, or less at the end of the episode and at the newest row:
 
     - ``observations`` ``[batch, ...]``: before the first step;
     - ``actions`` ``[batch, ...]``: of the first step, ``[batch]`` for Discrete;
@@ -33,8 +33,8 @@ class ReplayBatch(NamedTuple):
     - ``discounts`` ``[batch, 1]``: ``discount^k``, or 0 if the episode terminated with the last step;
     - ``next_observations`` ``[batch, ...]``: after the last step.
 
-    So the target of a value is ``rewards + discounts * V(next_observations)``, whatever ended. Extra fields of the
-    storage follow by name, each of the first step.
+    So the target is ``rewards + discounts * V(next_observations)``, also at the end of an episode. The extra fields of
+    the storage follow by name, with the values of the first step.
     """
 
     observations: Any
@@ -47,8 +47,8 @@ class ReplayBatch(NamedTuple):
 class PrioritizedBatch(NamedTuple):
     """A :class:`ReplayBatch` with two more fields.
 
-    - ``weights`` ``[batch, 1]``: ``(P(i) * size) ** -beta`` over the largest of them, for the loss of each row;
-    - ``rows`` ``[batch]``: the row ids, with which priorities come back.
+    - ``weights`` ``[batch, 1]``: ``(P(i) * size) ** -beta`` divided by the largest, to weight the loss of each row;
+    - ``rows`` ``[batch]``: the row ids, for ``update`` of the storage.
     """
 
     observations: Any
@@ -67,12 +67,12 @@ class SequenceBatch(NamedTuple):
       episode ends;
     - ``actions`` ``[batch, length, ...]``, ``rewards`` ``[batch, length, 1]``;
     - ``terminated``, ``truncated`` bool ``[batch, length, 1]``;
-    - ``is_first`` bool ``[batch, length]``: the step is the first of its episode, before which a memory is to be reset;
-    - ``masks`` bool ``[batch, length]``: True where to learn: there is a step, and the burn-in is over;
+    - ``is_first`` bool ``[batch, length]``: the first step of an episode, before which to reset the recurrent state;
+    - ``masks`` bool ``[batch, length]``: True for the steps to train on: not padding, and after the burn-in;
     - ``hidden_states``: the recurrent state stored with the first step, ``[layers, batch, hidden]``, a pair of them
       for an LSTM, or None;
-    - ``weights`` ``[batch, 1]``: importance weights; 1 where windows are drawn uniformly;
-    - ``rows`` ``[batch]``: the row id of each first step, with which priorities come back.
+    - ``weights`` ``[batch, 1]``: importance weights; 1 if windows are drawn uniformly;
+    - ``rows`` ``[batch]``: the row id of each first step, for ``update`` of the storage.
 
     Extra fields of the storage follow by name, ``[batch, length, ...]``.
     """
@@ -111,7 +111,7 @@ class View(ABC):
         Args:
             fields: The fields of a step.
             dtype: The dtype of served observations; None for that in which they are stored.
-            device: Where batches are served.
+            device: The device of the batches.
         """
         self._fields, self._dtype, self._device = fields, dtype, device
         self._structure, self._leaves = fields.structure, len(fields.observations)

@@ -73,7 +73,7 @@ def fit_steps(
 def whole_data(ring: EpisodeRing, fields: StepFields, device: str | torch.device) -> dict[str, Any]:
     """Copies of all rows, ``[steps, envs, ...]`` by the names of the vocabulary, the oldest step first, on a device.
 
-    An environment that holds fewer steps than another is padded with zeros, as ``masks`` shows.
+    Environments that hold fewer steps than others are padded with zeros; ``masks`` is False there.
     """
     held = ring.held()
     shape = (int(held.max()), ring.lanes)

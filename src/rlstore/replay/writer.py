@@ -21,14 +21,14 @@ _LOOK_SECONDS = 1.0  # between two looks at whether the process that made the st
 
 
 class ReplayWriter:
-    """Adds the steps of some environments of a storage; made by :meth:`ReplayStorage.writer`.
+    """Appends the steps of some environments of a storage; created by :meth:`ReplayStorage.writer`.
 
-    It belongs to one process at a time: the one that made it, or the one that it is given to, forked or unpickled, from
-    its first ``add`` there on. It can be given away again when that process has ended.
+    It belongs to one process at a time: the one that created it or, from its first ``add`` there, the one that it was
+    passed to, forked or unpickled. It can be passed on again when that process has ended.
 
-    One that was used frees its environments when it is closed, or when nothing refers to it any more. Those of one
-    that was made and never used are reserved for the process that it was given to; another writer gets them only if no
-    others are free, or if it names them.
+    A writer that was used frees its environments when it is closed or garbage-collected. The environments of a writer
+    that was never used stay reserved for the process that it was passed to; another writer gets them only if no others
+    are free, or if it requests them by number.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ReplayWriter:
 
     @property
     def num_envs(self) -> int:
-        """Environments whose steps it adds."""
+        """The number of its environments."""
         return len(self.lanes)
 
     def add(
@@ -108,7 +108,7 @@ class ReplayWriter:
                 control.limiter.count_inserts(-count)
 
     def insert_transition(self, sample: Mapping[str, Any]) -> None:
-        """Add one step of its environments, in the words of the vocabulary (see :mod:`rlstore.storage`)."""
+        """Append one step of its environments, with the keys of the vocabulary (see :mod:`rlstore.storage`)."""
         step, named = step_arguments(sample, self._part.fields, self._kind)
         self.add(*step, **named)
 
@@ -137,7 +137,7 @@ class ReplayWriter:
             raise StorageClosedError("the storage was closed; nothing was written")
 
     def close(self) -> None:
-        """Free the environments; an episode that is not over is cut off. It cannot add any more."""
+        """Free the environments and close their open episodes. The writer cannot be used afterwards."""
         self._closed = True
         if self._process == os.getpid():
             self._used[0] = True

@@ -149,7 +149,7 @@ class RolloutCore(Storage):
     (:meth:`_insert`, :meth:`_check`), and what follows the newest step.
     """
 
-    # By name what update_storage_parameter may change; the last one is the number of steps.
+    # What update_storage_parameter may change: fractions, and the number of steps.
     _parameters: ClassVar[Mapping[str, Check]] = {}
     # Words of get_all_buffer_data that are no columns.
     _data_words: ClassVar[tuple[str, ...]] = ()
@@ -242,7 +242,7 @@ class RolloutCore(Storage):
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
-        """The blocks of the extra fields by name, ``[steps, envs, ...]``; write into them as into the others."""
+        """The blocks of the extra fields by name, ``[steps, envs, ...]``; you may write into them."""
         ring = self._ready_ring()
         return MappingProxyType({field.name: ring.blocks[field.name] for field in self._extra})
 
@@ -272,7 +272,7 @@ class RolloutCore(Storage):
         return sources
 
     def _served(self, column: RolloutColumn, leaves: list[Tensor]) -> list[Tensor]:
-        """Leaves as they are served: scalars that are held as ``[steps, envs]`` with a last axis of 1."""
+        """The leaves as they are served: scalars held as ``[steps, envs]`` get a last axis of 1."""
         if self._scalar_shape or column.structure is not None or column.fields[0].shape:
             return leaves
         return [leaf.unsqueeze(-1) for leaf in leaves]
@@ -428,7 +428,7 @@ class RolloutCore(Storage):
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The learner is done with the rollout: the next sample starts a new one.
+        """Mark the rollout as used: the next sample starts a new one.
 
         It may also be called as ``after_gradients(batch, info)``.
 
@@ -455,11 +455,11 @@ class RolloutCore(Storage):
 
         Args:
             num_mini_batch: Batches in each epoch.
-            mini_batch_size: Rows in each; None divides all rows among them. No row comes twice in an epoch.
-            num_epochs: Epochs, each with an order of its own.
-            shuffle: False serves the rows in the order of time.
-            reuse: Gather the first epoch only, and yield the same dicts and tensors, in the same order, in every
-                epoch. What you change in them in place you will meet again.
+            mini_batch_size: Rows in each; None divides all rows evenly. No row occurs twice in an epoch.
+            num_epochs: Epochs, each with its own permutation.
+            shuffle: False serves the rows in temporal order.
+            reuse: Gather once, and yield the same dicts and tensors, in the same order, in every epoch. In-place
+                changes to a batch are then seen in the next epoch.
 
         Yields:
             Dicts, with the row ids as ``rows``.
@@ -597,7 +597,7 @@ class RolloutCore(Storage):
         block.copy_(given.reshape(block.shape))
 
     def reset(self) -> None:
-        """Make the storage empty, every tensor zero."""
+        """Remove all data and set all tensors to zero."""
         self._observation_view = None
         if self._ring is not None:
             self._ring.zero()

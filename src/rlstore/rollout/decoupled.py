@@ -60,21 +60,21 @@ class DecoupledRolloutStorage(RolloutCore):
 
     The blocks are attributes: ``obs`` ``[steps + 1, envs, ...]``, ``actions`` ``[steps, envs]`` for Discrete or
     ``[steps, envs, ...]``; ``rewards``, ``log_probs``, ``values``, ``returns``, ``advantages`` and ``adv_preds``, all
-    ``[steps, envs]``; ``terminateds`` and ``truncateds`` ``[steps + 1, envs]``: row t + 1 tells of step t, row 0 of the
-    rollout before. All but ``obs`` are float32. After ``num_steps`` adds the next add starts a new rollout.
+    ``[steps, envs]``; ``terminateds`` and ``truncateds`` ``[steps + 1, envs]``: row t + 1 is for step t, row 0 for the
+    previous rollout. All but ``obs`` are float32. After ``num_steps`` adds the next add starts a new rollout.
 
     Args:
-        observation_space: A gymnasium space (Dict and Tuple too), or a mapping with a ``shape`` and perhaps a ``dtype``
-            (float32 if it names none).
+        observation_space: A Gymnasium space (also Dict and Tuple), or a mapping with ``shape`` and optionally ``dtype``
+            (default: float32).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
         device: The device of the data.
         num_steps: Steps of a rollout.
-        num_envs: Environments side by side.
+        num_envs: The number of environments that are stepped together.
         discount: The discount factor gamma.
-        gae_lambda: The weight lambda of longer estimates.
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        extra_fields: Fields of your own: by name a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a
-            shape and a dtype. :meth:`add` needs them as keyword arguments; batches have them behind the other fields.
+        gae_lambda: The GAE lambda.
+        seed: The seed of the storage's random generator; None draws one from torch's default generator.
+        extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
+            shape and dtype. They are keyword arguments of :meth:`add`, and batches have them after the other fields.
             Their blocks are in ``extra``, by name.
     """
 
@@ -140,9 +140,9 @@ class DecoupledRolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
     ) -> Callable[..., DecoupledRolloutStorage]:
-        """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` steps.
+        """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
-        Without spaces they learn the number of environments and all shapes from their first sample.
+        Without spaces, the number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"seed": seed, "extra_fields": extra_fields}
 
@@ -197,14 +197,14 @@ class DecoupledRolloutStorage(RolloutCore):
             obs: Observations ``[envs, ...]``.
             actions: ``[envs]`` or ``[envs, ...]``.
             rewards: ``[envs]``.
-            terminateds: The episode really ended with this step.
-            truncateds: The episode was cut off after this step.
-            next_obs: What the environment showed after the step.
+            terminateds: The episode terminated in this step.
+            truncateds: The episode was truncated after this step.
+            next_obs: Observations after the step.
             log_probs: The log-probability of the actions.
             values: The critic's estimates, ``[envs]`` or ``[envs, 1]``.
             adv_preds: The actor's predictions of the advantage, likewise.
-            final_values: The value of the observation in which an episode was truncated, read there alone; None or NaN
-                where it is not known: the advantage of that step is then 0.
+            final_values: The value of the final observation, used where truncated; None or NaN where it is unknown:
+                the advantage of that step is then 0.
             **extra: The extra fields given to the storage, by their names.
         """
         given = {
@@ -248,7 +248,7 @@ class DecoupledRolloutStorage(RolloutCore):
         super()._start_rollout()
 
     def update(self) -> None:
-        """Carry the flags of a complete rollout's last step over to row 0, for the next one."""
+        """Copy the flags of the last step of a complete rollout to row 0, for the next one."""
         if self._ready_ring().size == self.max_size:
             self._carry_flags()
 
@@ -260,12 +260,12 @@ class DecoupledRolloutStorage(RolloutCore):
     # ---------------------------------------------------------------------------------------------- learning
 
     def compute_returns_and_advantages(self, last_values: Tensor) -> None:
-        """Fill ``returns`` and ``advantages`` by generalised advantage estimation.
+        """Fill ``returns`` and ``advantages`` by generalized advantage estimation.
 
         ``delta_t = r_t + discount * V_{t+1} - V_t``, ``A_t = delta_t + discount * gae_lambda * A_{t+1}``,
-        ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended nothing flows
-        in from later steps. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to
-        :meth:`add`, else A of that step is 0. Both: terminated. ``advantages`` are then normalised over the rollout:
+        ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended, later steps
+        do not contribute. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to
+        :meth:`add`, else A of that step is 0. Both: terminated. ``advantages`` are then normalized over the rollout:
         ``(A - mean) / (std + 1e-5)``, std unbiased.
 
         Args:
@@ -280,10 +280,10 @@ class DecoupledRolloutStorage(RolloutCore):
         self._fill_targets(last_values, ended, cut_off, final_values, gamma, lam, epsilon=1e-5)
 
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
-        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, as many as there are, in a new order.
+        """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, in a new random order.
 
         Args:
-            num_mini_batch: Mini-batches to cut the rollout into.
+            num_mini_batch: The number of mini-batches.
         """
         size = self._batch_rows(num_mini_batch, 1)
         count = self._require_rows() * self._ready_ring().lanes // size

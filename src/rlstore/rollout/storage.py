@@ -114,43 +114,43 @@ class RolloutStorage(RolloutCore):
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
     ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
-    for "distillation" ``privileged_actions``; extra fields are in ``extra`` by their names. Write into them or put
-    other tensors in their place: what they hold when a generator runs is what is served.
+    for "distillation" ``privileged_actions``; extra fields are in ``extra`` by name. You may write into them or
+    replace them: the generators serve what they hold at that time.
 
     Args:
         training_type: "rl" or "distillation".
-        num_envs: Environments side by side.
-        num_transitions_per_env: Steps of a rollout.
-        obs: An example of the observations, TensorDict ``[envs]``; nested ones too.
+        num_envs: The number of environments that are stepped together.
+        num_transitions_per_env: The number of steps of a rollout.
+        obs: An example of the observations, TensorDict ``[envs]``, possibly nested.
         actions_shape: The shape of one action.
         device: The device of the data.
-        gamma: The discount that ``before_gradients`` uses when the algorithm has none.
-        lam: The lambda that it uses then.
-        seed: The seed of everything drawn at random; None draws one from torch's own generator.
-        extra_fields: Fields of your own: by name a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of a
-            shape and a dtype. Every transition needs them, as attributes; every batch has them, as attributes.
+        gamma: The discount factor that ``before_gradients`` uses if the algorithm has none.
+        lam: The GAE lambda that it uses then.
+        seed: The seed of the storage's random generator; None draws one from torch's default generator.
+        extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
+            shape and dtype. They are attributes of every transition and of every batch.
     """
 
     class Transition:
-        """One step of all environments, filled in field by field and given to :meth:`RolloutStorage.add_transition`.
+        """One step of all environments, assigned field by field and passed to :meth:`RolloutStorage.add_transition`.
 
-        Extra fields are attributes of the names given to the storage.
+        Extra fields are attributes too, with the names given to the storage.
 
         Attributes:
-            observations: What the agent saw before acting, TensorDict ``[envs]``.
-            actions: What it did, ``[envs, *actions_shape]``.
+            observations: Observations before the step, TensorDict ``[envs]``.
+            actions: Actions, ``[envs, *actions_shape]``.
             rewards: ``[envs]`` or ``[envs, 1]``.
-            dones: The episode ended with this step; any dtype, ``[envs]`` or ``[envs, 1]``. NaN is refused; on CUDA,
-                where values are not checked, it counts as set.
+            dones: The episode ended in this step; any dtype, ``[envs]`` or ``[envs, 1]``. NaN raises an error, except
+                on CUDA, where values are not checked and it counts as set.
             values: The critic's estimate, ``[envs, 1]`` (rl only).
             actions_log_prob: ``[envs]`` or ``[envs, 1]`` (rl only).
             distribution_params: The parameters of the action distribution (rl only).
             privileged_actions: The teacher's actions (distillation only).
             hidden_states: The recurrent states before the step, ``(actor, critic)``.
-            truncated: Which of the ended episodes were only cut off, by a time limit; None for none of them. For those
-                the return bootstraps from ``final_values``. Do not also add a bootstrap to the rewards.
-            final_values: The value of the observation in which an episode was truncated, read there alone; None or NaN
-                where it is not known: the advantage of that step is then 0.
+            truncated: Which of the ended episodes were truncated, for example by a time limit; None for none. Their
+                returns bootstrap from ``final_values``. Do not also add a bootstrap value to the rewards.
+            final_values: The value of the final observation, used where truncated; None or NaN where it is unknown:
+                the advantage of that step is then 0.
         """
 
         # Defaults of the class, so that a transition is made at no cost.
@@ -172,11 +172,11 @@ class RolloutStorage(RolloutCore):
             self.__dict__ = {name: None for name in self.__dict__ if name not in known}
 
     class Batch:
-        """What the generators yield; fields that a mode does not have are None.
+        """A batch of the generators; fields that a mode does not have are None.
 
         Flat batches hold ``[rows, ...]``, scalars ``[rows, 1]``. Recurrent ones hold observations
         ``[steps, trajectories, ...]`` with ``masks``, hidden states ``[layers, trajectories, hidden]``, and the other
-        fields ``[steps, envs, ...]``. Extra fields are attributes of their names.
+        fields ``[steps, envs, ...]``. Extra fields are attributes with their names.
         """
 
         def __init__(
@@ -270,9 +270,9 @@ class RolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
     ) -> Callable[..., RolloutStorage]:
-        """A function ``f(device, actor, algorithm)`` that makes storages of ``size`` steps.
+        """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
-        They learn the number of environments and all shapes from their first sample.
+        The number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
 
@@ -330,11 +330,11 @@ class RolloutStorage(RolloutCore):
         }
 
     def clear(self) -> None:
-        """Start a new rollout: the cursor goes back to the first step."""
+        """Start a new rollout: the cursor moves back to the first step."""
         self._start_rollout()
 
     def reset(self) -> None:
-        """Make the storage empty, every tensor zero; hidden states and distribution parameters are removed."""
+        """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
@@ -476,17 +476,17 @@ class RolloutStorage(RolloutCore):
         lam: float,
         normalize_advantage: bool = True,
     ) -> None:
-        """Fill ``returns`` and ``advantages`` of the steps since :meth:`clear`, by generalised advantage estimation.
+        """Fill ``returns`` and ``advantages`` of the steps since :meth:`clear`, by generalized advantage estimation.
 
         ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of
-        the step after the last is ``last_values``. Where an episode ended nothing flows in from later steps, and there
-        is no bootstrap, or, where it was truncated, one from ``final_values`` (see :class:`Transition`).
+        the step after the last is ``last_values``. Where an episode ended, later steps do not contribute: a terminated
+        episode does not bootstrap, a truncated one bootstraps from ``final_values`` (see :class:`Transition`).
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
-            gamma: The discount.
-            lam: The weight of longer estimates.
-            normalize_advantage: Bring the advantages to mean 0 and (unbiased) standard deviation 1, plus 1e-8.
+            gamma: The discount factor.
+            lam: The GAE lambda.
+            normalize_advantage: Normalize the advantages: ``(A - mean) / (std + 1e-8)``, std unbiased.
         """
         self._require_mode("rl")
         blocks = self._ready_ring().blocks
@@ -522,15 +522,15 @@ class RolloutStorage(RolloutCore):
     ) -> Iterator[RolloutStorage.Batch]:
         """Yield shuffled flat mini-batches of the steps written since :meth:`clear`, for feed-forward networks.
 
-        Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; those left over are chosen at random.
-        Every batch of every epoch is gathered for you: change it in place as you like.
+        Each holds ``rows // num_mini_batches`` rows, no row twice in an epoch; rows that do not fill a mini-batch are
+        chosen at random. Every batch is a new copy: you may keep it or change it in place.
 
         Args:
             num_mini_batches: Batches in each epoch.
             num_epochs: Epochs.
-            reshuffle: Draw a new order for every epoch; otherwise one order serves them all.
-            reuse: Gather the first epoch only, and yield the same batches and tensors in every epoch. What you change
-                in them in place you will meet again. Not together with ``reshuffle``.
+            reshuffle: Draw a new permutation for every epoch; otherwise all epochs use the same one.
+            reuse: Gather once, and yield the same tensors in every epoch. In-place changes to a batch are then seen in
+                the next epoch. Cannot be combined with ``reshuffle``.
         """
         self._require_mode("rl")
         if reuse and reshuffle:
@@ -553,17 +553,17 @@ class RolloutStorage(RolloutCore):
 
         A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
         episodes ended and padded with zeros to ``[steps, trajectories, ...]``, environment by environment; ``masks``
-        tells data from padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
+        is False for padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
         ``[steps, envs, ...]``.
 
         Args:
             num_mini_batches: Batches in each epoch.
             num_epochs: Epochs.
-            max_trajectories: Trajectories in every batch; if there are fewer, the others are padding. On CUDA the host
-                then does not wait for the device, and the shapes are always the same, as a CUDA graph needs them. More
-                of them are an InvalidInputError; on CUDA, where that is not known, the last ones are left out.
-            reuse: Make the batches of the first epoch only, and yield the same ones in every epoch. What you change in
-                them in place you will meet again.
+            max_trajectories: The number of trajectories in every batch; missing ones are padding. On CUDA the host then
+                does not synchronize, and the shapes are constant, as a CUDA graph needs. If there are more, an
+                InvalidInputError is raised; on CUDA, where the number is not known, the last ones are omitted.
+            reuse: Gather once, and yield the same tensors in every epoch. In-place changes to a batch are then seen in
+                the next epoch.
         """
         self._require_mode("rl")
         rows, ring = self._require_rows(), self._ready_ring()

@@ -222,8 +222,8 @@ class Pipeline:
         others: The tensors gathered from ``Drawn.others``.
         fold: n_step and the discount factor.
         casts: The dtype that each tensor is converted to after it was gathered.
-        device: Where batches are served.
-        pin_memory: Whether batches for a CUDA device go through page-locked memory.
+        device: The device of the batches.
+        pin_memory: Copy batches to a CUDA device through pinned (page-locked) memory.
         depth: Batches to prefetch; 0 for none.
         batch_size: The size of batches that are prefetched.
         max_age: A prefetched batch drawn this many added steps ago, or more, is thrown away.

@@ -56,7 +56,7 @@ class Staging:
     """Sends batches to a device. Any number of threads may send at once.
 
     Args:
-        device: Where batches are served.
+        device: The device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:

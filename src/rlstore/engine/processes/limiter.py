@@ -23,18 +23,18 @@ _INSERTED = 6  # the word of the event that something was inserted
 
 @dataclass(frozen=True)
 class RateLimit:
-    """Samples for each insert, and how far either side may get ahead.
+    """A limit on samples per insert, and on how far either side may get ahead.
 
     With ``d = inserted * samples_per_insert - sampled``, and ``d0 = min_size * samples_per_insert``:
 
-    - an insert goes ahead while ``d <= d0 + tolerance`` after it, or no more than ``min_size`` are in;
-    - a sample goes ahead while ``d >= d0 - tolerance`` after it, and at least ``min_size`` are in.
+    - an insert is allowed if ``d <= d0 + tolerance`` after it, or if at most ``min_size`` transitions are inserted;
+    - a sample is allowed if ``d >= d0 - tolerance`` after it, and at least ``min_size`` transitions are inserted.
 
     Attributes:
-        samples_per_insert: Entries of batches drawn for each transition that is added, in the long run.
-        min_size: Transitions that must have been added before anything is drawn.
-        tolerance: How far ``d`` may be from ``d0``, in entries of batches. None takes twice what one call can need: the
-            larger of a batch, and of the samples that one step of all environments stands for.
+        samples_per_insert: How often each added transition is sampled, on average.
+        min_size: Transitions that must have been added before anything is sampled.
+        tolerance: How far ``d`` may be from ``d0``, in sampled transitions. None is twice what one call can need: the
+            larger of a batch, and of ``samples_per_insert`` times the environments.
     """
 
     samples_per_insert: float

@@ -320,16 +320,9 @@ class ReplayGather:
         return tuple(outputs)
 
     def _launch(
-        self,
-        outputs: tuple[Tensor, ...],
-        rows: Tensor,
-        generator: Tensor,
-        count: int,
-        *,
-        draws: bool,
-        unfinished: tuple[Tensor, ...] | None = None,
-        beta: float = 0.0,
-    ) -> None:
+        self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool,
+        unfinished: tuple[Tensor, ...] | None = None, beta: float = 0.0,
+    ) -> None:  # fmt: skip
         ring = self._ring
         ring.check_capture()
         if self._bound is not ring.tables:

@@ -391,16 +391,9 @@ class EpisodeRing(RingMemory):
     """
 
     def __init__(
-        self,
-        steps: int,
-        counters: tuple[Tensor, ...],
-        episode_of: Tensor,
-        leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...],
-        reward: int,
-        resets: int,
-        first: int,
-    ) -> None:
+        self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
+        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+    ) -> None:  # fmt: skip
         super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first)
         self.leaf_memory, self.leaf_layout = layout_of(self.leaves)
         self.column_memory, self.column_layout = layout_of(self.columns)

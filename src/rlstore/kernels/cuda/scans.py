@@ -314,36 +314,19 @@ def normalize_entries(
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    lam: float,
-    advantages: Tensor,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, gamma: float, lam: float, advantages: Tensor, returns: Tensor,
+) -> None:  # fmt: skip
     """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
     inputs = rewards, values, last_values, terminated, truncated, final_values
     fill_gae(*inputs, False, gamma, lam, None, advantages, returns)
 
 
 def fill_gae(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    dones: bool,
-    gamma: float,
-    lam: float,
-    epsilon: float | None,
-    advantages: Tensor,
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, dones: bool, gamma: float, lam: float, epsilon: float | None, advantages: Tensor,
     returns: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given."""
     ends = _ends(terminated, truncated, final_values, rewards)
     has = (truncated is not None, final_values is not None, dones, epsilon is not None)
@@ -376,14 +359,9 @@ def _plan_advantages(
 
 
 def discounted_returns(
-    rewards: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None, final_values: Tensor | None,
+    gamma: float, returns: Tensor,
+) -> None:  # fmt: skip
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     steps, lanes = _steps_and_lanes(rewards)
     constants = (truncated is not None, final_values is not None, _at_once(steps, rewards.dtype), _LANES)
@@ -394,16 +372,9 @@ def discounted_returns(
 
 
 def n_step_returns(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    n: int,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, gamma: float, n: int, returns: Tensor,
+) -> None:  # fmt: skip
     """``G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}``, k the smaller of n and the steps to the end."""
     steps, lanes = _steps_and_lanes(rewards)
     constants = (truncated is not None, final_values is not None, 256)
@@ -414,21 +385,10 @@ def n_step_returns(
 
 
 def vtrace(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    log_rhos: Tensor,
-    gamma: float,
-    lam: float,
-    clip_rho: float,
-    clip_c: float,
-    clip_pg_rho: float,
-    targets: Tensor,
-    advantages: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, log_rhos: Tensor, gamma: float, lam: float, clip_rho: float, clip_c: float,
+    clip_pg_rho: float, targets: Tensor, advantages: Tensor,
+) -> None:  # fmt: skip
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
     steps, lanes = _steps_and_lanes(rewards)
     constants = (truncated is not None, final_values is not None, _at_once(steps, rewards.dtype), _LANES)

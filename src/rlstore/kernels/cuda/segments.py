@@ -182,16 +182,9 @@ def _finders(dtype: torch.dtype, at_once: int) -> tuple[Launcher, Launcher]:
 
 
 def fill_trajectories(
-    padded: tuple[Tensor, ...],
-    states: tuple[Tensor, ...],
-    copied: tuple[Tensor, ...],
-    table: Tensor,
-    totals: Tensor,
-    batch: int,
-    width: int,
-    targets: tuple[Tensor, ...],
-    mask: Tensor,
-) -> None:
+    padded: tuple[Tensor, ...], states: tuple[Tensor, ...], copied: tuple[Tensor, ...], table: Tensor, totals: Tensor,
+    batch: int, width: int, targets: tuple[Tensor, ...], mask: Tensor,
+) -> None:  # fmt: skip
     """All tensors of one recurrent mini-batch, and its mask."""
     sources = (*padded, *states, *copied)
     steps, trajectories = mask.shape

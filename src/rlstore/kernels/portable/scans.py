@@ -7,17 +7,9 @@ from torch import Tensor
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    lam: float,
-    advantages: Tensor,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, gamma: float, lam: float, advantages: Tensor, returns: Tensor,
+) -> None:  # fmt: skip
     """``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; cut where an episode ends."""
     ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     advantages, returns = advantages.view(rewards.shape), returns.view(rewards.shape)
@@ -33,19 +25,10 @@ def gae(
 
 
 def fill_gae(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    dones: bool,
-    gamma: float,
-    lam: float,
-    epsilon: float | None,
-    advantages: Tensor,
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, dones: bool, gamma: float, lam: float, epsilon: float | None, advantages: Tensor,
     returns: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """:func:`gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
 
     With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags too were only cut off.
@@ -60,14 +43,9 @@ def fill_gae(
 
 
 def discounted_returns(
-    rewards: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None, final_values: Tensor | None,
+    gamma: float, returns: Tensor,
+) -> None:  # fmt: skip
     """``R_t = r_t + gamma * R_{t+1}``. There are no values here: an unknown final value counts as 0."""
     ends = _Ends(rewards, terminated, truncated, final_values)
     after = last_values.reshape(rewards.shape[1:])
@@ -77,16 +55,9 @@ def discounted_returns(
 
 
 def n_step_returns(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    gamma: float,
-    n: int,
-    returns: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, gamma: float, n: int, returns: Tensor,
+) -> None:  # fmt: skip
     """``G_t = sum_{i<k} gamma^i r_{t+i} + gamma^k V_{t+k}``, k the smaller of n and the steps to the end."""
     ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     steps = rewards.shape[0]
@@ -99,21 +70,10 @@ def n_step_returns(
 
 
 def vtrace(
-    rewards: Tensor,
-    values: Tensor,
-    last_values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor | None,
-    final_values: Tensor | None,
-    log_rhos: Tensor,
-    gamma: float,
-    lam: float,
-    clip_rho: float,
-    clip_c: float,
-    clip_pg_rho: float,
-    targets: Tensor,
-    advantages: Tensor,
-) -> None:
+    rewards: Tensor, values: Tensor, last_values: Tensor, terminated: Tensor, truncated: Tensor | None,
+    final_values: Tensor | None, log_rhos: Tensor, gamma: float, lam: float, clip_rho: float, clip_c: float,
+    clip_pg_rho: float, targets: Tensor, advantages: Tensor,
+) -> None:  # fmt: skip
     """V-trace (Espeholt et al. 2018): ``v_t = V_t + delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1})``."""
     ends, values = _Ends(rewards, terminated, truncated, final_values), values.reshape(rewards.shape)
     rhos = log_rhos.exp().reshape(rewards.shape)

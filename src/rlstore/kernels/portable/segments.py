@@ -31,13 +31,9 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def pad_segments(
-    sources: tuple[Tensor, ...],
-    lanes: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    targets: tuple[Tensor, ...],
+    sources: tuple[Tensor, ...], lanes: Tensor, starts: Tensor, lengths: Tensor, targets: tuple[Tensor, ...],
     mask: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """``target[t, s] = source[starts[s] + t, lanes[s]]`` within the trajectory, else zeros; and the mask of it."""
     t = torch.arange(mask.shape[0], device=mask.device)[:, None]
     inside = t < lengths
@@ -70,16 +66,9 @@ def tabulate_trajectories(dones: Tensor, width: int, table: Tensor, totals: Tens
 
 
 def fill_trajectories(
-    padded: tuple[Tensor, ...],
-    states: tuple[Tensor, ...],
-    copied: tuple[Tensor, ...],
-    table: Tensor,
-    totals: Tensor,
-    batch: int,
-    width: int,
-    targets: tuple[Tensor, ...],
-    mask: Tensor,
-) -> None:
+    padded: tuple[Tensor, ...], states: tuple[Tensor, ...], copied: tuple[Tensor, ...], table: Tensor, totals: Tensor,
+    batch: int, width: int, targets: tuple[Tensor, ...], mask: Tensor,
+) -> None:  # fmt: skip
     """The tensors of one recurrent mini-batch, from the table of :func:`tabulate_trajectories`."""
     steps, count = mask.shape[0], min(int(totals[batch]), mask.shape[1])
     lanes, starts, lengths = table[:, batch * width * steps :][:, :count].long()
