@@ -28,8 +28,17 @@ $(MODULES): always
 demo: $(VENV)/ready
 	$(PY) examples/ppo.py --out out
 
+# The inner loop: what every storage promises and the parts that they share. Other files take longer, in what they import
+# (Triton's interpreter, rsl_rl, rllte) or in what they do (learning, processes, clusters, long searches).
+QUICK := tests/contract tests/engine tests/test_golden.py tests/test_trainer.py tests/test_storage_base.py \
+	$(wildcard tests/test_rollout_documented*.py tests/test_decoupled_documented*.py) tests/test_known_bugs.py \
+	$(wildcard tests/distributed/test_distributed_documented*.py) tests/replay/test_nstep_documented.py \
+	$(addprefix tests/replay/test_nstep_documented_,batches.py finals.py windows.py) \
+	$(addprefix tests/replay/test_,replay_refusals.py known_priority_bugs.py replay_model.py) \
+	tests/kernels/test_table.py tests/ray/test_ledger.py tests/ray/test_steps_and_wire.py
+
 quick: $(VENV)/ready
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow"
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup

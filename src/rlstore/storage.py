@@ -199,7 +199,7 @@ class Storage(ABC):
         numbers, tensors = self._state()
         if "_generator" in self.__dict__:
             tensors = {**tensors, **generator_state(self._generator)}
-        # As it was given: "cuda" is the current device of whoever loads it, whatever its number was here.
+        # As it was given: "cuda" then means the current device of the process that loads it.
         device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
         write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
 

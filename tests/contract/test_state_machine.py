@@ -181,7 +181,7 @@ class RolloutMachine(RuleBasedStateMachine):
 def test_any_interleaving_of_calls(case):
     machine = type(f"Machine_{case.name}", (RolloutMachine,), {"case": case})
     limits = settings(
-        max_examples=40,
+        max_examples=25,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,

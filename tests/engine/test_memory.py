@@ -107,6 +107,27 @@ def test_no_more_is_remembered_than_the_bound(monkeypatch):
     assert recycler._bytes == 800
 
 
+def test_where_users_of_memory_cannot_be_counted_all_memory_is_new(monkeypatch):
+    monkeypatch.setattr(memory, "_CAN_COUNT", False)
+    recycler = Recycler()
+    for _ in range(3):
+        recycler.begin()
+        first, second = recycler.empty_group([(100,), (100,)], [torch.float32, torch.uint8], CPU)
+        assert (first.dtype, second.dtype) == (torch.float32, torch.uint8)
+    assert recycler._spares == {}
+    assert recycler._bytes == 0
+
+
+def test_a_group_is_several_tensors_at_once():
+    recycler = Recycler()
+    made = recycler.empty_group([(4, 2), (3,)], [torch.float32, torch.int64], CPU)
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == [((4, 2), torch.float32), ((3,), torch.int64)]
+    places = [address(tensor) for tensor in made]
+    del made
+    again = recycler.empty_group([(4, 2), (3,)], [torch.float32, torch.int64], CPU)
+    assert [address(tensor) for tensor in again] == places
+
+
 def test_a_gradient_asked_of_one_tensor_does_not_cling_to_the_next():
     recycler = Recycler()
     first = recycler.empty((10,), torch.float32, CPU).fill_(1.0).requires_grad_()

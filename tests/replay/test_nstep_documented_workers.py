@@ -34,7 +34,8 @@ def no_thread_is_left(request):
     yield
     if request.session.testsfailed > failures:
         return  # its traceback holds its storages
-    gc.collect()
+    if threads_of_storages() - before:
+        gc.collect()
     for thread in threads_of_storages() - before:
         thread.join(timeout=60)
         assert not thread.is_alive(), thread

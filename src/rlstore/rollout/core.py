@@ -149,7 +149,7 @@ class RolloutCore(Storage):
     (:meth:`_insert`, :meth:`_check`), and what follows the newest step.
     """
 
-    # By name what update_storage_parameter may change; the last one is the number of steps.
+    # What update_storage_parameter may change: fractions, and the number of steps.
     _parameters: ClassVar[Mapping[str, Check]] = {}
     # Words of get_all_buffer_data that are no columns.
     _data_words: ClassVar[tuple[str, ...]] = ()
@@ -272,7 +272,7 @@ class RolloutCore(Storage):
         return sources
 
     def _served(self, column: RolloutColumn, leaves: list[Tensor]) -> list[Tensor]:
-        """Leaves as they are served: scalars that are held as ``[steps, envs]`` with a last axis of 1."""
+        """The leaves as they are served: scalars held as ``[steps, envs]`` get a last axis of 1."""
         if self._scalar_shape or column.structure is not None or column.fields[0].shape:
             return leaves
         return [leaf.unsqueeze(-1) for leaf in leaves]

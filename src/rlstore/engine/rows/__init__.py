@@ -1,1 +1,1 @@
-"""What a row is, and where it lies."""
+"""The fields of a row, and its place in memory."""
