@@ -6,6 +6,7 @@ from itertools import chain, product
 
 import pytest
 import torch
+import torch.multiprocessing
 from combinations import each
 from rollout_ids import (
     ACTIONS,
@@ -240,6 +241,28 @@ def test_the_next_rollout_is_written_into_a_rebound_attribute():
     fill(storage, offset=300)
     assert_equal(snapshot(storage), snapshot(fill(build(), offset=300)))
     assert sorted(ids_in(next(storage.mini_batch_generator(1, 1)))) == list(range(300, 300 + ROWS))
+
+
+def move_to_shared_memory(storage):
+    storage.rewards.share_memory_()
+    storage.observations.share_memory_()
+
+
+def send_through_a_queue(storage):
+    torch.multiprocessing.get_context("spawn").SimpleQueue().put(storage.rewards)
+
+
+def swap_the_data(storage):
+    storage.rewards.data = storage.rewards.data.clone()
+
+
+@pytest.mark.parametrize("move", [move_to_shared_memory, send_through_a_queue, swap_the_data])
+def test_the_next_steps_are_written_where_the_block_is_now(move):
+    storage = fill(build())
+    move(storage)
+    storage.clear()
+    fill(storage, offset=500)
+    assert_equal(snapshot(storage), snapshot(fill(build(), offset=500)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,24 +62,6 @@ def test_the_first_epoch_is_the_same_with_and_without_reuse(batches):
     assert len(reused) == len(expected)
 
 
-def test_a_batch_changed_in_place_does_not_change_the_next_epoch(batches):
-    expected = [{name: tensor.clone() for name, tensor in tensors_of(b).items()} for b in batches(rollout())]
-    for batch, truth in zip(batches(rollout()), expected, strict=True):
-        assert_equal(tensors_of(batch), truth)
-        for tensor in tensors_of(batch).values():
-            tensor.zero_()
-
-
-@pytest.mark.parametrize("write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.numpy().fill(0)])
-def test_no_way_of_writing_reaches_the_next_epoch(batches, write):
-    expected = [{name: tensor.clone() for name, tensor in tensors_of(b).items()} for b in batches(rollout())]
-    for batch, truth in zip(batches(rollout()), expected, strict=True):
-        assert_equal(tensors_of(batch), truth)
-        for tensor in tensors_of(batch).values():
-            write(tensor)
-        del batch, tensor
-
-
 def test_with_reuse_what_is_changed_in_place_is_met_again(batches):
     first, second, _ = epochs_of(list(batches(rollout(), reuse=True)))
     for tensor in tensors_of(first[0]).values():

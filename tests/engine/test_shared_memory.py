@@ -11,6 +11,7 @@ import socket
 
 import pytest
 import torch
+from shared_segments import inodes_of
 
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.errors import DoesNotFitError, InvalidInputError, PeerLostError
@@ -19,11 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
 DEADLINE = 60.0
 PIECES = [((3,), torch.int64), ((2, 5), torch.uint8), ((), torch.float64), ((0, 4), torch.int32), ((17,), torch.bool)]
-
-
-def descriptors():
-    gc.collect()  # what tests before have left
-    return len(os.listdir("/proc/self/fd"))
 
 
 def left_behind():
@@ -172,16 +168,18 @@ def test_a_segment_cannot_be_copied():
         copy.deepcopy(SharedMemory.create(64))
 
 
-def test_nothing_lies_in_dev_shm_and_descriptors_are_given_back():
-    held = descriptors()
+def test_nothing_is_in_dev_shm_and_descriptors_and_mappings_are_released():
     segments = [SharedMemory.create(1 << 20) for _ in range(20)]
+    own = {os.fstat(segment._descriptor).st_ino for segment in segments}
     pieces = [segment.carve((1 << 20,), torch.uint8) for segment in segments]
     copies = [pickle.loads(pickle.dumps(segment)) for segment in segments]
     assert left_behind() == []
     del segments, copies
     assert not any(piece.any() for piece in pieces)  # a piece keeps the memory
+    assert own <= inodes_of("self")
     del pieces
-    assert descriptors() == held
+    gc.collect()
+    assert not own & inodes_of("self")
 
 
 def test_a_killed_process_leaves_nothing_behind():
