@@ -10,6 +10,7 @@ from rlstore.kernels.cuda import memory
 from rlstore.kernels.cuda import ring as ring_on_cuda
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_gather import ReplayGather
+from rlstore.kernels.cuda.watch import Watch
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 
@@ -93,3 +94,35 @@ def test_where_the_compiler_fails_larger_tiles_are_written(device, monkeypatch):
     twins.write(3)
     twins.assert_same()
     assert [grid[0] for grid in made[:2]] == [3, 2]
+
+
+def test_writes_since_a_look_count_against_what_it_showed(monkeypatch):
+    """A copy that takes three writes to finish: the bound of free episode indices is less by those three."""
+
+    class Event:
+        is_done = True
+
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return self.is_done
+
+        synchronize = query
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    words = torch.tensor([0, 0, 0, 20, 0, 0, 0, 0])
+    watch = Watch(words)
+    watch._event = Event()
+    assert not watch.is_short(20)  # the first look
+    for _ in range(7):
+        watch.count_write()
+    words[3], Event.is_done = 9, False
+    watch.count_write()  # the eighth write looks again
+    for _ in range(3):
+        watch.count_write()
+        assert not watch.has_broken()
+    assert watch._free == 20 - 11
+    words[4], Event.is_done = 1, True
+    assert not watch.has_broken()
+    assert watch._free == 9 - 3

@@ -217,10 +217,10 @@ def bound(cuda, driver) -> tuple[Launcher, Kernel]:
     return launcher, kernel
 
 
-@pytest.mark.parametrize(("device", "no_context"), [(0, 201), (1, 0)])
-def test_a_thread_that_is_at_no_device_or_at_another_is_left_to_triton(bound, cuda, driver, device, no_context):
+@pytest.mark.parametrize(("current", "no_context"), [(0, 201), (1, 0)])
+def test_a_thread_that_is_at_no_device_or_at_another_is_left_to_triton(bound, cuda, driver, current, no_context):
     launcher, kernel = bound
-    driver.device, driver.no_context = device, no_context
+    driver.device, driver.no_context = current, no_context
     launcher((1, 1, 1), cuda, aligned())
     assert (len(kernel.ordinary), len(driver.launches)) == (2, 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,23 @@ from rlstore.ray.calls import Connection
 
 
 class LocalActor:
-    """Stands for the handle of an actor: a call is executed at once, and its reference is the result."""
+    """Stands for the handle of an actor: a call is executed at once, and its reference is the result.
+
+    Coroutines of an actor run one at a time, as in its loop.
+    """
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self._target, self._loop = target, threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._target, name)
 
         def remote(*args: Any) -> Any:
             result = method(*args)
-            return asyncio.run(result) if asyncio.iscoroutine(result) else result
+            if not asyncio.iscoroutine(result):
+                return result
+            with self._loop:
+                return asyncio.run(result)
 
         return SimpleNamespace(remote=remote)
 

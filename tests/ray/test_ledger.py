@@ -120,7 +120,7 @@ def test_places_wait_for_the_shards(make):
         ledger = make(shards=2)
         asked = asyncio.ensure_future(ledger.place("w", 2, 10.0))
         await ledger.heartbeat(facts(0))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         assert not asked.done()
         await ledger.heartbeat(facts(1))
         return await asked
@@ -154,7 +154,7 @@ def test_without_a_limit_a_learner_waits_for_the_first_insert(make):
         ledger = make()
         placed(ledger, "w")
         asked = asyncio.ensure_future(ledger.permit_sample(8, 1, 10.0))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         assert not asked.done()
         await ledger.permit_insert("w", 1, 10.0)
         await asked
@@ -229,6 +229,23 @@ def test_a_permit_that_does_not_come_says_why_and_lets_the_others_by(make):
     asyncio.run(run())
 
 
+def test_a_permit_that_times_out_lets_smaller_ones_behind_it_go_ahead(make):
+    async def run():
+        ledger = make(limit=RateLimit(1.0, min_size=1, tolerance=10))
+        placed(ledger, "w")
+        await ledger.permit_insert("w", 8, 1.0)
+        large = asyncio.ensure_future(ledger.permit_insert("w", 8, 0.1))  # 16 is more than 1 + 10
+        await asyncio.sleep(0.02)
+        small = asyncio.ensure_future(ledger.permit_insert("w", 3, 10.0))
+        await asyncio.sleep(0.02)
+        assert not small.done()
+        with pytest.raises(WaitTimeoutError):
+            await large
+        await asyncio.wait_for(small, 1.0)
+
+    asyncio.run(run())
+
+
 def test_a_learner_gets_as_many_batches_at_once_as_the_limit_allows(make):
     async def run():
         ledger = make(limit=RateLimit(1.0, min_size=1, tolerance=10))
@@ -275,7 +292,7 @@ def test_a_permit_of_what_was_lost_is_given_back(make):
         placed(ledger, "w")
         await ledger.permit_insert("w", 4, 1.0)
         waiting = asyncio.ensure_future(ledger.permit_insert("w", 4, 10.0))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         assert not waiting.done()
         await ledger.count_lost(4, 3, 4)
         await waiting
@@ -328,7 +345,7 @@ def test_a_limit_can_change_while_others_wait(make):
         await ledger.permit_insert("w", 4, 1.0)
         await ledger.permit_sample(4, 1, 1.0)
         waiting = asyncio.ensure_future(ledger.permit_sample(4, 1, 10.0))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
         assert not waiting.done()
         await ledger.set_rate_limit(RateLimit(1.0, min_size=4, tolerance=8))
         await waiting

@@ -197,7 +197,7 @@ def check_shut_down(served, writer):
     lost = writer.lost
     writer.add(step_of(0, 200, 2))
     with (
-        pytest.warns(UserWarning, match="What was on its way to it is lost"),
+        pytest.warns(UserWarning, match="The steps in flight to it are lost"),
         pytest.raises(PeerLostError, match=r"shard 0 of rlstore-.* was lost and did not come back within 1 s"),
     ):
         writer.flush()
@@ -275,7 +275,7 @@ def test_a_dead_shard_loses_what_was_stored_since_its_snapshot_and_nothing_else(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         until(lambda: continues(filled, learner), "a batch without the dead shard")
-    message = "shard 1 of .* is gone.*The other shards serve on"
+    message = "shard 1 of .* is gone.*The other shards continue"
     assert all(re.search(message, str(warning.message)) for warning in caught)
     assert len(caught) == learner._health.absences
     until(lambda: filled.report().restarts == 1, "the restart of the shard")

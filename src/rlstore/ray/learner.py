@@ -351,7 +351,7 @@ class Health:
         with self._lock:
             if shard not in self._probes:
                 self.absences += 1
-                self._messages.append(f"{error}. The other shards serve on; it is asked again now and then")
+                self._messages.append(f"{error}. The other shards continue; this one is called again regularly")
                 self._probe(shard)
 
     def wait(self, deadline: Deadline) -> None:

@@ -240,8 +240,8 @@ class Ledger:
         """Wait until the rate limit allows a writer to insert ``count`` transitions."""
         if not self._places.heartbeat(writer):
             raise PeerLostError(
-                "this writer's place was given to another one, because nothing had been heard of it for longer than "
-                "the deadline; make a new writer"
+                "this writer's place was reclaimed and given to another one, because no heartbeat of it came for "
+                "longer than the deadline; make a new writer"
             )
         await self._wait_in(self._inserts, count, seconds)
 

@@ -135,7 +135,7 @@ class QueueActor:
             if not await self._changed.wait(deadline):
                 raise WaitTimeoutError(
                     f"the rollout queue has been full for {seconds:g} s: {len(self._entries)} of {self._capacity} wait "
-                    f"for a learner; {len(self._learners)} learners were ever heard of"
+                    f"for a learner; {len(self._learners)} learners have taken rollouts so far"
                 )
         self._put[producer] = put + 1
         if self._is_stale(version):

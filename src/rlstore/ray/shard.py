@@ -216,8 +216,8 @@ class Shard:
         others = [name for name, lanes in self._writers.items() if lanes.place.overlaps(place)]
         if any(self._writers[other].place.ticket > place.ticket for other in others):
             raise PeerLostError(
-                "this writer's place was given to another one, because nothing had been heard of it for longer than "
-                "the deadline; make a new writer"
+                "this writer's place was reclaimed and given to another one, because no heartbeat of it came for "
+                "longer than the deadline; make a new writer"
             )
         for other in others:
             self.remove_writer(other)  # the ledger has reclaimed its lanes

@@ -352,7 +352,7 @@ class ServedWriter:
     def _wait_for_shard(self, error: PeerLostError) -> None:
         """Wait until the shard is restarted. The other calls in flight are lost too, or will be answered."""
         warnings.warn(
-            f"{error}. What was on its way to it is lost; this writer waits for it to be started again", stacklevel=5
+            f"{error}. The steps in flight to it are lost; this writer waits until it is restarted", stacklevel=5
         )
         seconds = self._served.deadline
         try:

@@ -128,7 +128,7 @@ def trajectory_batches(
         count: Mini-batches.
         room: Trajectories in each mini-batch; None for as many as there are.
         observations: ``[steps, lanes, ...]`` each, to be padded.
-        states: ``[steps, layers, lanes, hidden]`` each, of which the first of each trajectory are taken.
+        states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
         others: ``[steps, lanes, ...]`` each, to be copied.
         empty: Allocates the memory of a mini-batch, on the CPU.
     """
@@ -175,7 +175,7 @@ class TrajectoryTable:
         count: Mini-batches.
         most: Room for trajectories in each; None makes as much as each one needs, and waits for the device to tell.
         observations: ``[steps, lanes, ...]`` each, to be padded.
-        states: ``[steps, layers, lanes, hidden]`` each, of which the first of each trajectory are taken.
+        states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
         others: ``[steps, lanes, ...]`` each, to be copied.
     """
 
@@ -213,7 +213,7 @@ class TrajectoryTable:
         return TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : states], tensors[states:])
 
     def _layout(self, count: int) -> Pieces:
-        """How the tensors of a mini-batch of ``count`` trajectories lie in memory."""
+        """How the tensors of a mini-batch of ``count`` trajectories are arranged in memory."""
         steps, observations, states, others = self._steps, self._observations, self._states, self._others
         padded = [((steps, count, *source.shape[2:]), source.dtype) for source in observations]
         first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]

@@ -263,7 +263,7 @@ class SnapshotReader:
         return made
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Fill a tensor of the same shape and dtype, which may be a view and lie on any device.
+        """Fill a tensor of the same shape and dtype, which may be a view, on any device.
 
         Raises:
             SnapshotError: If it is not of the same shape and dtype, or what was read is not what was saved.
@@ -277,7 +277,7 @@ class SnapshotReader:
         plain = torch.view_as_real(target) if target.is_complex() else target
         checksum = 0
         try:
-            # A tensor without dimensions cannot be cut.
+            # A tensor without dimensions has no slices.
             source = self._opened.get_slice(name) if plain.dim() else {(): self._opened.get_tensor(name)}
             for index in chunks(plain.shape, plain.element_size()):
                 part = source[index]
@@ -307,7 +307,7 @@ class SnapshotReader:
 
 
 def generator_state(generator: torch.Generator) -> dict[str, Tensor]:
-    """The state of a generator, as a tensor under a name that says for which kind of device."""
+    """The state of a generator, as a tensor named after its kind of device."""
     return {f"generator[{generator.device.type}]": generator.get_state()}
 
 

@@ -17,7 +17,7 @@ KEYS = ("final_obs", "final_observation")
 
 def find_final(infos: Any) -> tuple[str, Any] | None:
     """The final observations among the infos of a step, and the key they stand under."""
-    if not isinstance(infos, Mapping):
+    if not isinstance(infos, (dict, Mapping)):  # a dict is recognised much faster than a Mapping
         if infos is None:
             return None
         raise InvalidInputError(
