@@ -30,7 +30,10 @@ demo: $(VENV)/ready
 
 # The inner loop: what every storage promises and the parts that they share. Other files take longer, in what they import
 # (Triton's interpreter, rsl_rl, rllte) or in what they do (learning, processes, clusters, long searches).
-QUICK := tests/contract tests/engine tests/test_golden.py tests/test_trainer.py tests/test_storage_base.py \
+LONG := $(addprefix tests/engine/test_,slots.py snapshot.py folder.py shared_memory.py pieces.py) \
+	tests/contract/test_state_machine.py tests/contract/test_refused_calls.py
+QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/test_*.py)) \
+	tests/test_golden.py tests/test_trainer.py tests/test_storage_base.py \
 	$(wildcard tests/test_rollout_documented*.py tests/test_decoupled_documented*.py) tests/test_known_bugs.py \
 	$(wildcard tests/distributed/test_distributed_documented*.py) tests/replay/test_nstep_documented.py \
 	$(addprefix tests/replay/test_nstep_documented_,batches.py finals.py windows.py) \
