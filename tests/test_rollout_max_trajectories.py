@@ -75,11 +75,10 @@ def test_a_table_of_all_trajectories_gives_the_same_tensors(storage, count, room
     others = tuple(leaf for _, part in sources.values() for leaf in part)
     states = tuple(block for name, block in ring.blocks.items() if name.startswith("saved_hidden_state"))
     fields = (observations, states, others)
-    table = trajectories.TrajectoryTable(ring.blocks["dones"], ENVS // count, count, room, *fields)
-    here = list(trajectories.trajectory_batches(ring.blocks["dones"], count, room, *fields))
+    tabulated = trajectories.TabulatedTrajectories(ring.blocks["dones"], count, room)
+    here = list(trajectories.SplitTrajectories(ring.blocks["dones"], count, room).batches(*fields))
     assert len(here) == count
-    for index, truth in enumerate(here):
-        ours = table.make(index)
+    for ours, truth in zip(tabulated.batches(*fields), here, strict=True):
         for group, expected_group in zip(ours, truth, strict=True):
             tensors, expected = ((x,) if isinstance(x, torch.Tensor) else x for x in (group, expected_group))
             assert len(tensors) == len(expected)

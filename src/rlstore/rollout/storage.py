@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlstore.engine.batches.trajectories import trajectory_batches
+from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.tensors import allocate
@@ -552,9 +552,9 @@ class RolloutStorage(RolloutCore):
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
         A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
-        episodes ended and padded with zeros to ``[steps, trajectories, ...]``, environment by environment; ``masks``
-        is False for padding, and ``hidden_states`` are those saved at each trajectory's start. The other fields are
-        ``[steps, envs, ...]``.
+        episodes ended (as ``dones`` says when the generator starts) and padded with zeros to
+        ``[steps, trajectories, ...]``, environment by environment; ``masks`` is False for padding, and
+        ``hidden_states`` are those saved at each trajectory's start. The other fields are ``[steps, envs, ...]``.
 
         Args:
             num_mini_batches: Batches in each epoch.
@@ -574,22 +574,24 @@ class RolloutStorage(RolloutCore):
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
         self._outputs.begin()
+        self._follow_callers()
+        found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories)
         if reuse:
-            yield from repeated(self._recurrent_epoch(rows, num_mini_batches, max_trajectories), num_epochs)
+            yield from repeated(self._recurrent_epoch(rows, found), num_epochs)
             return
         for _ in range(num_epochs):
             if ring.size < rows:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            yield from self._recurrent_epoch(rows, num_mini_batches, max_trajectories)
+            yield from self._recurrent_epoch(rows, found)
 
-    def _recurrent_epoch(self, rows: int, count: int, room: int | None) -> Iterator[RolloutStorage.Batch]:
+    def _recurrent_epoch(
+        self, rows: int, found: SplitTrajectories | TabulatedTrajectories
+    ) -> Iterator[RolloutStorage.Batch]:
         sources, ring = self._sources(rows), self._ready_ring()
         observations = tuple(sources.pop("observations")[1])
         others, build = flatten(sources)
         states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
-        all_states = (*states[0], *states[1])
-        fields = (ring.blocks["dones"][:rows], count, room, observations, all_states, others)
-        for made in trajectory_batches(*fields, self._outputs.empty):
+        for made in found.batches(observations, (*states[0], *states[1]), others, self._outputs.empty):
             first = made.states[: len(states[0])], made.states[len(states[0]) :]
             yield self.Batch(
                 observations=self._observations.build(made.observations, made.masks.shape),

@@ -112,111 +112,98 @@ class TrajectoryBatch(NamedTuple):
     others: tuple[Tensor, ...]
 
 
-def trajectory_batches(
-    dones: Tensor,
-    count: int,
-    room: int | None,
-    observations: tuple[Tensor, ...],
-    states: tuple[Tensor, ...],
-    others: tuple[Tensor, ...],
-    empty: Allocator = allocate_empty,
-) -> Iterator[TrajectoryBatch]:
-    """``count`` mini-batches of ``lanes // count`` lanes each, in order, made when they are needed.
+class SplitTrajectories:
+    """The trajectories of ``count`` mini-batches of ``lanes // count`` lanes each, in order: on the CPU.
+
+    They are found once, and any number of epochs is made of them.
 
     Args:
         dones: As for :func:`split`.
         count: Mini-batches.
-        room: Trajectories in each mini-batch; None for as many as there are.
-        observations: ``[steps, lanes, ...]`` each, to be padded.
-        states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
-        others: ``[steps, lanes, ...]`` each, to be copied.
-        empty: Allocates the memory of a mini-batch, on the CPU.
-    """
-    width = dones.shape[1] // count
-    if dones.is_cuda:
-        table = TrajectoryTable(dones, width, count, room, observations, states, others)
-        yield from map(table.make, range(count))
-        return
-    for first in range(0, count * width, width):
-        yield _lane_batch(dones, first, first + width, room, observations, states, others, empty)
-
-
-def _lane_batch(
-    dones: Tensor,
-    first: int,
-    last: int,
-    room: int | None,
-    observations: tuple[Tensor, ...],
-    states: tuple[Tensor, ...],
-    others: tuple[Tensor, ...],
-    empty: Allocator,
-) -> TrajectoryBatch:
-    """The mini-batch of the lanes ``[first, last)``, all in one piece of memory."""
-    rows, lanes = dones.shape[:2]
-    trajectories = split(dones, first, last, room)
-    # Bytes of one lane's step in the observations with their mask, in the other fields, and in the states.
-    padded_step, step, start = (
-        sum(block.nbytes for block in blocks) // (rows * lanes) for blocks in (observations, others, states)
-    )
-    count = trajectories.lanes.shape[0]
-    nbytes = rows * (count * (padded_step + 1) + (last - first) * step) + count * start
-    arena = Arena(nbytes, len(observations) + len(others) + len(states) + 1, dones.device, empty)
-    padded, masks = pad(observations, trajectories, rows, arena.empty)
-    initial = tuple([first_states(state, trajectories, arena.empty) for state in states])
-    return TrajectoryBatch(padded, masks, initial, cut(others, first, last, arena.empty))
-
-
-class TrajectoryTable:
-    """The trajectories of all mini-batches, found in two launches: for CUDA.
-
-    Args:
-        dones: As for :func:`split`.
-        width: Lanes of each mini-batch, those from ``b * width`` on for mini-batch b.
-        count: Mini-batches.
-        most: Room for trajectories in each; None makes as much as each one needs, and waits for the device to tell.
-        observations: ``[steps, lanes, ...]`` each, to be padded.
-        states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
-        others: ``[steps, lanes, ...]`` each, to be copied.
+        room: Trajectories in each; None for as many as there are.
     """
 
-    def __init__(
+    def __init__(self, dones: Tensor, count: int, room: int | None) -> None:
+        self._steps, self._width = dones.shape[0], dones.shape[1] // count
+        firsts = range(0, count * self._width, self._width)
+        self._found = [(first, split(dones, first, first + self._width, room)) for first in firsts]
+
+    def batches(
         self,
-        dones: Tensor,
-        width: int,
-        count: int,
-        most: int | None,
         observations: tuple[Tensor, ...],
         states: tuple[Tensor, ...],
         others: tuple[Tensor, ...],
-    ) -> None:
-        device = dones.device
-        self._observations, self._states, self._others = observations, states, others
-        self._layouts: dict[int, Pieces] = {}  # of mini-batches, by their trajectories
-        self._table = allocate_empty((3, count * width * dones.shape[0]), torch.int32, device)
-        self._totals = allocate_empty((count,), torch.int32, device)
-        self._width, self._steps = width, dones.shape[0]
-        kernel("tabulate_trajectories", device.type)(dones, width, self._table, self._totals)
-        self._counts = self._totals.tolist() if most is None else [most] * count
+        empty: Allocator = allocate_empty,
+    ) -> Iterator[TrajectoryBatch]:
+        """The mini-batches of an epoch, made when they are needed, each in one piece of memory.
 
-    def make(self, index: int) -> TrajectoryBatch:
-        """A mini-batch."""
-        count = self._counts[index]
-        if count not in self._layouts:
-            self._layouts[count] = self._layout(count)
-        (pieces,) = self._layouts[count].empty(self._table.device)
-        tensors = self._layouts[count].cut(pieces)
-        place = len(self._observations)
-        targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
-        fields = (self._observations, self._states, self._others, self._table, self._totals)
-        kernel("fill_trajectories", mask.device.type)(*fields, index, self._width, targets, mask)
-        states = place + 1 + len(self._states)
-        return TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : states], tensors[states:])
+        Args:
+            observations: ``[steps, lanes, ...]`` each, to be padded.
+            states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
+            others: ``[steps, lanes, ...]`` each, to be copied.
+            empty: Allocates that memory.
+        """
+        rows, fields = self._steps, (observations, others, states)
+        # Bytes of one lane's step in the observations, in the other fields, and in the states.
+        lane_steps = rows * observations[0].shape[1]
+        padded_step, step, start = (sum(block.nbytes for block in blocks) // lane_steps for blocks in fields)
+        for first, found in self._found:
+            count, last = found.lanes.shape[0], first + self._width
+            nbytes = rows * (count * (padded_step + 1) + self._width * step) + count * start  # with a mask
+            arena = Arena(nbytes, sum(map(len, fields)) + 1, found.lanes.device, empty)
+            padded, masks = pad(observations, found, rows, arena.empty)
+            initial = tuple([first_states(state, found, arena.empty) for state in states])
+            yield TrajectoryBatch(padded, masks, initial, cut(others, first, last, arena.empty))
 
-    def _layout(self, count: int) -> Pieces:
+
+class TabulatedTrajectories:
+    """:class:`SplitTrajectories` for CUDA: all trajectories are found in two launches.
+
+    Args:
+        dones: As for :func:`split`.
+        count: Mini-batches.
+        room: Trajectories in each; None for as many as there are, which waits for the device.
+    """
+
+    def __init__(self, dones: Tensor, count: int, room: int | None) -> None:
+        self._steps, self._width = dones.shape[0], dones.shape[1] // count
+        self._layouts: dict[int, Pieces] = {}  # of mini-batches, by their number of trajectories
+        self._table = allocate_empty((3, count * self._width * self._steps), torch.int32, dones.device)
+        self._totals = allocate_empty((count,), torch.int32, dones.device)
+        kernel("tabulate_trajectories", dones.device.type)(dones, self._width, self._table, self._totals)
+        self._counts = self._totals.tolist() if room is None else [room] * count
+
+    def batches(
+        self,
+        observations: tuple[Tensor, ...],
+        states: tuple[Tensor, ...],
+        others: tuple[Tensor, ...],
+        empty: Allocator = allocate_empty,
+    ) -> Iterator[TrajectoryBatch]:
+        """The mini-batches of an epoch, one launch each; ``empty`` is not used: the memory is torch's own."""
+        fill, place = kernel("fill_trajectories", self._table.device.type), len(observations)
+        behind = place + 1 + len(states)
+        for index, count in enumerate(self._counts):
+            if count not in self._layouts:
+                self._layouts[count] = self._layout(count, observations, states, others)
+            (pieces,) = self._layouts[count].empty(self._table.device)
+            tensors = self._layouts[count].cut(pieces)
+            targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
+            fill(observations, states, others, self._table, self._totals, index, self._width, targets, mask)
+            yield TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : behind], tensors[behind:])
+
+    def _layout(
+        self, count: int, observations: tuple[Tensor, ...], states: tuple[Tensor, ...], others: tuple[Tensor, ...]
+    ) -> Pieces:
         """How the tensors of a mini-batch of ``count`` trajectories are arranged in memory."""
-        steps, observations, states, others = self._steps, self._observations, self._states, self._others
+        steps = self._steps
         padded = [((steps, count, *source.shape[2:]), source.dtype) for source in observations]
         first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]
         copied = [((steps, self._width, *source.shape[2:]), source.dtype) for source in others]
         shapes, dtypes = zip(*padded, ((steps, count), torch.bool), *first, *copied, strict=True)
         return pieces_for(shapes, dtypes)
+
+
+def find_trajectories(dones: Tensor, count: int, room: int | None) -> SplitTrajectories | TabulatedTrajectories:
+    """The trajectories of ``count`` mini-batches, found in the way of the device."""
+    return (TabulatedTrajectories if dones.is_cuda else SplitTrajectories)(dones, count, room)
