@@ -511,7 +511,7 @@ class RolloutCore(Storage):
             reuse: Gather the first epoch only.
             with_rows: Serve the row ids as ``rows``.
             observations_as: The dtype to serve the first of the sources as; None for its own.
-            make: Makes a batch of its parts, given by keyword.
+            make: Makes a batch of its parts; see :func:`flatten`.
         """
         if reuse:
             how: dict[str, Any] = {"with_rows": with_rows, "observations_as": observations_as, "make": make}
@@ -524,11 +524,10 @@ class RolloutCore(Storage):
             orders = epoch_orders(held, wanted, self._generator, num_epochs)
         else:
             orders = repeat(epoch_rows(held, wanted, self._generator, shuffle=shuffle), num_epochs)
-        batch_size = torch.Size((size,))
         for rows in orders:
             if ring.size < steps:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            leaves, build = flatten(sources(steps))
+            leaves, build = flatten(sources(steps), torch.Size((size,)), make)
             dtypes = [leaf.dtype for leaf in leaves]
             if observations_as is not None:
                 first = len(self._observations.paths)
@@ -537,10 +536,9 @@ class RolloutCore(Storage):
             if with_rows:
                 own_rows = torch.unsafe_split(rows.clone(), size)
                 for tensors, ids in zip(batches, own_rows, strict=True):
-                    yield make(**build(tensors, batch_size), rows=ids)
+                    yield build(tensors, rows=ids)
             else:
-                for tensors in batches:
-                    yield make(**build(tensors, batch_size))
+                yield from map(build, batches)
 
     # ---------------------------------------------------------------------------------------------- all data
 
@@ -635,25 +633,36 @@ class RolloutCore(Storage):
                 reader.read_into(name, block)
 
 
-def flatten(sources: Sources) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor], torch.Size], dict[str, Any]]]:
-    """The leaves of the sources, contiguous, and a function that nests as many tensors in the same way, by name."""
-    leaves: list[Tensor] = []
-    cuts, plain = [], {}
-    for name, (structure, part) in sources.items():
-        if structure is None:
-            plain[name] = part[0]
-        else:
-            cuts.append((name, structure.build, len(leaves), len(leaves) + len(part)))
-            leaves.extend(part)
-    place = len(leaves)
-    leaves.extend(plain.values())
-    names = tuple(plain)
+def flatten(
+    sources: Sources, batch_size: torch.Size, make: Callable[..., _Batch]
+) -> tuple[tuple[Tensor, ...], Callable[..., _Batch]]:
+    """The leaves of the sources, contiguous, and what builds a batch of as many tensors.
 
-    def build(tensors: Sequence[Tensor], batch_size: torch.Size) -> dict[str, Any]:
-        parts = dict(zip(names, tensors[place:], strict=True))
-        for name, nest, first, last in cuts:
-            parts[name] = nest(tensors[first:last], batch_size)
-        return parts
+    Args:
+        sources: The sources by the names of the parts of a batch.
+        batch_size: Of nested parts.
+        make: A class whose ``_fields`` are the names that it takes by position, in this order; or one that takes parts
+            by keyword. The builder takes further parts by keyword too.
+    """
+    fields: tuple[str, ...] = getattr(make, "_fields", ())
+    names = sorted(sources, key=lambda name: fields.index(name) if name in fields else len(fields))
+    by_position = sum(name == field for name, field in zip(names, fields, strict=False))
+    leaves: list[Tensor] = []
+    nests: list[tuple[Callable[..., Any], int, int]] = []
+    for name in names:
+        structure, part = sources[name]
+        if structure is not None and not structure.is_leaf:
+            nests.insert(0, (structure.build, len(leaves), len(leaves) + len(part)))
+        leaves.extend(part)
+    keywords = names[by_position:]
+
+    def build(tensors: Sequence[Tensor], **more: Any) -> _Batch:
+        parts: Sequence[Any] = tensors
+        for nest, first, last in nests:  # from the last to the first, so that places stay as they are
+            parts = (*parts[:first], nest(parts[first:last], batch_size), *parts[last:])
+        if not keywords and not more:
+            return make(*parts)
+        return make(*parts[:by_position], **dict(zip(keywords, parts[by_position:], strict=True)), **more)
 
     return tuple([leaf.contiguous() for leaf in leaves]), build
 

@@ -179,6 +179,12 @@ class RolloutStorage(RolloutCore):
         fields ``[steps, envs, ...]``. Extra fields are attributes with their names.
         """
 
+        # The parts of a flat batch, in the order of the arguments.
+        _fields = (
+            *("observations", "actions", "values", "advantages", "returns"),
+            *("old_actions_log_prob", "old_distribution_params"),
+        )
+
         def __init__(
             self,
             observations: TensorDict | None = None,
@@ -513,9 +519,9 @@ class RolloutStorage(RolloutCore):
         """Yield one batch for each written step, in order: observations, privileged actions, dones, extra fields."""
         self._require_mode("distillation")
         rows, lanes = self._require_rows(), self._ready_ring().lanes
-        leaves, build = flatten(self._sources(rows))
+        leaves, build = flatten(self._sources(rows), torch.Size((lanes,)), self.Batch)
         for t in range(rows):
-            yield self.Batch(**build([leaf[t].clone() for leaf in leaves], torch.Size((lanes,))))
+            yield build([leaf[t].clone() for leaf in leaves])
 
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
@@ -589,15 +595,15 @@ class RolloutStorage(RolloutCore):
     ) -> Iterator[RolloutStorage.Batch]:
         sources, ring = self._sources(rows), self._ready_ring()
         observations = tuple(sources.pop("observations")[1])
-        others, build = flatten(sources)
+        others, build = flatten(sources, torch.Size((rows, ring.lanes)), self.Batch)
         states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
         for made in found.batches(observations, (*states[0], *states[1]), others, self._outputs.empty):
             first = made.states[: len(states[0])], made.states[len(states[0]) :]
-            yield self.Batch(
+            yield build(
+                made.others,
                 observations=self._observations.build(made.observations, made.masks.shape),
                 hidden_states=(_hidden_state(first[0]), _hidden_state(first[1])),
                 masks=made.masks,
-                **build(made.others, made.masks.shape),
             )
 
     def _require_mode(self, mode: str) -> None:
