@@ -346,3 +346,17 @@ def test_a_released_folder_is_free_whatever_was_forked_from_its_process(tmp_path
     open_folder(tmp_path).release()
     os.close(end)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+def test_saving_and_loading_leave_no_descriptor_open(tmp_path):
+    def descriptors():
+        found = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return [path for path in found if path.startswith(str(tmp_path))]
+
+    for _ in range(2):
+        write_snapshot(tmp_path / "s", "rlstore.X", "cpu", {}, {}, {"a": torch.arange(3)})
+        with SnapshotReader(tmp_path / "s") as reader:
+            assert reader.tensor("a").tolist() == [0, 1, 2]
+    gc.collect()
+    assert descriptors() == []

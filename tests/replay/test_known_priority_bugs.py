@@ -27,6 +27,17 @@ def test_priorities_are_raised_to_alpha_once():
         assert served_priorities(storage) == pytest.approx({0: 1, 1: ratio})
 
 
+def test_beta_rises_to_one_over_its_batches_and_stays_there():
+    storage = make_prioritized(beta=0.4, beta_steps=4)
+    fill(storage, 3)
+    found = []
+    for _ in range(6):
+        found.append(storage.current_beta)
+        storage.sample()
+    assert found == pytest.approx([0.4, 0.55, 0.7, 0.85, 1.0, 1.0])
+    assert make_prioritized(beta=0.4).current_beta == 0.4
+
+
 def test_a_priority_is_not_initialised_twice():
     """A new row has the largest priority that is held, as it stands: not raised to alpha once more, not 1."""
     storage = make_prioritized(alpha=0.5)
