@@ -30,15 +30,16 @@ demo: $(VENV)/ready
 
 # The inner loop: what every storage promises and the parts that they share. Other files take longer, in what they import
 # (Triton's interpreter, rsl_rl, rllte) or in what they do (learning, processes, clusters, long searches).
-LONG := $(addprefix tests/engine/test_,slots.py snapshot.py folder.py shared_memory.py pieces.py) \
-	tests/contract/test_state_machine.py tests/contract/test_refused_calls.py
+LONG := $(addprefix tests/engine/test_,slots.py snapshot.py folder.py shared_memory.py pieces.py limiter.py returns.py) \
+	$(addprefix tests/contract/test_,state_machine.py refused_calls.py extra_fields.py whole_storage.py \
+	replay_trainer.py distributed_trainer.py saved.py)
 QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/test_*.py)) \
 	tests/test_golden.py tests/test_trainer.py tests/test_storage_base.py \
 	$(wildcard tests/test_rollout_documented*.py tests/test_decoupled_documented*.py) tests/test_known_bugs.py \
-	$(wildcard tests/distributed/test_distributed_documented*.py) tests/replay/test_nstep_documented.py \
-	$(addprefix tests/replay/test_nstep_documented_,batches.py finals.py windows.py) \
-	$(addprefix tests/replay/test_,replay_refusals.py known_priority_bugs.py replay_model.py) \
-	tests/kernels/test_table.py tests/ray/test_ledger.py tests/ray/test_steps_and_wire.py
+	tests/distributed/test_distributed_documented_add.py tests/replay/test_nstep_documented.py \
+	$(addprefix tests/replay/test_nstep_documented_,batches.py finals.py) \
+	$(addprefix tests/replay/test_,known_priority_bugs.py replay_model.py) \
+	tests/kernels/test_table.py tests/ray/test_steps_and_wire.py
 
 quick: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
