@@ -651,7 +651,7 @@ def flatten(
     nests: list[tuple[Callable[..., Any], int, int]] = []
     for name in names:
         structure, part = sources[name]
-        if structure is not None and not structure.is_leaf:
+        if structure is not None and structure.paths != ((),):  # more than a single tensor
             nests.insert(0, (structure.build, len(leaves), len(leaves) + len(part)))
         leaves.extend(part)
     keywords = names[by_position:]
