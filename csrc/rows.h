@@ -48,6 +48,13 @@ void copy_flags(Target* target, const Source* source, size_t count);
 template <typename Source>
 bool has_nan(const Source* source, size_t count);
 
+// True if no value is NaN or infinite; `stride` is in elements.
+bool all_finite(const float* source, size_t count, int64_t stride);
+
+// True if every value i is a whole number from low[i % width] to high[i % width]; count is a multiple of width.
+template <typename Source>
+bool all_within(const Source* source, size_t count, int64_t stride, const int64_t* low, const int64_t* high, size_t width);
+
 // target[i] = source[rows[i]], rows of `row_bytes` bytes.
 void gather_rows(char* target, const char* source, const int64_t* rows, size_t count, size_t row_bytes);
 

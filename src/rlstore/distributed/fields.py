@@ -17,9 +17,11 @@ from rlstore.engine.rows.schema import (
     describe_fields,
     described_fields,
     fields_of_example,
+    reward_field,
 )
 from rlstore.engine.rows.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
+from rlstore.kernels.rules import FINITE, Rule, obeys
 
 CPU = torch.device("cpu")
 # The keys of a row besides the observations and the extra fields: what the environment returned with the observation,
@@ -55,12 +57,14 @@ class RolloutFields:
         action_space: SpaceLike,
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
     ) -> RolloutFields:
         """The fields for a pair of spaces; the observations of a mapping without a dtype are uint8."""
         structure, observed = observation_fields(observation_space, "obs", owner, torch.uint8)
         spec = action_spec(action_space)
-        action = _action_field(spec.kind, spec.shape, f"the action_space given to {owner}()")
-        return cls._of_parts(structure, observed, action, spec.kind, _policy_width(spec), state_shapes, extra)
+        action = _action_field(spec.kind, spec.shape, f"the action_space given to {owner}()", spec.rule)
+        parts = (structure, observed, action, spec.kind, _policy_width(spec), state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     @classmethod
     def of_sample(
@@ -68,6 +72,7 @@ class RolloutFields:
         sample: Mapping[str, Any],
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
         lead: int = 1,
     ) -> RolloutFields:
         """The fields for samples like this one, in the vocabulary of :mod:`rlstore.storage`.
@@ -76,6 +81,7 @@ class RolloutFields:
             sample: One step ``[N, ...]``, or with ``lead`` 2 several steps ``[steps, N, ...]``.
             state_shapes: ``(layers, hidden)`` of each recurrent state.
             extra: The extra fields.
+            allow_nonfinite_rewards: Whether rewards may be NaN or infinite.
             lead: The number of axes before a field's own.
         """
         origin = "the first sample"
@@ -85,17 +91,23 @@ class RolloutFields:
         kind = "Box" if is_float else "Discrete" if actions.dim() == lead else "MultiDiscrete"
         action = _action_field(kind, tuple(actions.shape[lead:]), origin)
         width = 0 if params is None else join_params(params, lead).shape[-1]
-        return cls._of_parts(structure, observed, action, kind, width, state_shapes, extra)
+        parts = (structure, observed, action, kind, width, state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     @classmethod
     def of_settings(
-        cls, settings: Mapping[str, Any], state_shapes: Sequence[tuple[int, int]], extra: Sequence[Field] = ()
+        cls,
+        settings: Mapping[str, Any],
+        state_shapes: Sequence[tuple[int, int]],
+        extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
     ) -> RolloutFields:
         """The fields that :meth:`settings` described."""
         structure, observed = described_fields(settings, "obs")
         kind = settings["action_kind"]
         action = _action_field(kind, tuple(settings["action_shape"]), "the snapshot")
-        return cls._of_parts(structure, observed, action, kind, settings["policy_width"], state_shapes, extra)
+        parts = (structure, observed, action, kind, settings["policy_width"], state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     def settings(self) -> dict[str, Any]:
         """The fields as settings of a snapshot, but for the states and the extra fields."""
@@ -116,13 +128,14 @@ class RolloutFields:
         policy_width: int,
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field],
+        allow_nonfinite_rewards: bool,
     ) -> RolloutFields:
         def scalar(name: str, dtype: torch.dtype = torch.float32) -> Field:
             return Field(name, (), dtype, "DistributedStorage", is_flag=dtype == torch.bool)
 
         fields = (
             *observed,
-            scalar("reward"),
+            reward_field("reward", (), "DistributedStorage", allow_nonfinite_rewards),
             scalar("terminated", torch.bool),
             scalar("truncated", torch.bool),
             scalar("episode_return"),
@@ -163,7 +176,7 @@ class RolloutFields:
         fitted = {}
         for key, value in flat.items():
             field = self.columns[key]
-            fitted[key] = value if _fits_unchanged(field, value) else _fit_one(field, value)
+            fitted[key] = value if _fits_unchanged(field, value) and _obeys(field, value) else _fit_one(field, value)
         return fitted
 
     def fit_states(self, states: Any, name: str, lanes: int) -> list[Tensor]:
@@ -214,8 +227,8 @@ def check_state_shapes(owner: str, state_shapes: Any) -> tuple[tuple[int, int], 
     return shapes
 
 
-def _action_field(kind: str, shape: tuple[int, ...], origin: str) -> Field:
-    return Field("action", shape, torch.float32 if kind == "Box" else torch.int64, origin)
+def _action_field(kind: str, shape: tuple[int, ...], origin: str, rule: Rule | None = None) -> Field:
+    return Field("action", shape, torch.float32 if kind == "Box" else torch.int64, origin, rule=rule)
 
 
 def _policy_width(spec: ActionSpec) -> int:
@@ -236,6 +249,17 @@ def _fits_unchanged(field: Field, value: Any) -> bool:
     shape = value.shape
     lead = len(shape) - len(field.shape)
     return shape[lead:] == field.shape and all(size == 1 for size in shape[:lead]) and value.layout == torch.strided
+
+
+def _obeys(field: Field, value: Tensor) -> bool:
+    """Whether a value of one lane obeys the rule of its field."""
+    rule = field.rule
+    if rule is None:
+        return True
+    if value.numel() > 1:
+        return bool(obeys(value.view(1, *field.shape), rule).all())
+    number = value.item()
+    return math.isfinite(number) if rule == FINITE else rule[0][0] <= number <= rule[0][1]
 
 
 def _fit_one(field: Field, value: Any) -> Tensor:

@@ -75,6 +75,7 @@ class NStepReplayStorage(ReplayCore):
         timeout: Seconds after which a wait for the rate limit, or for writers to pause, raises an error.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
@@ -108,6 +109,7 @@ class NStepReplayStorage(ReplayCore):
         rate_limit: RateLimit | None = None,
         timeout: float = 60.0,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         self.save_snapshot, self.snapshot_dir = bool(save_snapshot), os.fspath(snapshot_dir)
         options = Options(
@@ -131,6 +133,7 @@ class NStepReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         view = TransitionView(type(self).__name__, n_step, discount, float_actions=True)
         super().__init__(options, view, UniformSampler())

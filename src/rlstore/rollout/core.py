@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,11 @@ from rlstore.engine.batches.select import epoch_orders, epoch_rows
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.kernels.rules import Rule
+from rlstore.rollout.targets import Targets
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (
     Check,
@@ -151,6 +154,8 @@ class RolloutCore(Storage):
 
     # What update_storage_parameter may change: fractions, and the number of steps.
     _parameters: ClassVar[Mapping[str, Check]] = {}
+    # What to do about missing targets.
+    _how_to_compute: ClassVar[str]
     # Words of get_all_buffer_data that are no columns.
     _data_words: ClassVar[tuple[str, ...]] = ()
     # How a scalar and a flag of an environment are held. Scalars of shape () are served with an axis of 1.
@@ -158,11 +163,14 @@ class RolloutCore(Storage):
     _flag_dtype: ClassVar[torch.dtype] = torch.uint8
 
     num_envs: int | None
+    _allows_nonfinite: bool
     _columns: dict[str, RolloutColumn]
     _observations: Structure
     _extra: tuple[Field, ...] = ()
     _observation_view: Any = None  # the observations as a caller sees them; None until they are read
     _handed_lists: dict[str, list[Tensor]]  # lists of blocks as a caller sees them
+    _targets: Targets  # there are both a ring and these, or neither
+    _warned = False  # of missing targets
     _spent = False  # the learner is done with this rollout: the next sample starts a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
@@ -210,7 +218,12 @@ class RolloutCore(Storage):
         self._handed_lists = {}
 
     def _allocate(
-        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+        self,
+        structure: Structure,
+        observations: Sequence[Field],
+        actions: tuple[tuple[int, ...], str],
+        lanes: int,
+        rule: Rule | None = None,
     ) -> None:
         """Allocate the ring.
 
@@ -219,6 +232,7 @@ class RolloutCore(Storage):
             observations: A field for each leaf.
             actions: The shape of an action, and what errors say that it came from.
             lanes: The number of environments.
+            rule: Which values an action may have.
         """
         own, scalar, shape = f"num_envs={lanes}", self._scalar_shape, actions[0]
         for name, column in self._columns.items():
@@ -229,15 +243,20 @@ class RolloutCore(Storage):
                 fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
                 self._columns[name] = column.holding(fields, nest)
             elif column.form == "actions":
-                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1])])
+                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1], rule=rule)])
             elif column.form == "flag":
                 self._columns[name] = column.holding([Field(name, scalar, self._flag_dtype, own, is_flag=True)])
+            elif name == "rewards":
+                self._columns[name] = column.holding([reward_field(name, scalar, own, self._allows_nonfinite)])
             else:
                 self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
         held = [column for column in self._columns.values() if column.fields]
         rows = [part for column in held if not column.computed for part in column.row_columns()]
         self._ring = Ring(rows, self.max_size, lanes, self._torch_device)
-        self._ring.reserve([field for column in held if column.computed for field in column.fields])
+        computed = [field for column in held if column.computed for field in column.fields]
+        self._ring.reserve(computed)
+        self._targets = Targets([field.name for field in computed])
+        self._targets.blank(self._ring)
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -292,8 +311,29 @@ class RolloutCore(Storage):
         return self._ring
 
     def _start_rollout(self) -> None:
-        self._ready_ring().restart()
+        ring = self._ready_ring()
+        ring.restart()
+        self._targets.blank(ring)
         self._spent = False
+
+    def _has_no_targets(self) -> bool:
+        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring, self._ring.size)
+
+    def _require_targets(self) -> None:
+        """Refuse to serve returns and advantages that nobody has written."""
+        if self._has_no_targets():
+            raise NotReadyError(f"the returns and advantages of this rollout were not computed; {self._how_to_compute}")
+
+    def _warn_of_missing_targets(self) -> None:
+        """Warn once: a program may iterate over batches for their other fields."""
+        if not self._warned and self._has_no_targets():
+            self._warned = True
+            warnings.warn(
+                f"the returns and advantages of this rollout are NaN: nobody has written them since it began; "
+                f"{self._how_to_compute}. (This warning is shown once.)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
@@ -424,6 +464,7 @@ class RolloutCore(Storage):
             epsilon=epsilon,
             dones=dones,
         )
+        self._targets.were_computed()
 
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
@@ -463,8 +504,12 @@ class RolloutCore(Storage):
 
         Yields:
             Dicts, with the row ids as ``rows``.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if nobody has written the returns and advantages of this rollout.
         """
         size = self._batch_rows(num_mini_batch, num_epochs, mini_batch_size)
+        self._require_targets()
         yield from self._serve(
             self._word_sources, num_mini_batch, size, num_epochs, shuffle=shuffle, reuse=reuse, with_rows=True
         )
@@ -581,6 +626,7 @@ class RolloutCore(Storage):
             for name in computed:
                 if name in new_data:
                     twin._restore_block(name, new_data[name], steps)
+                    twin._targets.may_be_written()
             twin._restore(new_data)
         self.__dict__ = twin.__dict__
 
@@ -595,10 +641,11 @@ class RolloutCore(Storage):
         block.copy_(given.reshape(block.shape))
 
     def reset(self) -> None:
-        """Remove all data and set all tensors to zero."""
+        """Remove all data and set all tensors to zero, but returns and advantages to NaN."""
         self._observation_view = None
         if self._ring is not None:
             self._ring.zero()
+            self._targets.blank(self._ring)
         self._spent = False
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
@@ -610,6 +657,7 @@ class RolloutCore(Storage):
         require_empty(len(self), parameter_name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
+            self._targets.blank(self._ring)
         self._observation_view, self._handed_lists, self.max_size = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
@@ -631,6 +679,7 @@ class RolloutCore(Storage):
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():
                 reader.read_into(name, block)
+            self._targets.may_be_written()
 
 
 def flatten(

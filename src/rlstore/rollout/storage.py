@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -24,6 +26,7 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.kernels.rules import Rule
 from rlstore.rollout.core import (
     BlockAttribute,
     ObservationAttribute,
@@ -38,6 +41,7 @@ from rlstore.trainer import Check, fraction, whole_number
 
 # The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
 HiddenState = Tensor | tuple[Tensor, ...] | None
+_ALMOST = 0.88  # how alike two names are of which one is taken to be a misspelling of the other
 _HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
 # The columns of a rollout, in the order of a row; late ones follow in the order in which they are first given.
@@ -129,6 +133,7 @@ class RolloutStorage(RolloutCore):
         seed: The seed of the storage's random generator; None draws one from torch's default generator.
         extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
             shape and dtype. They are attributes of every transition and of every batch.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
     """
 
     class Transition:
@@ -233,6 +238,7 @@ class RolloutStorage(RolloutCore):
         "num_transitions_per_env": whole_number,
     }
     _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
+    _how_to_compute: ClassVar[str] = "call compute_returns() or before_gradients(), or write both attributes yourself"
 
     def __init__(
         self,
@@ -247,8 +253,10 @@ class RolloutStorage(RolloutCore):
         lam: float = 0.95,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
+        self._allows_nonfinite = bool(allow_nonfinite_rewards)
         if training_type not in _COLUMNS:
             raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
@@ -258,6 +266,7 @@ class RolloutStorage(RolloutCore):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
+        self._attributes, self._misspelt = -1, set[str]()  # of the transition before; names that were warned of
         self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
@@ -275,12 +284,14 @@ class RolloutStorage(RolloutCore):
         lam: float = 0.95,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> Callable[..., RolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         The number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
+        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
             storage = cls(training_type, None, size, None, None, device, **options)
@@ -320,9 +331,14 @@ class RolloutStorage(RolloutCore):
         self.actions_shape = actions_shape
 
     def _allocate(
-        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+        self,
+        structure: Structure,
+        observations: Sequence[Field],
+        actions: tuple[tuple[int, ...], str],
+        lanes: int,
+        rule: Rule | None = None,
     ) -> None:
-        super()._allocate(structure, observations, actions, lanes)
+        super()._allocate(structure, observations, actions, lanes, rule)
         row = [
             c.name for c in self._columns.values() if not (c.computed or c.late or c.form in ("observations", "extra"))
         ]
@@ -336,11 +352,14 @@ class RolloutStorage(RolloutCore):
         }
 
     def clear(self) -> None:
-        """Start a new rollout: the cursor moves back to the first step."""
+        """Start a new rollout: the cursor moves back to the first step, and returns and advantages become NaN."""
         self._start_rollout()
 
     def reset(self) -> None:
-        """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
+        """Remove all data and set all tensors to zero, returns and advantages to NaN.
+
+        Hidden states and distribution parameters are removed too.
+        """
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
@@ -356,7 +375,8 @@ class RolloutStorage(RolloutCore):
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
-            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read.
+            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read; one
+                that is named almost like a field that is not set is warned of.
         """
         ring = self._ready_ring()
         if ring.size >= ring.steps:
@@ -380,6 +400,9 @@ class RolloutStorage(RolloutCore):
             )
         if transition.observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
+        given = getattr(transition, "__dict__", ())
+        if len(given) != self._attributes:  # as many as before are taken to be the same
+            self._check_spelling(dict(given))
         values = self._observations.leaves(transition.observations)
         values.extend(self._get_row(transition))
         if self._extra:
@@ -400,6 +423,22 @@ class RolloutStorage(RolloutCore):
         for name, count in self._late.items():
             values.extend(self._late_row(name, count, late.pop(name, None)))
         return tuple(values), late
+
+    def _check_spelling(self, given: dict[str, Any]) -> None:
+        """Warn of attributes that are not stored and named almost like one that is not set."""
+        self._attributes = len(given)
+        known = [name for name in self.Transition.__annotations__ if name in self._columns or name == "hidden_states"]
+        known += [field.name for field in self._extra]
+        for name in given.keys() - known - self._misspelt:
+            for near in get_close_matches(name, known, 1, _ALMOST) if given[name] is not None else ():
+                if given.get(near) is None:
+                    self._misspelt.add(name)
+                    warnings.warn(
+                        f"the transition has {name!r}, which is not stored, and no {near!r}. If you meant {near!r}, "
+                        "rename it. (This warning is shown once for each name.)",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
 
     def _flag(self, name: str) -> Field:
         return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)
@@ -544,6 +583,7 @@ class RolloutStorage(RolloutCore):
                 "reshuffle=True needs other batches in every epoch, and reuse=True the same; give one of the two"
             )
         size = self._batch_rows(num_mini_batches, num_epochs)
+        self._warn_of_missing_targets()
         how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
         yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
 
@@ -579,6 +619,7 @@ class RolloutStorage(RolloutCore):
         check_positive("recurrent_mini_batch_generator()", **given)
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
+        self._warn_of_missing_targets()
         self._outputs.begin()
         self._follow_callers()
         found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories)
@@ -638,6 +679,7 @@ class RolloutStorage(RolloutCore):
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
+        self._require_targets()
         words = {column.batch: column.word for column in self._columns.values() if column.batch}
         how: dict[str, Any] = {"max_trajectories": max_trajectories, "reuse": reuse}
         for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, **how):
@@ -713,6 +755,7 @@ class RolloutStorage(RolloutCore):
             "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
             "gamma": self.gamma,
             "lam": self.lam,
+            "allow_nonfinite_rewards": self._allows_nonfinite,
             **self._saved_extra(),
         }
 

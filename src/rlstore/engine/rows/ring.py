@@ -178,7 +178,8 @@ class Ring:
         targets = [
             (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
         ]
-        return kernel("RowWriter", self.device.type)(targets)
+        rules = {i: c.field.rule for i, c in enumerate(self.columns) if c.field.rule is not None}
+        return kernel("RowWriter", self.device.type)(targets, rules)
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.

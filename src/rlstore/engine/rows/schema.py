@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
+from rlstore.kernels.rules import FINITE, Rule, obeys
 
 # A path into nested dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
@@ -28,6 +30,8 @@ class Field:
         origin: Where shape and dtype came from, for errors: "the obs given to RolloutStorage()".
         is_flag: True for a flag: values of any dtype are stored as 0 or 1, in a byte or (``dtype``) a float32.
         lane_axis: The axis of the lanes in a row: the row shape is ``shape`` with the lanes inserted there.
+        rule: The values that it may hold; None for all. Kernels check it too; on CUDA they only count.
+        remedy: What to do about a value that the rule refuses, for errors.
     """
 
     name: str
@@ -36,19 +40,28 @@ class Field:
     origin: str
     is_flag: bool = False
     lane_axis: int = 0
+    rule: Rule | None = None
+    remedy: str = ""
 
     def row_shape(self, lanes: int) -> tuple[int, ...]:
         """The shape of a row of this field over all lanes."""
         return (*self.shape[: self.lane_axis], lanes, *self.shape[self.lane_axis :])
 
-    def fit(self, value: Any, lanes: int, device: torch.device) -> Tensor:
+    def fit(self, value: Any, lanes: int, device: torch.device, steps: int = 1) -> Tensor:
         """The value as a contiguous tensor of this field's row shape and dtype, on ``device``.
 
         Tensors, numpy arrays, lists and numbers are accepted; ``(n,)`` and ``(n, 1)`` are the same row of scalars. A
         flag is returned as bytes, whatever ``dtype`` is.
 
+        Args:
+            value: The value.
+            lanes: The size of its axis of lanes.
+            device: The device to return it on.
+            steps: The steps that the lanes are of, one after another, for errors.
+
         Raises:
-            InvalidInputError: If the shape is wrong, or a value would change its meaning in this dtype.
+            InvalidInputError: If the shape is wrong, a value would change its meaning in this dtype, or breaks the
+                rule. Values on CUDA are not looked at.
         """
         row_shape = self.row_shape(lanes)
         given = as_tensor(value, self.name)
@@ -63,15 +76,51 @@ class Field:
             if not can_hold(given, self.dtype):
                 raise self._misfit(given, lanes)
             held = given.to(self.dtype)
+            if self.rule is not None and not held.is_cuda:
+                self._check_rule(held, given, self.rule, steps)
         return held.to(device).contiguous()
+
+    def without(self, value: Any, taken: Tensor) -> Tensor:
+        """The value ``[lanes, ...]`` with something valid in the lanes that are not taken: of those nothing is read."""
+        given = as_tensor(value, self.name)
+        if given.dim() == 0 or len(given) != len(taken):
+            return given  # it does not fit
+        fillers = [low if low > 0 or high < 0 else 0 for low, high in self.rule or ((0, 0),)]
+        filler = torch.tensor(fillers, device=given.device).to(given.dtype)
+        filler = filler.view(given.shape[1:]) if filler.numel() == given.shape[1:].numel() > 1 else filler[0]
+        return torch.where(taken.to(given.device).view(-1, *[1] * (given.dim() - 1)) != 0, given, filler)
+
+    def _check_rule(self, held: Tensor, given: Tensor, rule: Rule, steps: int) -> None:
+        bad = (~obeys(held, rule)).nonzero()
+        if not len(bad):
+            return
+        lane, *entry = bad[0].tolist()
+        kept, value = held[(lane, *entry)].item(), given[(lane, *entry)].item()
+        shown = f"{value!r}" if kept == value or value != value else f"{value!r}, as {dtype_name(self.dtype)} {kept!r}"
+        place = f"{self.name}{entry if math.prod(self.shape) > 1 else ''} of environment {lane % (len(held) // steps)}"
+        step = f" in step {lane // (len(held) // steps)}" if steps > 1 else ""
+        if rule == FINITE:
+            needed = "it has to be finite"
+        else:
+            bounds = rule[int(np.ravel_multi_index(entry, self.shape)) if len(rule) > 1 else 0]
+            needed = f"it has to be a whole number from {bounds[0]} to {bounds[1]}, fixed by {self.origin}"
+        raise InvalidInputError(f"{place}{step} is {shown}; {needed}. Nothing was written. {self.remedy}".rstrip())
 
     def _misfit(self, given: Tensor, lanes: int) -> InvalidInputError:
         want = f"{self.row_shape(lanes)} {dtype_name(self.dtype)}"
-        hint = "" if given.shape != self.row_shape(lanes) else _dtype_hint(given.dtype, self.dtype)
+        hint = "" if given.shape != self.row_shape(lanes) else _dtype_hint(given, self.dtype)
         return InvalidInputError(
             f"{self.name} is {tuple(given.shape)} {dtype_name(given.dtype)}; this storage holds {want}, "
             f"fixed by {self.origin}.{hint} Nothing was written. If the data changed, build a new storage."
         )
+
+
+def reward_field(name: str, shape: tuple[int, ...], origin: str, allows_nonfinite: bool) -> Field:
+    """The field of rewards, float32, which have to be finite unless ``allows_nonfinite``."""
+    if allows_nonfinite:
+        return Field(name, shape, torch.float32, origin)
+    remedy = "Mend it where it comes from, or give the storage allow_nonfinite_rewards=True to store it as it is."
+    return Field(name, shape, torch.float32, origin, rule=FINITE, remedy=remedy)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -110,19 +159,34 @@ def as_tensor(value: Any, name: str) -> Tensor:
 def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
     """True if the values can be stored as ``dtype`` without losing a fraction, a sign or an overflowing digit.
 
-    Rounding a float to a shorter float is allowed, and so is storing an integer as a float.
+    Rounding a float to a shorter float is allowed, and so is storing an integer as a float that equals it; on CUDA
+    values are not looked at, and the integer is rounded.
     """
     if given.dtype == dtype:
         return True
     if given.dtype.is_complex or dtype.is_complex or not torch.can_cast(given.dtype, dtype):
         return False
-    if dtype.is_floating_point or given.dtype == torch.bool or given.numel() == 0:
+    if given.dtype == torch.bool or given.numel() == 0:
         return True
+    if dtype.is_floating_point:
+        return given.dtype.is_floating_point or given.is_cuda or not len(_inexact(given, dtype))
     limits, own = torch.iinfo(dtype), torch.iinfo(given.dtype)
     if limits.min <= own.min and own.max <= limits.max:
         return True
     integers = given.cpu().numpy()
     return limits.min <= int(integers.min()) and int(integers.max()) <= limits.max
+
+
+def _inexact(integers: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """Those of the integers that no number of a floating dtype equals."""
+    limit, own = round(2 / torch.finfo(dtype).eps), torch.iinfo(integers.dtype)  # 2**24 for float32
+    values = np.empty(0) if own.max <= limit else integers.cpu().numpy().ravel()
+    if not len(values) or (-limit <= int(values.min()) and int(values.max()) <= limit):
+        return np.empty(0)
+    large = values[values > limit] if own.min == 0 else values[(values > limit) | (values < -limit)]
+    most = int(torch.finfo(dtype).max)
+    odd = [value for value in large.tolist() if abs(value) > most or abs(value // (value & -value)) > limit]
+    return np.array(odd, dtype=values.dtype)
 
 
 def check_real(fields: Iterable[Field], keeper: str) -> None:
@@ -140,10 +204,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype_hint(given: torch.dtype, held: torch.dtype) -> str:
-    if not held.is_floating_point and not held.is_complex and not given.is_floating_point and not given.is_complex:
+def _dtype_hint(given: Tensor, held: torch.dtype) -> str:
+    is_whole = not given.dtype.is_floating_point and not given.dtype.is_complex
+    if is_whole and not held.is_floating_point and not held.is_complex:
         return f" Some values do not fit into {dtype_name(held)}."
-    return f" {dtype_name(given)} cannot be held as {dtype_name(held)} without loss."
+    if is_whole and held.is_floating_point:
+        return f" {_inexact(given, held)[0]} is not a number of {dtype_name(held)}, and would be rounded."
+    return f" {dtype_name(given.dtype)} cannot be held as {dtype_name(held)} without loss."
 
 
 def _as_flags(given: Tensor, name: str) -> Tensor:

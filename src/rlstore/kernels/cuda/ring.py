@@ -13,6 +13,7 @@ say where its rows are, and ``TILES[f]`` how many elements a tile has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rlstore.kernels.cuda.memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.watch import Watch
 from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
 from rlstore.kernels.ring_memory import RingMemory
+from rlstore.kernels.rules import NO_RULES, Rule
 
 _WORDS = 8
 _TILE_ELEMENTS = 1024  # of a program that writes
@@ -392,9 +394,9 @@ class EpisodeRing(RingMemory):
 
     def __init__(
         self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+        columns: tuple[Column, ...], reward: int, resets: int, first: int, rules: Mapping[int, Rule] = NO_RULES,
     ) -> None:  # fmt: skip
-        super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first)
+        super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first, rules)
         self.leaf_memory, self.leaf_layout = layout_of(self.leaves)
         self.column_memory, self.column_layout = layout_of(self.columns)
         self.episode_place = place_of(episode_of)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from rlstore.kernels._native import RowChecker
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.protocol import Target
+from rlstore.kernels.rules import NO_RULES, Rule
 
 _PROGRAM_BYTES, _WARPS = 16 << 10, 8  # what one program copies of a field
 
@@ -81,7 +82,7 @@ class RowWriter:
     wider tensor; others that are not contiguous are copied first.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None:
         self._targets = [
             _Target(block, lead, is_flag, math.prod(block.shape[1:])) for block, lead, is_flag, _ in targets
         ]
