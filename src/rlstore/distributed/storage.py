@@ -543,7 +543,8 @@ class DistributedStorage(Storage):
         settings = {name: getattr(self, name) for name in _SETTINGS}
         settings["state_shapes"] = [list(shape) for shape in self.state_shapes]
         settings["extra_fields"] = describe_extra_fields(self._extra)
-        settings["allow_nonfinite_rewards"] = self._allows_nonfinite
+        if self._allows_nonfinite:  # else as in snapshots of earlier versions
+            settings["allow_nonfinite_rewards"] = True
         from_sample = self._slots is not None and self.observation_space is None
         settings["learnt"] = self._ready_slots().memory.fields.settings() if from_sample else None
         return settings

@@ -69,7 +69,9 @@ class Options:
         names = ("dtype", "frame_stack", "stack_axis", "reward_shape", "autoreset", "memory", "timeout", "num_workers")
         limit = self.rate_limit
         return {
-            **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every", "allow_nonfinite_rewards")},
+            **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every")},
+            # Only if it is not as in snapshots of earlier versions.
+            **({"allow_nonfinite_rewards": True} if self.allow_nonfinite_rewards else {}),
             "path": None if self.path is None else os.fspath(self.path),
             "rate_limit": limit and (limit.samples_per_insert, limit.min_size, limit.tolerance),
         }

@@ -256,7 +256,7 @@ class RolloutCore(Storage):
         computed = [field for column in held if column.computed for field in column.fields]
         self._ring.reserve(computed)
         self._targets = Targets([field.name for field in computed])
-        self._targets.blank(self._ring)
+        self._targets.begin(self._ring)
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -313,11 +313,11 @@ class RolloutCore(Storage):
     def _start_rollout(self) -> None:
         ring = self._ready_ring()
         ring.restart()
-        self._targets.blank(ring)
+        self._targets.begin(ring)
         self._spent = False
 
     def _has_no_targets(self) -> bool:
-        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring, self._ring.size)
+        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring)
 
     def _require_targets(self) -> None:
         """Refuse to serve returns and advantages that nobody has written."""
@@ -626,7 +626,7 @@ class RolloutCore(Storage):
             for name in computed:
                 if name in new_data:
                     twin._restore_block(name, new_data[name], steps)
-                    twin._targets.may_be_written()
+                    twin._targets.came_from_elsewhere()
             twin._restore(new_data)
         self.__dict__ = twin.__dict__
 
@@ -641,11 +641,11 @@ class RolloutCore(Storage):
         block.copy_(given.reshape(block.shape))
 
     def reset(self) -> None:
-        """Remove all data and set all tensors to zero, but returns and advantages to NaN."""
+        """Remove all data and set all tensors to zero."""
         self._observation_view = None
         if self._ring is not None:
             self._ring.zero()
-            self._targets.blank(self._ring)
+            self._targets.begin(self._ring)
         self._spent = False
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
@@ -657,14 +657,15 @@ class RolloutCore(Storage):
         require_empty(len(self), parameter_name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
-            self._targets.blank(self._ring)
+            self._targets.begin(self._ring)
         self._observation_view, self._handed_lists, self.max_size = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
 
-    def _saved_extra(self) -> dict[str, Any]:
-        """The extra fields as a setting; none, if there are none, as in snapshots of earlier versions."""
-        return {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+    def _saved_options(self) -> dict[str, Any]:
+        """Settings that snapshots of earlier versions do not have, where they are not as in those."""
+        extra = {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+        return {**extra, "allow_nonfinite_rewards": True} if self._allows_nonfinite else extra
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.
@@ -679,7 +680,7 @@ class RolloutCore(Storage):
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():
                 reader.read_into(name, block)
-            self._targets.may_be_written()
+            self._targets.came_from_elsewhere()
 
 
 def flatten(

@@ -248,6 +248,8 @@ class DecoupledRolloutStorage(RolloutCore):
             row = ring.fit(row)  # before the old rollout is given up
             self._start_rollout()
         ring.write(row)
+        if ring.size == 1:
+            self._targets.blank(ring)
         self._spent = False
 
     def _row(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -344,8 +346,7 @@ class DecoupledRolloutStorage(RolloutCore):
 
     def _settings(self) -> dict[str, Any]:
         names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
-        settings = {**{name: getattr(self, name) for name in names}, **self._saved_extra()}
-        settings["allow_nonfinite_rewards"] = self._allows_nonfinite
+        settings = {**{name: getattr(self, name) for name in names}, **self._saved_options()}
         if self._ring is not None and self.observation_space is None:  # learnt from the first sample
             fields = describe_fields(self._observations, self._columns["obs"].fields)
             settings["learnt"] = {**fields, "action_shape": list(self.actions.shape[2:])}

@@ -352,14 +352,11 @@ class RolloutStorage(RolloutCore):
         }
 
     def clear(self) -> None:
-        """Start a new rollout: the cursor moves back to the first step, and returns and advantages become NaN."""
+        """Start a new rollout: the cursor moves back to the first step."""
         self._start_rollout()
 
     def reset(self) -> None:
-        """Remove all data and set all tensors to zero, returns and advantages to NaN.
-
-        Hidden states and distribution parameters are removed too.
-        """
+        """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
@@ -390,6 +387,8 @@ class RolloutStorage(RolloutCore):
         if new:
             values = self._extend(values, new)
         ring.write(values)
+        if ring.size == 1:
+            self._targets.blank(ring)
         self._spent, self._last_observations = False, None
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
@@ -755,8 +754,7 @@ class RolloutStorage(RolloutCore):
             "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
             "gamma": self.gamma,
             "lam": self.lam,
-            "allow_nonfinite_rewards": self._allows_nonfinite,
-            **self._saved_extra(),
+            **self._saved_options(),
         }
 
     @classmethod

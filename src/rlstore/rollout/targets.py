@@ -12,11 +12,11 @@ from rlstore.engine.rows.ring import Ring
 
 
 class Targets:
-    """The blocks that are computed from a rollout: NaN from its start until somebody writes them.
+    """The blocks that are computed from a rollout: NaN from its first step on, until somebody writes them.
 
     They are written by the storage, or by a program, into the attributes or in place of them. Torch counts the changes
-    of a tensor, so that nothing has to be read. What it cannot count (a write through numpy, a CUDA graph) is found in
-    the data on the CPU; on CUDA, once a graph computes targets, they count as written.
+    of a tensor. Where it has counted none (it does not see a write through numpy, or by a CUDA graph) the data tell;
+    on CUDA the host waits for them then.
 
     Args:
         names: The names of the blocks.
@@ -24,44 +24,53 @@ class Targets:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        # The blocks as they were filled, with the changes that torch had counted. Empty: they were written since. None:
-        # only the data can tell, as after a copy.
-        self._filled: list[tuple[Tensor, int]] | None = []
-        self._in_graph = False
+        # The blocks, each with the changes that torch had counted when they were left alone. Empty: written since.
+        # None: unknown, as in a copy, whose tensors count for themselves.
+        self._left: list[tuple[Tensor, int]] | None = None
+        self._are_nan = False  # as they were left
+
+    def begin(self, ring: Ring) -> None:
+        """A rollout begins: what was written so far does not count."""
+        blocks = self._blocks(ring)
+        self._are_nan = self._are_nan and self._are_untouched(blocks)
+        self._left = [(block, block._version) for block in blocks]
 
     def blank(self, ring: Ring) -> None:
-        """Fill the blocks with NaN. On CUDA there is no launch for those that are still as they were filled."""
-        blocks = [ring.blocks[name] for name in self._names]
-        if ring.device.type == "cpu" or not self._is_untouched(blocks):
+        """The first step was added: fill the blocks with NaN, unless they were written since the rollout began."""
+        blocks = self._blocks(ring)
+        if self._left is not None and not self._are_untouched(blocks):
+            return
+        if not self._are_nan or ring.device.type == "cpu":  # on CUDA, no launch for what is still as it was
             with torch.no_grad():
                 for block in blocks:
                     block.detach().fill_(torch.nan)
-        self._filled = [(block, block._version) for block in blocks]
+        self._left, self._are_nan = [(block, block._version) for block in blocks], True
 
     def were_computed(self) -> None:
-        """The storage has written the blocks."""
-        self._filled = []
-        self._in_graph = self._in_graph or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        """The storage has written the blocks, by a kernel, which torch does not see."""
+        self._left = []
 
-    def may_be_written(self) -> None:
-        """The blocks were filled from elsewhere: the data tell."""
-        self._filled = None
+    def came_from_elsewhere(self) -> None:
+        """The blocks were copied from somewhere: the data tell whether they were ever written."""
+        self._left = None
 
-    def are_missing(self, ring: Ring, rows: int) -> bool:
-        """True if nobody has written the first ``rows`` of any of the blocks."""
-        blocks = [ring.blocks[name] for name in self._names]
-        if self._filled == [] or self._in_graph or (self._filled is not None and not self._is_untouched(blocks)):
+    def are_missing(self, ring: Ring) -> bool:
+        """True if nobody has written any of the blocks since the first step of the rollout."""
+        blocks = self._blocks(ring)
+        if not blocks or (self._left is not None and not self._are_untouched(blocks)):
             return False
-        if self._filled is not None and ring.device.type != "cpu":
-            return True
-        return all(bool(block[:rows].isnan().all()) for block in blocks)
+        if ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        return all(bool(block[: ring.size].isnan().all()) for block in blocks)
 
-    def _is_untouched(self, blocks: Sequence[Tensor]) -> bool:
-        filled = self._filled or ()
-        return len(filled) == len(blocks) and all(
-            block is was and block._version == version for block, (was, version) in zip(blocks, filled, strict=True)
+    def _blocks(self, ring: Ring) -> list[Tensor]:
+        return [ring.blocks[name] for name in self._names]
+
+    def _are_untouched(self, blocks: Sequence[Tensor]) -> bool:
+        left = self._left or ()
+        return len(left) == len(blocks) and all(
+            block is was and block._version == version for block, (was, version) in zip(blocks, left, strict=True)
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a tensor counts its own changes.
-        return {**self.__dict__, "_filled": None if self._filled else self._filled}
+        return {**self.__dict__, "_left": None}
