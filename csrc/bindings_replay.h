@@ -299,10 +299,10 @@ class EpisodeRing {
 
   // Of lanes that take no part nothing is read.
   bool obeys(const Rule& rule) const {
-    const size_t entries = columns_[rule.field].bytes * 8 / rule.dtype.bits, lanes = moves_.size();
-    if (!step_.mask) return rule.holds(step_.columns[rule.field], lanes * entries);
-    for (size_t lane = 0; lane < lanes; lane++)
-      if (step_.mask[lane] && !rule.holds(step_.columns[rule.field], entries, 1, lane * entries)) return false;
+    const char* memory = step_.columns[rule.field];
+    if (!step_.mask) return rule.holds(memory, moves_.size());
+    for (size_t lane = 0; lane < moves_.size(); lane++)
+      if (step_.mask[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
     return true;
   }
 

@@ -13,12 +13,11 @@ namespace rlstore {
 // The rule of one field, from a sequence of pairs (low, high): one for all entries of a lane, or one for each. Without pairs
 // the values are float32 and have to be finite.
 struct Rule {
-  size_t field;
+  size_t field, entries;  // entries of one lane
   DLDataType dtype;
   std::vector<int64_t> low, high;
 
-  // `entries`: the number of entries of one lane.
-  Rule(size_t field, DLDataType dtype, nb::sequence pairs, size_t entries) : field(field), dtype(dtype) {
+  Rule(size_t field, DLDataType dtype, nb::sequence pairs, size_t entries) : field(field), entries(entries), dtype(dtype) {
     for (nb::handle item : pairs) {
       nb::tuple pair = nb::cast<nb::tuple>(item);
       if (pair.size() != 2) throw nb::value_error("bounds are pairs (low, high)");
@@ -30,17 +29,36 @@ struct Rule {
     if (low.size() > 1 && low.size() != entries) throw nb::value_error("one pair of bounds, or one for each entry");
   }
 
-  // True if all values obey; `stride` is in elements, and `first` the index of the first value.
-  bool holds(const char* memory, size_t count, int64_t stride = 1, size_t first = 0) const {
-    if (low.empty()) return all_finite(reinterpret_cast<const float*>(memory) + first, count, stride);
-    const auto within = [&](auto element) {
-      const auto* source = reinterpret_cast<const decltype(element)*>(memory) + first;
-      return all_within(source, count, stride, low.data(), high.data(), low.size());
-    };
-    const int bits = dtype.bits;
-    if (dtype.code == kFloat) return bits == 32 ? within(float{}) : within(double{});
-    if (dtype.code == kInt) return bits == 8 ? within(int8_t{}) : bits == 16 ? within(int16_t{}) : bits == 32 ? within(int32_t{}) : within(int64_t{});
-    return bits == 8 ? within(uint8_t{}) : bits == 16 ? within(uint16_t{}) : bits == 32 ? within(uint32_t{}) : within(uint64_t{});
+  // True if the values of so many lanes obey, whose entries are `stride` elements apart.
+  bool holds(const char* memory, size_t lanes, int64_t stride = 1) const {
+    if (low.empty()) {
+      const float* source = reinterpret_cast<const float*>(memory);
+      const size_t count = lanes * entries;
+      return count <= kFew ? finite_at(source, count, stride) : all_finite(source, count, stride);
+    }
+    switch (dtype.bits) {
+      case 8: return dtype.code == kInt ? within<int8_t>(memory, lanes, stride) : within<uint8_t>(memory, lanes, stride);
+      case 16: return dtype.code == kInt ? within<int16_t>(memory, lanes, stride) : within<uint16_t>(memory, lanes, stride);
+      case 32:
+        if (dtype.code == kFloat) return within<float>(memory, lanes, stride);
+        return dtype.code == kInt ? within<int32_t>(memory, lanes, stride) : within<uint32_t>(memory, lanes, stride);
+      default:
+        if (dtype.code == kFloat) return within<double>(memory, lanes, stride);
+        return dtype.code == kInt ? within<int64_t>(memory, lanes, stride) : within<uint64_t>(memory, lanes, stride);
+    }
+  }
+
+ private:
+  static constexpr size_t kFew = 16;  // values for which a call would take longer than the loop
+
+  template <typename Element>
+  bool within(const char* memory, size_t lanes, int64_t stride) const {
+    const Element* source = reinterpret_cast<const Element*>(memory);
+    const size_t count = lanes * entries;
+    if (low.size() == 1) return count <= kFew ? within_at(source, count, stride, low[0], high[0]) : all_within(source, count, stride, low[0], high[0]);
+    for (size_t k = 0; k < entries; k++)
+      if (!all_within(source + static_cast<int64_t>(k) * stride, lanes, stride * static_cast<int64_t>(entries), low[k], high[k])) return false;
+    return true;
   }
 };
 

@@ -141,10 +141,9 @@ class RowWriter {
   bool obeys(const Rule& rule) const {
     const Source& source = sources_[rule.field];
     if (!source.memory) return true;
-    const size_t count = fields_[rule.field].count;
-    if (!source.strided.data) return rule.holds(source.memory, count);
-    const DLTensor& tensor = source.strided;
-    return element_count(tensor, 1) == 1 && rule.holds(source.memory, count, tensor.strides[0]);
+    const size_t lanes = static_cast<size_t>(fields_[rule.field].shape[0]);
+    if (!source.strided.data) return rule.holds(source.memory, lanes);
+    return rule.entries == 1 && rule.holds(source.memory, lanes, source.strided.strides[0]);
   }
 
   // True if a strided tensor overlaps the row that is to be written, and would be overwritten before it is read.

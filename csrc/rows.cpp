@@ -96,38 +96,6 @@ bool has_nan(const Source* source, size_t count) {
 template bool has_nan<float>(const float*, size_t);
 template bool has_nan<double>(const double*, size_t);
 
-namespace {
-
-RLSTORE_INLINE bool finite_at(const float* source, size_t count, int64_t stride) {
-  int32_t found = 0;
-  for (size_t i = 0; i < count; i++) {
-    const float value = source[static_cast<int64_t>(i) * stride];
-    found |= value - value != 0.0f;  // NaN for NaN and infinities
-  }
-  return !found;
-}
-
-template <typename Source>
-RLSTORE_INLINE bool is_within(Source value, int64_t low, int64_t high) {
-  if constexpr (std::is_floating_point_v<Source>) {
-    return (value >= static_cast<Source>(low)) & (value <= static_cast<Source>(high)) & (std::floor(value) == value);
-  } else if constexpr (std::is_same_v<Source, uint64_t>) {
-    return high >= 0 && value <= static_cast<uint64_t>(high) && (low <= 0 || value >= static_cast<uint64_t>(low));
-  } else {
-    const int64_t whole = static_cast<int64_t>(value);
-    return (whole >= low) & (whole <= high);
-  }
-}
-
-template <typename Source>
-RLSTORE_INLINE bool within_at(const Source* source, size_t count, int64_t stride, int64_t low, int64_t high) {
-  bool ok = true;
-  for (size_t i = 0; i < count; i++) ok &= is_within(source[static_cast<int64_t>(i) * stride], low, high);
-  return ok;
-}
-
-}  // namespace
-
 RLSTORE_CLONES
 bool all_finite(const float* source, size_t count, int64_t stride) {
   return stride == 1 ? finite_at(source, count, 1) : finite_at(source, count, stride);
@@ -135,15 +103,8 @@ bool all_finite(const float* source, size_t count, int64_t stride) {
 
 #define RLSTORE_WITHIN(Source)                                                                                           \
   template <>                                                                                                            \
-  RLSTORE_CLONES bool all_within<Source>(const Source* source, size_t count, int64_t stride, const int64_t* low,         \
-                                         const int64_t* high, size_t width) {                                            \
-    if (width == 1)                                                                                                      \
-      return stride == 1 ? within_at(source, count, 1, low[0], high[0]) : within_at(source, count, stride, low[0], high[0]); \
-    bool ok = true;                                                                                                      \
-    for (size_t i = 0; i < count; i += width)                                                                            \
-      for (size_t k = 0; k < width; k++)                                                                                 \
-        ok &= is_within(source[static_cast<int64_t>(i + k) * stride], low[k], high[k]);                                  \
-    return ok;                                                                                                           \
+  RLSTORE_CLONES bool all_within<Source>(const Source* source, size_t count, int64_t stride, int64_t low, int64_t high) { \
+    return stride == 1 ? within_at(source, count, 1, low, high) : within_at(source, count, stride, low, high);           \
   }
 RLSTORE_WITHIN(uint8_t)
 RLSTORE_WITHIN(int8_t)

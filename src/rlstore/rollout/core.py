@@ -256,7 +256,6 @@ class RolloutCore(Storage):
         computed = [field for column in held if column.computed for field in column.fields]
         self._ring.reserve(computed)
         self._targets = Targets([field.name for field in computed])
-        self._targets.begin(self._ring)
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -311,9 +310,7 @@ class RolloutCore(Storage):
         return self._ring
 
     def _start_rollout(self) -> None:
-        ring = self._ready_ring()
-        ring.restart()
-        self._targets.begin(ring)
+        self._ready_ring().restart()
         self._spent = False
 
     def _has_no_targets(self) -> bool:
@@ -645,8 +642,7 @@ class RolloutCore(Storage):
         self._observation_view = None
         if self._ring is not None:
             self._ring.zero()
-            self._targets.begin(self._ring)
-        self._spent = False
+            self._spent = False
 
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
@@ -657,8 +653,7 @@ class RolloutCore(Storage):
         require_empty(len(self), parameter_name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
-            self._targets.begin(self._ring)
-        self._observation_view, self._handed_lists, self.max_size = None, {}, value
+            self._observation_view, self._handed_lists, self.max_size = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
 

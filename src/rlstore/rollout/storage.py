@@ -266,8 +266,10 @@ class RolloutStorage(RolloutCore):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
-        self._attributes, self._misspelt = -1, set[str]()  # of the transition before; names that were warned of
         self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
+        stored = [name for name in self.Transition.__annotations__ if name in self._columns]
+        self._stored = {*stored, "hidden_states", *(field.name for field in self._extra)}  # of a transition
+        self._judged = set(self._stored)  # attributes that need no look at their spelling any more
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
@@ -373,7 +375,7 @@ class RolloutStorage(RolloutCore):
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
             InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read; one
-                that is named almost like a field that is not set is warned of.
+                of the first step of a rollout that is named almost like a field that is not set is warned of.
         """
         ring = self._ready_ring()
         if ring.size >= ring.steps:
@@ -387,22 +389,23 @@ class RolloutStorage(RolloutCore):
         if new:
             values = self._extend(values, new)
         ring.write(values)
-        if ring.size == 1:
+        if ring.size == 1:  # what is done once for each rollout
             self._targets.blank(ring)
+            if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
+                self._check_spelling(given)
         self._spent, self._last_observations = False, None
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
-        if not hasattr(transition, "observations"):
+        try:
+            observations = transition.observations
+        except AttributeError:
             raise InvalidInputError(
                 f"a {type(transition).__name__} is no RolloutStorage.Transition; dicts go to insert_transition()"
-            )
-        if transition.observations is None:
+            ) from None
+        if observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
-        given = getattr(transition, "__dict__", ())
-        if len(given) != self._attributes:  # as many as before are taken to be the same
-            self._check_spelling(dict(given))
-        values = self._observations.leaves(transition.observations)
+        values = self._observations.leaves(observations)
         values.extend(self._get_row(transition))
         if self._extra:
             values.extend([getattr(transition, field.name, None) for field in self._extra])
@@ -423,21 +426,18 @@ class RolloutStorage(RolloutCore):
             values.extend(self._late_row(name, count, late.pop(name, None)))
         return tuple(values), late
 
-    def _check_spelling(self, given: dict[str, Any]) -> None:
-        """Warn of attributes that are not stored and named almost like one that is not set."""
-        self._attributes = len(given)
-        known = [name for name in self.Transition.__annotations__ if name in self._columns or name == "hidden_states"]
-        known += [field.name for field in self._extra]
-        for name in given.keys() - known - self._misspelt:
-            for near in get_close_matches(name, known, 1, _ALMOST) if given[name] is not None else ():
-                if given.get(near) is None:
-                    self._misspelt.add(name)
-                    warnings.warn(
-                        f"the transition has {name!r}, which is not stored, and no {near!r}. If you meant {near!r}, "
-                        "rename it. (This warning is shown once for each name.)",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
+    def _check_spelling(self, given: Mapping[str, Any]) -> None:
+        """Warn of attributes that are not stored and named almost like one that is not set; once for each name."""
+        for name in sorted(given.keys() - self._judged):
+            self._judged.add(name)
+            near = get_close_matches(name, self._stored, 1, _ALMOST)
+            if near and given[name] is not None and given.get(near[0]) is None:
+                warnings.warn(
+                    f"the transition has {name!r}, which is not stored, and no {near[0]!r}. If you meant {near[0]!r}, "
+                    "rename it. (This warning is shown once for each name.)",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def _flag(self, name: str) -> Field:
         return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)

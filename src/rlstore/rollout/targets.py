@@ -24,40 +24,31 @@ class Targets:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        # The blocks, each with the changes that torch had counted when they were left alone. Empty: written since.
+        # The blocks, each with the changes that torch had counted when it was filled. Empty: they were written since.
         # None: unknown, as in a copy, whose tensors count for themselves.
-        self._left: list[tuple[Tensor, int]] | None = None
-        self._are_nan = False  # as they were left
-
-    def begin(self, ring: Ring) -> None:
-        """A rollout begins: what was written so far does not count."""
-        blocks = self._blocks(ring)
-        self._are_nan = self._are_nan and self._are_untouched(blocks)
-        self._left = [(block, block._version) for block in blocks]
+        self._filled: list[tuple[Tensor, int]] | None = []
 
     def blank(self, ring: Ring) -> None:
-        """The first step was added: fill the blocks with NaN, unless they were written since the rollout began."""
+        """The first step of a rollout was added: fill the blocks with NaN."""
         blocks = self._blocks(ring)
-        if self._left is not None and not self._are_untouched(blocks):
+        if not blocks or (blocks[0].is_cuda and self._are_untouched(blocks)):  # no launch for what is NaN already
             return
-        if not self._are_nan or ring.device.type == "cpu":  # on CUDA, no launch for what is still as it was
-            with torch.no_grad():
-                for block in blocks:
-                    block.detach().fill_(torch.nan)
-        self._left, self._are_nan = [(block, block._version) for block in blocks], True
+        for block in blocks:
+            (block.detach() if block.requires_grad else block).fill_(torch.nan)
+        self._filled = [(block, block._version) for block in blocks]
 
     def were_computed(self) -> None:
         """The storage has written the blocks, by a kernel, which torch does not see."""
-        self._left = []
+        self._filled = []
 
     def came_from_elsewhere(self) -> None:
         """The blocks were copied from somewhere: the data tell whether they were ever written."""
-        self._left = None
+        self._filled = None
 
     def are_missing(self, ring: Ring) -> bool:
         """True if nobody has written any of the blocks since the first step of the rollout."""
         blocks = self._blocks(ring)
-        if not blocks or (self._left is not None and not self._are_untouched(blocks)):
+        if not blocks or (self._filled is not None and not self._are_untouched(blocks)):
             return False
         if ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
@@ -67,10 +58,10 @@ class Targets:
         return [ring.blocks[name] for name in self._names]
 
     def _are_untouched(self, blocks: Sequence[Tensor]) -> bool:
-        left = self._left or ()
-        return len(left) == len(blocks) and all(
-            block is was and block._version == version for block, (was, version) in zip(blocks, left, strict=True)
+        filled = self._filled or ()
+        return len(filled) == len(blocks) and all(
+            block is was and block._version == version for block, (was, version) in zip(blocks, filled, strict=True)
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_left": None}
+        return {**self.__dict__, "_filled": None}

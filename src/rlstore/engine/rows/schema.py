@@ -91,6 +91,8 @@ class Field:
         return torch.where(taken.to(given.device).view(-1, *[1] * (given.dim() - 1)) != 0, given, filler)
 
     def _check_rule(self, held: Tensor, given: Tensor, rule: Rule, steps: int) -> None:
+        if _all_obey(held.numpy(), rule):
+            return
         bad = (~obeys(held, rule)).nonzero()
         if not len(bad):
             return
@@ -113,6 +115,15 @@ class Field:
             f"{self.name} is {tuple(given.shape)} {dtype_name(given.dtype)}; this storage holds {want}, "
             f"fixed by {self.origin}.{hint} Nothing was written. If the data changed, build a new storage."
         )
+
+
+def _all_obey(values: np.ndarray[Any, Any], rule: Rule) -> bool:
+    """``obeys(...).all()``, in less time for a few numbers; False for some others too."""
+    if rule == FINITE:
+        return bool(np.isfinite(values).all())
+    if len(rule) > 1 or not values.size or (values.dtype.kind == "f" and (np.floor(values) != values).any()):
+        return False
+    return bool(rule[0][0] <= values.min() and values.max() <= rule[0][1])
 
 
 def reward_field(name: str, shape: tuple[int, ...], origin: str, allows_nonfinite: bool) -> Field:
