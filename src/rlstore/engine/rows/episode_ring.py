@@ -117,6 +117,11 @@ class EpisodeRing:
             self.starts = [None if table is None else table[:slots] for table in self.starts]
         self.after_end.fill_(-1)
         self.rebuild()
+        self.resume()
+
+    def resume(self) -> None:
+        """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
+        self.after_end.masked_fill_(self.current >= 0, protocol.RESUMED)
 
     def rebuild(self) -> None:
         """Derive the episodes that are not over and the free episode indices from the rows that are there."""
@@ -364,7 +369,9 @@ class EpisodeRing:
         for leaf, table in zip(self.leaves, self.starts, strict=True):
             if table is not None:
                 tables[f"start {leaf.field.name}"] = table
-        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        counters = self.counters.clone()
+        counters[3].clamp_(min=-1)  # whoever loads it resumes it
+        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
         return {**blocks, **tables, **own}
 
     def set_state(
@@ -389,6 +396,7 @@ class EpisodeRing:
             after_end = self.after_end.clone()
             self.rebuild()
             self.after_end.copy_(after_end)
+        self.resume()
         self._known = 0
         self._bind_tables()
         if self._inner is not None:
