@@ -19,12 +19,11 @@ from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.kernels.protocol import RESUMED
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler

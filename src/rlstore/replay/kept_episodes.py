@@ -11,9 +11,8 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.engine.disk.episode_files import EpisodeFiles
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.step_fields import StepFields
-from rlstore.kernels.protocol import RESUMED
 
 
 class KeptEpisodes:

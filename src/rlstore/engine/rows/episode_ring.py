@@ -17,6 +17,7 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
 from rlstore.kernels import kernel, protocol
+from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
@@ -121,7 +122,7 @@ class EpisodeRing:
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
-        self.after_end.masked_fill_(self.current >= 0, protocol.RESUMED)
+        self.after_end.masked_fill_(self.current >= 0, RESUMED)
 
     def rebuild(self) -> None:
         """Derive the episodes that are not over and the free episode indices from the rows that are there."""
