@@ -49,10 +49,10 @@ class Sharing:
         check_name("writer()", name)
         control, ring = self.control, self._ring
         control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
-        free, by_number = control.free_lanes(lanes), isinstance(lanes, range)
+        free = control.free_lanes(lanes)
         self._had_writers = True
         part = Appender(ring.part(free), fields)
-        return ReplayWriter(self._owner, part, control, free, name, self._timeout, take_reserved=by_number)
+        return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
     @property
     def lost_writers(self) -> int:

@@ -33,35 +33,27 @@ class ReplayWriter:
     """
 
     def __init__(
-        self,
-        kind: str,
-        part: Appender,
-        control: LaneControl,
-        lanes: range,
-        name: str | None,
-        timeout: float,
-        *,
-        take_reserved: bool,
+        self, kind: str, part: Appender, control: LaneControl, lanes: range, name: str | None, timeout: float
     ) -> None:
         self._kind, self._part, self._control = kind, part, control
         self.lanes, self.name, self._timeout = lanes, name, timeout
         self._process, self._closed, self._looked, self._given_by = 0, False, 0.0, 0
-        self._begin(_Use(), take_reserved=take_reserved)
+        self._begin()
 
-    def _begin(self, use: _Use, *, take_reserved: bool = False) -> None:
+    def _begin(self) -> None:
         """Become the writer of the lanes, in this process."""
         control, whole = self._control, self._part.ring.whole
         peer = control.peers.join("writer", self.name)
         try:
-            control.claim(self.lanes, peer, whole.recover, self._given_by, take_reserved=take_reserved)
+            control.claim(self.lanes, peer, whole.recover, given_by=self._given_by)
         except InvalidInputError:
             control.peers.leave(peer)
             raise
         if self._given_by:
             control.peers.leave(self._given_by)
-        self._given_by, self._process, self._use = peer, os.getpid(), use
+        self._given_by, self._process, self._use = peer, os.getpid(), _Use()
         # Also run where a process of multiprocessing ends, which does not wait for the end of the interpreter.
-        self._end = util.Finalize(self, _finish, args=(control, whole, peer, use), exitpriority=10)
+        self._end = util.Finalize(self, _finish, args=(control, whole, peer, self._use), exitpriority=10)
 
     @property
     def num_envs(self) -> int:
@@ -126,7 +118,7 @@ class ReplayWriter:
         if self._closed:
             raise StorageClosedError("this writer is closed; nothing was written")
         if self._process != os.getpid():
-            self._begin(_Use())
+            self._begin()
         self._use.is_used = True
         control, limiter, count = self._control, self._control.limiter, count_of(mask, len(self.lanes))
         if time.monotonic() - self._looked > _LOOK_SECONDS:

@@ -62,12 +62,15 @@ class LaneControl:
     def free_lanes(self, wanted: int | range | None) -> range:
         """The lanes that a new writer is to have: a range, the first free ones of a number, or (None) all.
 
+        Those of a range are not reserved for the copy of a handle any more.
+
         Raises:
             InvalidInputError: If there are none, with who has them.
         """
         if isinstance(wanted, range):
             if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.lanes:
                 raise InvalidInputError(f"lanes are {wanted}; give a range within 0 to {self.lanes}, in steps of 1")
+            self._take_reserved(wanted)
             return wanted
         if wanted is None:
             return range(self.lanes)
@@ -82,15 +85,7 @@ class LaneControl:
         taken = self._taken(range(self.lanes))
         raise InvalidInputError(f"no {wanted} lanes in a row are free: {taken}. Nothing was changed.")
 
-    def claim(
-        self,
-        lanes: range,
-        peer: int,
-        recover: Callable[[int], None],
-        given_by: int = _NOBODY,
-        *,
-        take_reserved: bool = False,
-    ) -> None:
+    def claim(self, lanes: range, peer: int, recover: Callable[[int], None], given_by: int = _NOBODY) -> None:
         """Make a peer the writer of some lanes, of all of them or of none.
 
         Args:
@@ -98,20 +93,15 @@ class LaneControl:
             peer: Who is to write them.
             recover: Repairs a lane whose writer is dead.
             given_by: A peer that hands them over.
-            take_reserved: Whether lanes are taken that are reserved for the copy of a handle (:meth:`offer`).
         """
         self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
         before = [int(word) for word in self._writers[lanes.start : lanes.stop]]
         for lane, word in zip(lanes, before, strict=True):
-            may_have = word & ~_OFFERED in (_NOBODY, given_by) or (take_reserved and word & _OFFERED)
-            if not may_have or not exchange_word(self._words, _BOARD + lane, word, peer):
+            if word & ~_OFFERED not in (_NOBODY, given_by) or not exchange_word(self._words, _BOARD + lane, word, peer):
                 taken = self._taken(lanes, but=peer)
                 for claimed, its_word in zip(range(lanes.start, lane), before, strict=False):
                     exchange_word(self._words, _BOARD + claimed, peer, its_word)
                 raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
-        for giver in {word & _PEER for word in before if word & _OFFERED}:
-            if not (self._writers & _PEER == giver).any():
-                self.peers.leave(giver)
 
     def offer(self, peer: int) -> None:
         """Reserve the lanes of a peer whose handle is gone, and was never used, for copies of it in other processes."""
@@ -121,6 +111,18 @@ class LaneControl:
         """Free the lanes of a peer that are reserved for copies of its handle."""
         if self._exchange_all(peer | _OFFERED, _NOBODY):
             self.peers.leave(peer)
+
+    def _take_reserved(self, lanes: range) -> None:
+        words = {int(word) for word in self._writers[lanes.start : lanes.stop]} - {_NOBODY}
+        if not all(word & _OFFERED for word in words):
+            return  # they cannot be had, and nothing is to change
+        for lane in lanes:
+            word = int(self._writers[lane])
+            if word & _OFFERED:
+                exchange_word(self._words, _BOARD + lane, word, _NOBODY)
+        for giver in {word & _PEER for word in words}:
+            if not (self._writers & _PEER == giver).any():
+                self.peers.leave(giver)
 
     def _exchange_all(self, word: int, wanted: int) -> bool:
         lanes = np.flatnonzero(self._writers == word).tolist()
