@@ -40,7 +40,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
@@ -195,6 +195,7 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
+        check_path("save()", "path", path)
         settings = self._settings()
         numbers, tensors = self._state()
         if "_generator" in self.__dict__:
@@ -220,6 +221,7 @@ class Storage(ABC):
         Raises:
             SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
         """
+        check_path("load()", "path", path)
         with SnapshotReader(path) as reader:
             kind = _saved_class(cls, reader)
             if device is None:

@@ -255,9 +255,8 @@ def test_extend_adds_a_filled_block_and_later_rows_write_it():
     assert ring.blocks["final"][1].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_reserved_blocks_are_no_part_of_a_row():
-    ring = make_ring()
-    ring.reserve([field("returns")])
+def test_computed_blocks_are_no_part_of_a_row():
+    ring = Ring(columns(), 4, LANES, CPU, [field("returns")])
     ring.blocks["returns"].fill_(7.0)
     ring.write(row(0))
     assert_row(ring, 0, 0)
