@@ -324,8 +324,7 @@ def test_a_tensor_of_another_shape_is_not_bound(wrong):
 
 def test_blocks_made_in_inference_mode_are_plain_tensors():
     with torch.inference_mode():
-        ring = Ring(columns(), 2, LANES, CPU)
-        ring.reserve([field("returns")])
+        ring = Ring(columns(), 2, LANES, CPU, [field("returns")])
         ring.extend([Column(field("final"), "final")])
         ring.write((*row(0), torch.zeros(LANES)))
     for block in ring.blocks.values():
@@ -334,8 +333,7 @@ def test_blocks_made_in_inference_mode_are_plain_tensors():
 
 
 def test_a_tensor_of_another_block_is_bound_as_a_copy():
-    ring = make_ring()
-    ring.reserve([field("returns")])
+    ring = Ring(columns(), 4, LANES, CPU, [field("returns")])
     ring.bind("rewards", ring.blocks["returns"])
     ring.blocks["returns"].fill_(3.0)
     assert (ring.blocks["rewards"] == 0.0).all()
