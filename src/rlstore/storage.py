@@ -32,9 +32,11 @@ any other name          a field of the user, declared in ``extra_fields``: requi
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -42,6 +44,7 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.errors import InvalidInputError, SnapshotError
@@ -93,6 +96,7 @@ class Storage(ABC):
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
         self._outputs = Recycler()
+        self._guard = new_guard()
         self.seed(seed)
 
     def _give(self, actor: Any, algorithm: Any) -> None:
@@ -179,6 +183,19 @@ class Storage(ABC):
     @abstractmethod
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
         """Change a parameter of the storage."""
+
+    def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
+        """A copy with memory of its own, as it is at one moment: other threads wait."""
+        with self.__dict__.get("_guard") or nullcontext():
+            reduced: Any = self.__reduce_ex__(2)
+            twin: _AnyStorage = reduced[0](*reduced[1])
+            memo[id(self)] = twin
+            state = copy.deepcopy(reduced[2], memo)
+            if hasattr(twin, "__setstate__"):
+                twin.__setstate__(state)
+            else:
+                twin.__dict__.update(state)
+        return twin
 
     # ---------------------------------------------------------------------------------------------- save and load
 

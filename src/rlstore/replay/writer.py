@@ -172,7 +172,8 @@ class ReplayWriter:
         leaves, columns, steps, lanes, autoreset = state["ring"]
         blocks, board = state["segments"]
         whole = EpisodeRing(leaves, columns, steps, lanes, Backing.attach(self._kind, blocks), autoreset)
-        self._part, self._control = Appender(whole.part(self.lanes), state["fields"]), LaneControl(lanes, board)
+        self._control = LaneControl(lanes, board)
+        self._part = Appender(whole.part(self.lanes), state["fields"], self._control.turn)
         self._process, self._looked = 0, 0.0
 
 
@@ -186,5 +187,6 @@ def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]
     if not used[0]:
         control.offer(peer)
         return
-    control.give_back(peer, ring.recover)
+    with control.turn:
+        control.give_back(peer, ring.recover)
     control.peers.leave(peer)
