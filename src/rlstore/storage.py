@@ -36,7 +36,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -184,9 +184,14 @@ class Storage(ABC):
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
         """Change a parameter of the storage."""
 
+    def _guarding(self) -> AbstractContextManager[None]:
+        """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
+        guard: AbstractContextManager[None] = self.__dict__.get("_guard") or nullcontext()
+        return guard
+
     def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
         """A copy with memory of its own, as it is at one moment: other threads wait."""
-        with self.__dict__.get("_guard") or nullcontext():
+        with self._guarding():
             reduced: Any = self.__reduce_ex__(2)
             twin: _AnyStorage = reduced[0](*reduced[1])
             memo[id(self)] = twin
@@ -212,13 +217,14 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
-        settings = self._settings()
-        numbers, tensors = self._state()
-        if "_generator" in self.__dict__:
-            tensors = {**tensors, **generator_state(self._generator)}
-        # As it was given: "cuda" then means the current device of the process that loads it.
-        device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-        write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
+        with self._guarding():
+            settings = self._settings()
+            numbers, tensors = self._state()
+            if "_generator" in self.__dict__:
+                tensors = {**tensors, **generator_state(self._generator)}
+            # As it was given: "cuda" then means the current device of the process that loads it.
+            device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
+            write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
 
     @classmethod
     def load(
