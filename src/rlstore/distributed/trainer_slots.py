@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,9 +36,11 @@ class TrainerSlots:
         _ = self._inserter.number  # the first that joins is the maker
         memory.maker = self._inserter  # the handles of this process keep it, even without the storage
         self._gather = RolloutGather(memory)
-        self._forget()
+        self.forget()
+        _IN_USE.add(self)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin anew, without any slot."""
         self._lanes: list[int] = []  # the slots that are being inserted, one for each environment
         self._step = 0  # the transitions in each of them
         self._carried: dict[str, Tensor] = {}  # the STEP_KEYS of the last row that was inserted
@@ -58,7 +62,7 @@ class TrainerSlots:
         """Stop taking part in the hand-off, which is closed then."""
         for member in (self._inserter, self._server, self._copier):
             member.leave()
-        self._forget()
+        self.forget()
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -291,3 +295,16 @@ class TrainerSlots:
     def _parts(self, slot: int, index: int) -> list[tuple[str, Tensor]]:
         """Everything that a slot holds, by the names under which rollout ``index`` is saved."""
         return [(f"rollout {index} {name}", block[slot]) for name, block in self.memory.columns.items()]
+
+
+_IN_USE: weakref.WeakSet[TrainerSlots] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked child: the slots are the parent's."""
+    for slots in list(_IN_USE):
+        slots.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
