@@ -212,7 +212,7 @@ def test_rollouts_that_the_parent_has_begun_are_not_continued_by_the_child():
         storage.insert_transition({**seen, "actions": torch.tensor([0]), "rewards": torch.tensor([step]), **flags})
 
     insert(0.0)
-    in_child(lambda: [insert(10.0 + step) for step in range(3)][0])
+    in_child(lambda: [insert(10.0 + step) for step in range(3)])
     insert(1.0)
     insert(2.0)
     observed = storage.get_all_buffer_data()["observations"].flatten().tolist()
