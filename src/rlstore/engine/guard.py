@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rlstore.kernels import Guard
+from rlstore.kernels import Guard as Guard
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

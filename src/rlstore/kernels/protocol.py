@@ -26,8 +26,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlstore.kernels._native import Guard
-
 # What a flag may be given as.
 FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
@@ -263,6 +261,13 @@ class FillTrajectories(Protocol):
 
 
 # ---------------------------------------------------------------------------------------------------- replay
+
+
+class Guard(Protocol):
+    """The lock of a storage, which one thread at a time has, and may take again. It exists in C++ alone."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 
 class EpisodeRing(Protocol):

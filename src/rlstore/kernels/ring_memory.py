@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlstore.kernels._native import Guard
-from rlstore.kernels.protocol import BUSY, FLAG_DTYPES, Column, Leaf, Priorities, WindowIndex
+from rlstore.kernels.protocol import BUSY, FLAG_DTYPES, Column, Guard, Leaf, Priorities, WindowIndex
 
 # How an episode ended, as bits; and what was before its first frame.
 TERMINATED, TRUNCATED = 1, 2

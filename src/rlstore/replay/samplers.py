@@ -13,10 +13,10 @@ from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.kernels import protocol
 from rlstore.trainer import Check, fraction
 
 _STRATEGIES = ("future", "final", "episode")
@@ -69,7 +69,7 @@ class Sampler:
         return {"priorities": None}
 
     @property
-    def kernels(self) -> tuple[protocol.WindowIndex | None, protocol.Priorities | None]:
+    def kernels(self) -> Kernels:
         """The kernels that do all of :meth:`follow`."""
         return None, None
 
@@ -222,7 +222,7 @@ class PrioritySampler(Sampler):
         return Drawn(rows, weights), tensors
 
     @property
-    def kernels(self) -> tuple[protocol.WindowIndex | None, protocol.Priorities | None]:
+    def kernels(self) -> Kernels:
         """The kernels that do all of :meth:`follow`."""
         return None, None if self.tree is None else self.tree.kernel
 
@@ -351,7 +351,7 @@ class WindowSampler(PrioritySampler):
         return float(len(self._windows)) if self.tree is None else self.tree.total
 
     @property
-    def kernels(self) -> tuple[protocol.WindowIndex | None, protocol.Priorities | None]:
+    def kernels(self) -> Kernels:
         """The kernels that do all of :meth:`follow`."""
         return self._windows.kernel, super().kernels[1]
 

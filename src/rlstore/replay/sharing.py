@@ -10,14 +10,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rlstore.engine.checks import check_name
-from rlstore.engine.guard import released
+from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
-from rlstore.kernels import Guard
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.writer import ReplayWriter, count_of
 
