@@ -18,6 +18,7 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
 from rlstore.kernels import kernel, protocol
+from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
@@ -124,6 +125,11 @@ class EpisodeRing:
             self.starts = [None if table is None else table[:slots] for table in self.starts]
         self.after_end.fill_(-1)
         self.rebuild()
+        self.resume()
+
+    def resume(self) -> None:
+        """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
+        self.after_end.masked_fill_(self.current >= 0, RESUMED)
 
     def rebuild(self) -> None:
         """Derive the episodes that are not over and the free episode indices from the rows that are there."""
@@ -372,7 +378,9 @@ class EpisodeRing:
         for leaf, table in zip(self.leaves, self.starts, strict=True):
             if table is not None:
                 tables[f"start {leaf.field.name}"] = table
-        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        counters = self.counters.clone()
+        counters[3].clamp_(min=-1)  # whoever loads it resumes it
+        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
         return {**blocks, **tables, **own}
 
     def set_state(
@@ -398,6 +406,7 @@ class EpisodeRing:
             after_end = self.after_end.clone()
             self.rebuild()
             self.after_end.copy_(after_end)
+        self.resume()
         self._known = 0
         self._bind_tables()
         if self._inner is not None:
