@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
-from rlstore.engine.disk import snapshot, tensor_file
+from rlstore.engine.disk import tensor_file
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
 from rlstore.engine.disk.tensor_file import chunks

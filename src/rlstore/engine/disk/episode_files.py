@@ -1,8 +1,8 @@
 """Finished episodes, one file each, in a folder that one storage uses at a time.
 
 manifest.json                     see manifest.py; "schema": the shape and dtype of each tensor
-episode-000000000001.safetensors  the tensors of one episode, and in the metadata its "steps" and "lane", its "number" and
-                                  "crc32", of these and of all tensors; older files do not have the last two
+episode-000000000001.safetensors  the tensors of one episode, and in the metadata its "steps" and "lane", its "number"
+                                  and "crc32", of these and of all tensors; older files do not have the last two
 lock
 """
 
