@@ -34,7 +34,10 @@ class Sharing:
 
     Attributes:
         control: Which lanes have writers.
+        is_own: False if the memory is that of another process.
     """
+
+    is_own = True
 
     def __init__(self, owner: str, ring: EpisodeRing, sampler: Sampler, timeout: float) -> None:
         self.control = LaneControl(ring.lanes, shared=ring.is_shared)
@@ -47,10 +50,12 @@ class Sharing:
     def writer(self, fields: StepFields, lanes: int | range | None, name: str | None) -> ReplayWriter:
         """A writer of some lanes."""
         check_name("writer()", name)
-        free = self.control.free_lanes(lanes)
+        control, ring = self.control, self._ring
+        control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
+        free = control.free_lanes(lanes)
         self._had_writers = True
-        part = Appender(self._ring.part(free), fields)
-        return ReplayWriter(self._owner, part, self.control, free, name, self._timeout)
+        part = Appender(ring.part(free), fields)
+        return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
     @property
     def lost_writers(self) -> int:
@@ -86,6 +91,9 @@ class Sharing:
             self._sampler.forget(lanes)
             ring.catch_up()
             self._sampler.follow()
+
+    def require_own(self) -> None:
+        """Refuse what only the process can do that the memory belongs to."""
 
     def require_no_writers(self) -> None:
         """Refuse what only a storage without writers can do."""
