@@ -233,7 +233,7 @@ class ReplayCore(Storage):
             self._pipeline.close()
         if self._rows is not None:
             self._appender.close()
-            self._rows.backing.close()
+            self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
     # ---------------------------------------------------------------------------------------------- attributes
@@ -639,8 +639,8 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
-        given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
-        options = dict(settings["options"])
+        given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
+        options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
         make: Any = cls
@@ -649,6 +649,14 @@ class ReplayCore(Storage):
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
         return storage
+
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    def _give_up(self) -> None:
+        self.close()
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
