@@ -638,7 +638,7 @@ class ReplayCore(Storage):
             return
         reader.read_into("random", self._random)
         self._appender.added, self._appender.warned = numbers["added"], numbers["warned"]
-        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)

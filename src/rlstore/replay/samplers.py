@@ -283,6 +283,7 @@ class PrioritySampler(Sampler):
         self._drawn = numbers["drawn"]
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
+            self.tree.restore(reader.damaged)
             self.tree.rebuild()
             self.tree.stale = numbers["stale"]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlstore.engine.disk.files import raising_disk_full, reserve, sync_folder
 from rlstore.engine.disk.folder import Folder
+from rlstore.errors import SnapshotError
 
 NEED_LESS = (
     "Give a smaller storage_size, store each frame once with frame_stack, keep pixels as uint8, or give "
@@ -93,6 +94,12 @@ class MappedFiles:
     def holds(self, name: str) -> bool:
         """True if there is a file of this block."""
         return self._file(name).exists()
+
+    def damaged(self, name: str, how: str) -> SnapshotError:
+        """The error for a block whose file holds what cannot be."""
+        return SnapshotError(
+            f"{self._file(name)} is damaged: {how}. Load a snapshot into another folder, or begin a new one."
+        )
 
     def unmapped_bytes(self) -> int:
         """The size of the files of an earlier run that :meth:`map` has not returned yet."""

@@ -290,6 +290,10 @@ class SnapshotReader:
         if checksum != entry["crc32"]:
             raise self._damaged(f"{name} is not what was saved (its checksum differs)")
 
+    def damaged(self, name: str, how: str) -> SnapshotError:
+        """The error for a tensor that holds what cannot be."""
+        return self._damaged(f"{name}: {how}")
+
     def _entry(self, name: str) -> Any:
         if name not in self._tensors:
             raise SnapshotError(f"the snapshot in {self.folder} has no tensor {name!r}; it has {self.names}")
