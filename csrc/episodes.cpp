@@ -158,8 +158,8 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     const Padding padding = padding_of_all(leaves, step, lane);
     if (padding == kKept) keep_start(leaves, step, lane, slot);
     lanes.episodes[slot] = Episode{count, -1, 0, padding};
-    lanes.after_end[lane] = -1;
   }
+  lanes.after_end[lane] = -1;
   for (size_t k = 0; k < leaves.size(); k++)
     take_newest(leaves[k].block.at(lane, place), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]);
   for (size_t k = 0; k < columns.size(); k++) copy_row(columns[k].at(lane, place), step.columns[k] + lane * columns[k].bytes, columns[k].bytes);
@@ -212,7 +212,7 @@ int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, c
                    const Step& step, ResetSteps resets, const Move* moves) {
   int64_t broken = 0;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    broken += moves[lane] == Move::kBreak;
+    broken += moves[lane] == Move::kBreak && lanes.after_end[lane] != kResumed;
     if (moves[lane] != Move::kSkip)
       write_row(lanes, leaves, columns, step, resets, lane, moves[lane]);
     else if (!(step.mask && !step.mask[lane]))

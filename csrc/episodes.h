@@ -59,7 +59,9 @@ struct Lanes {
   const int64_t* written_now = nullptr;  // [lanes] the count of the writers, or null if no other process writes
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
   int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1; kWriting during a write
-  int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended in the previous row, if a reset step may follow
+  // [lanes] The slot of the episode that ended in the previous row, if a reset step may follow; kResumed if the next row may begin an
+  // episode although one is open.
+  int64_t* after_end = nullptr;
   int64_t slots = 0;             // capacity of the table
   Episode* episodes = nullptr;   // [slots]
   int32_t* free_slots = nullptr; // [slots / table_lanes, table_lanes] a stack of free slots per lane, from the first of these
@@ -119,6 +121,8 @@ void put_frame(char* stack, const char* frame, const Observation& leaf, size_t i
 
 // The effect of a write on a lane.
 enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };
+
+constexpr int64_t kResumed = -2;  // in Lanes::after_end
 
 // One step of all lanes; every value is contiguous [lanes, ...] and has been checked.
 struct Step {

@@ -52,7 +52,7 @@ Finding restore_lane(const Lanes& lanes, int64_t lane, bool has_starts, std::vec
   const int64_t newest = oldest < written ? lanes.slot_at(lane, lanes.by_rows.remainder(written - 1)) : -1;
   const bool is_open = newest >= 0 && lanes.episodes[newest].stop < 0;
   const int64_t ended = lanes.after_end[lane];
-  if (ended >= 0 && (ended != newest || is_open)) return {Fault::kAfterEnd, lane, written - 1};
+  if (ended < kResumed || (ended >= 0 && (ended != newest || is_open))) return {Fault::kAfterEnd, lane, written - 1};
   lanes.current[lane] = is_open ? newest : -1;
   free_all_but(lanes, lane, *taken);
   return {Fault::kNone, lane, 0};

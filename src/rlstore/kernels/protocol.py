@@ -31,6 +31,8 @@ FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, to
 
 # What EpisodeRing.write() returns, besides the index of a value that does not fit.
 WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK = -1, -2, -3, -4
+# In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
+RESUMED = -2
 
 # Why Priorities.update() refuses: no priority, a row that was never written, a row at which no window begins.
 NOT_A_PRIORITY, NEVER_WRITTEN, NO_WINDOW = 1, 2, 3
@@ -310,9 +312,10 @@ class EpisodeRing(Protocol):
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations do not continue it,
-            and no end was flagged (on CUDA a later write returns this). Or, having written nothing: the index of the
-            first value that has to be converted or refused, ``NEEDS_EPISODES`` if more episode indices are needed (on
-            CUDA asked for ahead of the need), or ``NEEDS_STARTS`` if tables of starts are.
+            no end was flagged, and the lane was not ``RESUMED`` (on CUDA a later write returns this). Or, having
+            written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
+            more episode indices are needed (on CUDA asked for ahead of the need), or ``NEEDS_STARTS`` if tables of
+            starts are.
         """
 
     def watch(self, written: Tensor) -> None:

@@ -19,7 +19,7 @@ from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
@@ -525,12 +525,13 @@ class ReplayCore(Storage):
         before = ring.total_written
         for step in range(steps):
             row = tuple(None if value is None else value[step] for value in values)
-            # None of these is a reset step.
-            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = -1
+            # None of these is a reset step, and they need not continue what is held.
+            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = RESUMED
             self._appender.write((*row, *row[count : 2 * count], None))
             self._sampler.follow()
             if self._kept is not None:
                 self._kept.follow()
+        ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)
 
@@ -623,7 +624,6 @@ class ReplayCore(Storage):
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
             "added": self._added,
-            "warned": self._rows is not None and self._appender.warned,
             "limit": None if self._sharing is None else self._sharing.limit_state(),
         }
         if self._rows is None:
@@ -637,7 +637,7 @@ class ReplayCore(Storage):
             self._random = reader.tensor("random", "cpu")
             return
         reader.read_into("random", self._random)
-        self._appender.added, self._appender.warned = numbers["added"], numbers["warned"]
+        self._appender.added = numbers["added"]
         self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.engine.disk.episode_files import EpisodeFiles
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.step_fields import StepFields
 
 
@@ -71,7 +71,7 @@ class KeptEpisodes:
             row = [tensor[step].unsqueeze(0).expand(ring.lanes, *tensor.shape[1:]) for tensor in order]
             values = [value.to(ring.device).contiguous() for value in row]
             appender.write((*values, mask, *values[len(names) : 2 * len(names)], None))
-            ring.after_end.fill_(-1)  # no reset step follows from what is on disk
+            ring.after_end.fill_(RESUMED)  # no reset step follows from what is on disk
 
     def mark(self) -> None:
         """Rows written so far are on disk already, or belong to episodes that are not over."""

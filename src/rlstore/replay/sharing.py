@@ -47,10 +47,12 @@ class Sharing:
     def writer(self, fields: StepFields, lanes: int | range | None, name: str | None) -> ReplayWriter:
         """A writer of some lanes."""
         check_name("writer()", name)
-        free = self.control.free_lanes(lanes)
+        control, ring = self.control, self._ring
+        control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
+        free = control.free_lanes(lanes)
         self._had_writers = True
-        part = Appender(self._ring.part(free), fields)
-        return ReplayWriter(self._owner, part, self.control, free, name, self._timeout)
+        part = Appender(ring.part(free), fields)
+        return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
     @property
     def lost_writers(self) -> int:

@@ -19,6 +19,7 @@ from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
+from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
@@ -129,6 +130,11 @@ class EpisodeRing:
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
         self._restore(tables, self.kept, has_starts, self._damaged)
+        self.resume()
+
+    def resume(self) -> None:
+        """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
+        self.after_end.masked_fill_(self.current >= 0, RESUMED)
 
     def _damaged(self, name: str, how: str) -> SnapshotError:
         return self.backing.damaged("records" if name == "episode" else name, how)
@@ -391,7 +397,9 @@ class EpisodeRing:
         for leaf, table in zip(self.leaves, self.starts, strict=True):
             if table is not None:
                 tables[f"start {leaf.field.name}"] = table
-        own = {"counters": self.counters, "episodes": self.episodes, "free_slots": self.free_slots}
+        counters = self.counters.clone()
+        counters[3].clamp_(min=-1)  # whoever loads it resumes it
+        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
         return {**blocks, **tables, **own}
 
     def set_state(self, reader: SnapshotReader) -> None:
@@ -418,6 +426,7 @@ class EpisodeRing:
         self.free_slots[: slots // self.lanes].copy_(free_slots)
         self.counters.copy_(counters)
         self._free_from(slots // self.lanes)  # a folder that was reopened, or shared memory, may have more
+        self.resume()
         self._known = 0
         self._bind_tables()
         if self._inner is not None:
