@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rlstore.distributed.fields import STEP_KEYS
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
-from rlstore.distributed.rows import Rows, Step, batch_of, slice_of
+from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
+from rlstore.engine.checks import check_count
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
@@ -252,18 +253,24 @@ class TrainerSlots:
             read_into: Copies the tensor of a name into another.
             read: Returns the tensor of a name, or None.
         """
-        handoff, rollouts = self.memory.handoff, numbers["rollouts"]
-        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + numbers["lanes"])]
+        names = ("rollouts", "held", "lanes", "step", "published")
+        rollouts, held, lanes, step, published = (check_count("a snapshot", name, numbers[name]) for name in names)
+        memory, handoff = self.memory, self.memory.handoff
+        if rollouts + lanes > memory.count or held > rollouts or step >= memory.steps:
+            raise InvalidInputError(
+                f"{held} of {rollouts} rollouts held and {lanes} begun, of {step} steps each, are not those of "
+                f"{memory.count} slots of {memory.steps} steps"
+            )
+        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + lanes)]
         for index, slot in enumerate(slots):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
             if index < rollouts:
                 self._inserter.commit(slot)
-        self._held, self._spent = self._server.try_collect(numbers["held"]), numbers["spent"]
-        self._lanes, self._step = slots[rollouts:], numbers["step"]
-        carried = {key: read(f"carried {key}") for key in STEP_KEYS}
-        self._carried = {key: value for key, value in carried.items() if value is not None}
-        handoff.published = numbers["published"]
+        self._held, self._spent = self._server.try_collect(held), bool(numbers["spent"])
+        self._lanes, self._step = slots[rollouts:], step
+        self._carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
+        handoff.published = published
         handoff.set_counts(*numbers["counts"])
 
     def _parts(self, slot: int, index: int) -> list[tuple[str, Tensor]]:

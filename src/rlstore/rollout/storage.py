@@ -747,7 +747,9 @@ class RolloutStorage(RolloutCore):
         super()._set_state(numbers, reader)
         if numbers["following"]:
             names = [f"last_observations[{index}]" for index in range(len(self._observations.paths))]
-            self._last_observations = [reader.tensor(name, self._torch_device) for name in names]
+            leaves = [reader.tensor(name, self._torch_device) for name in names]
+            lanes = self._ready_ring().lanes
+            self._last_observations = self._fit_observations(self._observations.build(leaves, (lanes,)))
 
 
 # What a transition or a batch of either mode has: no names for extra fields.

@@ -44,7 +44,7 @@ class Priorities:
         is_known = ring.reopened and ring.backing.holds("priorities seen")
         self._seen = make("priorities seen", (ring.lanes,), torch.int64)
         if ring.reopened:
-            self.restore(ring.backing.damaged, is_known=is_known)
+            self.restore(ring.backing.unusable, is_known=is_known)
         else:
             self._seen.copy_(ring.written)
         if windows is not None:

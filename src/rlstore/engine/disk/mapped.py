@@ -95,7 +95,7 @@ class MappedFiles:
         """True if there is a file of this block."""
         return self._file(name).exists()
 
-    def damaged(self, name: str, how: str) -> SnapshotError:
+    def unusable(self, name: str, how: str) -> SnapshotError:
         """The error for a block whose file holds what cannot be."""
         return SnapshotError(
             f"{self._file(name)} is damaged: {how}. Load a snapshot into another folder, or begin a new one."

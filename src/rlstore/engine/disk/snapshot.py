@@ -290,7 +290,7 @@ class SnapshotReader:
         if checksum != entry["crc32"]:
             raise self._damaged(f"{name} is not what was saved (its checksum differs)")
 
-    def damaged(self, name: str, how: str) -> SnapshotError:
+    def unusable(self, name: str, how: str) -> SnapshotError:
         """The error for a tensor that holds what cannot be."""
         return self._damaged(f"{name}: {how}")
 

@@ -150,11 +150,11 @@ class Backing:
         """True if :meth:`zeros` would return a block of this name from an earlier run."""
         return self._files is not None and self._files.holds(name)
 
-    def damaged(self, name: str, how: str) -> SnapshotError:
+    def unusable(self, name: str, how: str) -> SnapshotError:
         """The error for a block from an earlier run that holds what cannot be."""
         if self._files is None:
             raise RuntimeError(f"{name} of {self.owner} is not in a file")
-        return self._files.damaged(name, how)
+        return self._files.unusable(name, how)
 
     def close(self) -> None:
         """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced."""

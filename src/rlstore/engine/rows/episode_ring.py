@@ -137,7 +137,7 @@ class EpisodeRing:
         self.after_end.masked_fill_(self.current >= 0, RESUMED)
 
     def _damaged(self, name: str, how: str) -> SnapshotError:
-        return self.backing.damaged("records" if name == "episode" else name, how)
+        return self.backing.unusable("records" if name == "episode" else name, how)
 
     def _restore(
         self,
@@ -441,19 +441,19 @@ class EpisodeRing:
         # Either all rows that were ever written, or those of a ring that has wrapped.
         is_whole = newest < extent
         if extent < 1 or (not is_whole and extent < self.steps + deepest) or set(extents.values()) != {extent}:
-            raise reader.damaged("episode", f"fields have {extents} rows, and {newest} were written")
+            raise reader.unusable("episode", f"fields have {extents} rows, and {newest} were written")
         episode_of = torch.empty((self.lanes, extent), dtype=torch.int32)
         reader.read_into("episode", episode_of)
         slots = (*reader.shape("episodes"), 0)[0]
         if slots < 1 or slots % self.lanes:
-            raise reader.damaged("episodes", f"{slots} entries are not as many for each of {self.lanes} environments")
+            raise reader.unusable("episodes", f"{slots} entries are not as many for each of {self.lanes} environments")
         episodes = torch.empty((slots, 4), dtype=torch.int64)
         reader.read_into("episodes", episodes)
         free_slots = torch.empty((slots // self.lanes, self.lanes), dtype=torch.int32)
         has_starts = all(leaf.stack == 1 or f"start {leaf.field.name}" in reader.names for leaf in self.leaves)
         kept = self.kept if is_whole else min(self.kept, extent - deepest)
         tables = (counters, episode_of, episodes, free_slots)
-        self._restore(tables, kept, has_starts, reader.damaged)
+        self._restore(tables, kept, has_starts, reader.unusable)
         return counters, episodes, free_slots, extent
 
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
