@@ -65,7 +65,7 @@ def use(name: str, storage: Any) -> None:
     """Count, draw, change priorities, write on until every row is overwritten, and draw again."""
     len(storage)
     next_draws(storage)
-    if not hasattr(storage, "batch_size"):
+    if not hasattr(storage, "storage_size"):
         storage.reset()  # a rollout takes no more than fit into it
     if getattr(storage, "alpha", 0):
         batch = storage.sample()
@@ -182,7 +182,7 @@ def _try_all(name: str, storage: Any, cases: list[Forgery], folder: Path, told: 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.fsync = lambda descriptor: None  # it makes no difference here but time
     warnings.simplefilter("ignore")
-    for label, numbers, tensors in cases:
+    for _, numbers, tensors in cases:
         signal.alarm(int(SECONDS))
         storage._state = lambda kept=(numbers, tensors): kept
         path = folder / f"{time.monotonic_ns()}"
