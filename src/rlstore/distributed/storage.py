@@ -557,15 +557,15 @@ class DistributedStorage(Storage):
             self._slots.set_state(numbers, reader.read_into, read)
 
     def __getstate__(self) -> dict[str, Any]:
-        numbers, tensors = self._state()
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_slots", "_views", "_learners")}
-        fields = None if self._slots is None else self._slots.memory.fields
-        return {**kept, "saved": (fields, numbers, {name: tensor.clone() for name, tensor in tensors.items()})}
+        copied = None if self._slots is None else (self._slots.memory.fields, self._slots.copied())
+        return {**kept, "copied": copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fields, numbers, tensors = state.pop("saved")
+        copied = state.pop("copied")
         self._detach()
         self.__dict__.update(state)
-        if fields is not None:
+        if copied is not None:
+            fields, slots = copied
             self._allocate(fields)
-            self._ready_slots().set_state(numbers, lambda name, target: target.copy_(tensors[name]), tensors.get)
+            self._ready_slots().set_copied(*slots)

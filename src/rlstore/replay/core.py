@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -24,6 +25,7 @@ from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
 from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
@@ -64,6 +66,7 @@ class ReplayCore(Storage):
     ) -> None:
         owner = type(self).__name__
         options.check(owner)
+        _STORAGES.add(self)
         super().__init__(options.storage_size, options.device, seed=options.seed)
         self.device = self._torch_device
         self.observation_space, self.action_space = options.observation_space, options.action_space
@@ -192,12 +195,23 @@ class ReplayCore(Storage):
 
     def _catch_up(self) -> None:
         """Take in what writers have added."""
-        if self._sharing is not None and not self._closed:
+        if self._sharing is not None and not self._closed and self._sharing.is_own:
             self._sharing.catch_up()
 
     def _paused(self) -> AbstractContextManager[None]:
         """Holds all writers back, and takes in what they have added."""
         return nullcontext() if self._sharing is None or self._closed else self._sharing.paused()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: what lies in RAM is a copy, and everything else is still the parent's."""
+        self._kept, ring = None, self._rows
+        is_own = self._sharing is None or self._sharing.is_own  # else the parent was forked, too
+        if ring is not None and ring.backing.kind != "ram" and is_own and not self._closed:
+            self._sharing = Inherited(type(self).__name__, ring)
+
+    def _require_own(self) -> None:
+        if self._sharing is not None:
+            self._sharing.require_own()
 
     def close(self) -> None:
         """Stop prefetching, release folders and close all writers. The storage cannot be used afterwards."""
@@ -208,7 +222,7 @@ class ReplayCore(Storage):
         if self._pipeline is not None:
             self._pipeline.close()
         if self._rows is not None:
-            self._rows.backing.close()
+            self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
     # ---------------------------------------------------------------------------------------------- attributes
@@ -389,6 +403,7 @@ class ReplayCore(Storage):
                 ``[n, 1]``. Stale rows, which were overwritten, are dropped and counted in ``stale_updates``.
         """
         self._ring_of()
+        self._require_own()
         self._catch_up()
         self._sampler.update(*args)
 
@@ -462,6 +477,7 @@ class ReplayCore(Storage):
             ``info`` with ``storage_size``, the transitions held.
         """
         batch, info = learning_info(actor, algo, info)
+        self._require_own()
         self._sampler.learn(batch, info)
         info["storage_size"] = len(self)
         return info
@@ -559,6 +575,7 @@ class ReplayCore(Storage):
             "storage_size": whole_number,
         }
         value = checked_parameter(type(self).__name__, parameters, parameter_name, new_parameter_value)
+        self._require_own()
         if parameter_name == "rate_limit":
             self.set_rate_limit(value)
         elif parameter_name == "storage_size":
@@ -610,8 +627,8 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
-        given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
-        options = dict(settings["options"])
+        given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
+        options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
         make: Any = cls
@@ -620,6 +637,14 @@ class ReplayCore(Storage):
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
         return storage
+
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    def _give_up(self) -> None:
+        self.close()
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
@@ -654,8 +679,21 @@ class ReplayCore(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         limited = state.pop("limit state")
         self.__dict__.update(state)
+        _STORAGES.add(self)
         if limited is not None and not self._closed:
             self._shared().set_limit_state(limited)
+
+
+_STORAGES: weakref.WeakSet[ReplayCore] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for storage in list(_STORAGES):
+        storage._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def of_part(part: str, name: str, doc: str) -> Any:

@@ -34,7 +34,10 @@ class Sharing:
 
     Attributes:
         control: Which lanes have writers.
+        is_own: False if the memory is that of another process.
     """
+
+    is_own = True
 
     def __init__(self, owner: str, ring: EpisodeRing, sampler: Sampler, timeout: float) -> None:
         self.control = LaneControl(ring.lanes, shared=ring.is_shared)
@@ -88,6 +91,9 @@ class Sharing:
             self._sampler.forget(lanes)
             ring.catch_up()
             self._sampler.follow()
+
+    def require_own(self) -> None:
+        """Refuse what only the process can do that the memory belongs to."""
 
     def require_no_writers(self) -> None:
         """Refuse what only a storage without writers can do."""

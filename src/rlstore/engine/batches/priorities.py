@@ -40,9 +40,9 @@ class Priorities:
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
         # Rows that were followed. In a mapped folder it is a file too: a process may be killed between a row and its
-        # priority.
+        # priority. Older folders have none.
         is_known = ring.reopened and ring.backing.holds("priorities seen")
-        self._seen = make("priorities seen", (ring.lanes,), torch.int64)
+        self._seen = make("priorities seen", (ring.lanes,), torch.int64, is_late=True)
         if ring.reopened:
             self.restore(ring.backing.unusable, is_known=is_known)
         else:
