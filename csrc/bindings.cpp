@@ -237,8 +237,10 @@ std::vector<LanesView> lanes_views(nb::tuple sources, nb::tuple targets, Rows ro
 
 void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::handle lengths, nb::tuple targets, nb::handle mask) {
   Segments segments = segments_view(lanes, starts, lengths);
-  const size_t steps = static_cast<size_t>(describe(mask).shape[0]);
-  uint8_t* flags = typed<uint8_t>(mask, steps * segments.count);
+  const DLTensor mask_view = describe(mask);
+  if (mask_view.ndim != 2) throw nb::value_error("a mask is [steps, segments]");
+  const size_t steps = static_cast<size_t>(mask_view.shape[0]);
+  uint8_t* flags = typed<uint8_t>(mask, product(steps, segments.count));
   std::vector<LanesView> views = lanes_views(sources, targets, [&](const LanesView&) { return steps * segments.count; });
   for (const LanesView& view : views) check_segments(segments, view.steps, view.lanes);
   mask_segments(flags, segments, steps);

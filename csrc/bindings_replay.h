@@ -25,9 +25,8 @@ inline nb::tuple parts(nb::handle object, size_t count, const char* message) {
 
 // A view [lanes, rows, ...] in which each row is contiguous.
 inline Block bind_block(nb::handle object, int64_t* lanes, int64_t* rows) {
-  DLTensor view;
-  if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
-  if (view.device.type != kCpu || view.ndim < 2) throw nb::value_error("a block is a CPU tensor [lanes, rows, ...]");
+  const DLTensor view = describe_strided(object);
+  if (view.ndim < 2) throw nb::value_error("a block is [lanes, rows, ...]");
   *lanes = view.shape[0], *rows = view.shape[1];
   DLTensor row = view;
   row.ndim -= 2, row.shape += 2, row.strides += 2;
@@ -209,7 +208,7 @@ class EpisodeRing {
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
     if (length >= static_cast<size_t>(kCountLimit)) throw nb::value_error("a window is shorter");
-    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, count * length));
+    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
   }
 
   const int64_t* held_rows(nb::handle rows, size_t count) const {
