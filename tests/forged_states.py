@@ -20,6 +20,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rlstore import ReplayStorage, Storage
+from rlstore.engine.disk.snapshot import generator_state, write_snapshot
 from rlstore.errors import StorageError
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
@@ -149,24 +150,30 @@ def judge(name: str, chosen: Callable[[list[Forgery]], list[Forgery]], seed: int
     storage = make("cpu")
     for _ in run(storage):
         pass
-    cases = chosen(list(forgeries(storage._state(), random.Random(seed))))
+    numbers, tensors = storage._state()
+    if "_generator" in storage.__dict__:
+        tensors = {**tensors, **generator_state(storage._generator)}
+    cases = chosen(list(forgeries((numbers, tensors), random.Random(seed))))
+    saved = f"rlstore.{type(storage).__name__}", storage._settings()
     folder = Path(tempfile.mkdtemp())
     counts = {"refused": 0, "used": 0}
     try:
         while cases:
-            cases = _judge_in_child(name, storage, cases, folder, counts)
+            cases = _judge_in_child(name, saved, cases, folder, counts)
     finally:
         shutil.rmtree(folder)
     return counts
 
 
-def _judge_in_child(name: str, storage: Any, cases: list[Forgery], folder: Path, counts: dict[str, int]) -> list[Any]:
+def _judge_in_child(
+    name: str, saved: tuple[str, Any], cases: list[Forgery], folder: Path, counts: dict[str, int]
+) -> list[Forgery]:
     """Try cases in a child until one kills it; returns those that are left."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _try_all(name, storage, cases, folder, writing)
+        _try_all(name, saved, cases, folder, writing)
     os.close(writing)
     with os.fdopen(reading) as told:
         lines = told.read().splitlines()
@@ -178,16 +185,15 @@ def _judge_in_child(name: str, storage: Any, cases: list[Forgery], folder: Path,
     return cases[len(lines) :]
 
 
-def _try_all(name: str, storage: Any, cases: list[Forgery], folder: Path, told: int) -> None:
+def _try_all(name: str, saved: tuple[str, Any], cases: list[Forgery], folder: Path, told: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.fsync = lambda descriptor: None  # it makes no difference here but time
     warnings.simplefilter("ignore")
     for _, numbers, tensors in cases:
         signal.alarm(int(SECONDS))
-        storage._state = lambda kept=(numbers, tensors): kept
         path = folder / f"{time.monotonic_ns()}"
         try:
-            storage.save(path)
+            write_snapshot(path, saved[0], "cpu", saved[1], numbers, tensors)
             result = _try(name, path)
         except BaseException as error:
             result = f"cannot be forged: {error!r}"
