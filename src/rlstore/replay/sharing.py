@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-<<<<<<< HEAD
 from rlstore.engine.checks import check_count, check_name
-=======
-from rlstore.engine.checks import check_name
 from rlstore.engine.guard import Guard, released
->>>>>>> main
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
