@@ -94,7 +94,7 @@ class Backing:
             )
 
     def zeros(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, most: int = 0, is_late: bool = False
     ) -> Tensor:
         """A block of zeros, whose pages are committed when they are first written. It is never an inference tensor.
 
@@ -104,12 +104,12 @@ class Backing:
             name: The block's name, unique among the blocks of this backing.
             shape: Its shape, time first.
             dtype: Its dtype.
-            grows: It may be extended: then a "mapped" block has at least ``shape[0]`` rows, and more if it was.
+            most: To how many rows it may be extended. A "mapped" block has more than ``shape[0]`` rows if it was.
             is_late: It may be allocated when there are rows already.
         """
         shape = tuple(shape)
         if self._files is not None:
-            return self._files.map(name, shape, dtype, grows=grows, is_late=is_late)
+            return self._files.map(name, shape, dtype, most=most, is_late=is_late)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes == 0 or self.device.type != "cpu":
@@ -137,7 +137,7 @@ class Backing:
         """
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
-        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype, grows=True)
+        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)
         return longer[:rows]  # a file may have more, of a run that was killed when it had extended only some

@@ -110,9 +110,10 @@ class EpisodeRing:
         shared = self.backing.kind == "shared"
         first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
         slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
-        self.episodes = make("episodes", (slots, 4), torch.int64, grows=True)
-        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32, grows=True)
-        self.finals = [make(*table, grows=True) for table in self._layout.tables(slots)[: len(self.leaves)]]
+        most = (self.kept + 1) * self.lanes
+        self.episodes = make("episodes", (slots, 4), torch.int64, most=most)
+        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32, most=self.kept + 1)
+        self.finals = [make(*table, most=most) for table in self._layout.tables(slots)[: len(self.leaves)]]
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
         if shared:
             self._make_starts()
@@ -392,7 +393,8 @@ class EpisodeRing:
     def _make_starts(self) -> None:
         """Make the tables of starts, which only unusual frame stacks need."""
         tables = self._layout.tables(self.slots)[len(self.leaves) :]
-        made = iter([self.backing.zeros(*table, grows=True, is_late=True) for table in tables])
+        most = (self.kept + 1) * self.whole.lanes
+        made = iter([self.backing.zeros(*table, most=most, is_late=True) for table in tables])
         self.starts = [next(made)[: self.slots] if leaf.stack > 1 else None for leaf in self.leaves]
 
     # ---------------------------------------------------------------------------------------------- saving
