@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
-from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
@@ -38,6 +38,7 @@ from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
+_SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
 class ReplayCore(Storage):
@@ -628,7 +629,7 @@ class ReplayCore(Storage):
             super().save(path)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", *self._own_settings)
+        names = (*_SETTINGS, *self._own_settings)
         options, ring = self._options.settings(), self._rows
         if ring is not None and ring.backing.kind == "ram" and options["memory"] == "mapped":
             options.update(memory="ram", path=None)  # a copy of such a storage is in RAM
@@ -639,6 +640,10 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
+        required = (*_SETTINGS, *cls._own_settings, "options", "learnt")
+        missing = [name for name in required if name not in settings]
+        if missing:  # their defaults would be another storage
+            raise InvalidInputError(f"the settings of {cls.__name__} lack {missing}")
         given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
         options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
@@ -671,11 +676,11 @@ class ReplayCore(Storage):
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
-            self._random = reader.tensor("random", "cpu")
+            reader.read_into("random", self._random)
             return
         reader.read_into("random", self._random)
-        self._appender.added = numbers["added"]
-        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
+        self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)
