@@ -127,11 +127,11 @@ def test_a_wait_for_the_guard_can_be_interrupted():
             taken.set()
             end.wait()
 
-    class Interrupted(Exception):
+    class StopWaitingError(Exception):
         pass
 
     def interrupt(number, frame):
-        raise Interrupted
+        raise StopWaitingError
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -139,7 +139,7 @@ def test_a_wait_for_the_guard_can_be_interrupted():
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
-        with pytest.raises(Interrupted), guard:
+        with pytest.raises(StopWaitingError), guard:
             pass
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -163,11 +163,14 @@ def test_a_thread_that_adds_while_another_closes_gets_an_error(tmp_path):
     world = ReplayWorld("replay", tmp_path, memory="mapped")
     add, added = world.adding(0), threading.Event()
 
+    def add_on():
+        while True:
+            add()
+            added.set()
+
     def until_closed():
         with pytest.raises(NotReadyError, match="closed"):
-            while True:
-                add()
-                added.set()
+            add_on()
 
     def close():
         added.wait()

@@ -1,4 +1,4 @@
-"""Storages that several threads use at once, and what tells whether a row is wrong: every value follows from (lane, time).
+"""Storages that several threads use at once, and whether a row is wrong: every value follows from (lane, time).
 
 As a program, ``python thread_worlds.py KIND SCENARIO SECONDS``, it runs one scenario for so long.
 """
