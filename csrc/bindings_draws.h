@@ -54,7 +54,7 @@ class WindowIndex {
     for (size_t i = 0; i < 4; i++) bound[i] = typed<int64_t>(memory_[i + 1], count);
     for (size_t lane = 0; lane < count; lane++) {
       const int64_t head = bound[0][lane], tail = bound[1][lane];
-      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0)
+      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0 || bound[3][lane] < 0)
         throw nb::value_error("windows: a queue that cannot be");
     }
     return Windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
@@ -110,7 +110,7 @@ class Priorities {
       const double unit = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
       targets_[i] = (static_cast<double>(i) + unit) / static_cast<double>(count) * total;
     }
-    state[1] += static_cast<int64_t>(count);
+    advance(state, count);
     tree_.find(targets_.data(), rows, count);
     weigh(rows, weights, count, static_cast<float>(beta));
     for (size_t i = 0; i < count; i++) rows[i] = row_of(rows[i]);
