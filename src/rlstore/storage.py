@@ -32,10 +32,11 @@ any other name          a field of the user, declared in ``extra_fields``: requi
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +46,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
@@ -96,6 +98,7 @@ class Storage(ABC):
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
         self._outputs = Recycler()
+        self._guard = new_guard()
         self.seed(seed)
 
     def _give(self, actor: Any, algorithm: Any) -> None:
@@ -183,6 +186,24 @@ class Storage(ABC):
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
         """Change a parameter of the storage."""
 
+    def _guarding(self) -> AbstractContextManager[None]:
+        """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
+        guard: AbstractContextManager[None] = self.__dict__.get("_guard") or nullcontext()
+        return guard
+
+    def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
+        """A copy with memory of its own, as it is at one moment: other threads wait."""
+        with self._guarding():
+            reduced: Any = self.__reduce_ex__(2)
+            twin: _AnyStorage = reduced[0](*reduced[1])
+            memo[id(self)] = twin
+            state = copy.deepcopy(reduced[2], memo)
+            if hasattr(twin, "__setstate__"):
+                twin.__setstate__(state)
+            else:
+                twin.__dict__.update(state)
+        return twin
+
     # ---------------------------------------------------------------------------------------------- save and load
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -198,13 +219,14 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
-        settings = self._settings()
-        numbers, tensors = self._state()
-        if "_generator" in self.__dict__:
-            tensors = {**tensors, **generator_state(self._generator)}
-        # As it was given: "cuda" then means the current device of the process that loads it.
-        device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-        write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
+        with self._guarding():
+            settings = self._settings()
+            numbers, tensors = self._state()
+            if "_generator" in self.__dict__:
+                tensors = {**tensors, **generator_state(self._generator)}
+            # As it was given: "cuda" then means the current device of the process that loads it.
+            device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
+            write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
 
     @classmethod
     def load(

@@ -156,3 +156,4 @@ class NStepReplayStorage(ReplayCore):
         if self.save_snapshot:
             self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
             self._kept.restore(appender)
+            appender.keep = self._kept.follow

@@ -17,7 +17,7 @@ from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.memory.capacity import free_device, free_ram
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
-from rlstore.errors import DoesNotFitError, InvalidInputError
+from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
 
 KINDS = ("ram", "shared", "mapped")
 
@@ -94,7 +94,7 @@ class Backing:
             )
 
     def zeros(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, most: int = 0, is_late: bool = False
     ) -> Tensor:
         """A block of zeros, whose pages are committed when they are first written. It is never an inference tensor.
 
@@ -104,12 +104,12 @@ class Backing:
             name: The block's name, unique among the blocks of this backing.
             shape: Its shape, time first.
             dtype: Its dtype.
-            grows: It may be extended: then a "mapped" block has at least ``shape[0]`` rows, and more if it was.
+            most: To how many rows it may be extended. A "mapped" block has more than ``shape[0]`` rows if it was.
             is_late: It may be allocated when there are rows already.
         """
         shape = tuple(shape)
         if self._files is not None:
-            return self._files.map(name, shape, dtype, grows=grows, is_late=is_late)
+            return self._files.map(name, shape, dtype, most=most, is_late=is_late)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes == 0 or self.device.type != "cpu":
@@ -137,7 +137,7 @@ class Backing:
         """
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
-        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype, grows=True)
+        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)
         return longer[:rows]  # a file may have more, of a run that was killed when it had extended only some
@@ -158,6 +158,12 @@ class Backing:
     def holds(self, name: str) -> bool:
         """True if :meth:`zeros` would return a block of this name from an earlier run."""
         return self._files is not None and self._files.holds(name)
+
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a block from an earlier run that holds what cannot be."""
+        if self._files is None:
+            raise RuntimeError(f"{name} of {self.owner} is not in a file")
+        return self._files.unusable(name, how)
 
     def close(self, *, still: bool = True) -> None:
         """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced.
