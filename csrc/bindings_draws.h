@@ -41,6 +41,7 @@ class WindowIndex {
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
   void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
   int64_t seen(int64_t lane) const { return windows_.seen(lane); }
+  const EpisodeRing* ring() const { return ring_; }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -96,6 +97,7 @@ class Priorities {
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
   void follow_windows(const WindowIndex& windows) {
+    if (windows.ring() != ring_) throw nb::value_error("follow_windows: the windows of another ring");
     const float largest = tree_.maximum();
     set_rows(windows.dropped(), 0.0f);
     set_rows(windows.added(), largest > 0 ? largest : 1.0f);

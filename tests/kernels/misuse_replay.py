@@ -366,6 +366,7 @@ raises(
         "update rows of int32": lambda: TREE.update(torch.zeros(1, dtype=torch.int32), torch.ones(1), 1.0, None),
         "update without windows where some are meant": lambda: TREE.update(rows(8), torch.ones(1), 1.0, GOOD.ring),
         "follow the windows of nothing": lambda: TREE.follow_windows(None),
+        "follow the windows of another ring": lambda: TREE.follow_windows(windows(ring=Ring().bind())),
     },
 )
 raises(
