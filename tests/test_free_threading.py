@@ -12,7 +12,7 @@ import rlstore
 
 def test_the_import_is_refused_without_the_gil(monkeypatch):
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    with pytest.raises(ImportError, match="does not support free-threaded Python.*PYTHON_GIL=1"):
+    with pytest.raises(ImportError, match=r"does not support free-threaded Python.*PYTHON_GIL=1"):
         importlib.reload(rlstore)
 
 
