@@ -13,9 +13,12 @@ namespace rlstore {
 namespace nb = nanobind;
 
 inline const DLExchangeApi* exchange = nullptr;
+inline const PyTypeObject* tensor_type = nullptr;  // torch.Tensor, which lives as long as the process
 
 inline void load_exchange() {
-  nb::object capsule = nb::module_::import_("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
+  nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
+  nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!exchange) throw nb::python_error();
   if (exchange->header.version.major != 1) throw nb::import_error("rlstore needs a torch that speaks DLPack 1.x");
@@ -39,19 +42,33 @@ inline bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
-// False for a tensor that has elements but no memory: zeros that were never allocated, or a tensor that represents other
-// tensors, such as a DTensor. Torch describes them like any other tensor.
+// False for a tensor that has elements but no memory: it was freed, or never allocated, or it represents other tensors, such
+// as a DTensor. Torch describes them like any other tensor.
 inline bool has_memory(const DLTensor& tensor) { return tensor.data || element_count(tensor) == 0; }
 
 inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-// Returns the description of a contiguous CPU tensor; throws for any other.
-inline DLTensor describe(nb::handle object) {
+// Returns the description of a CPU tensor; throws for any other, and for one without memory.
+inline DLTensor describe_strided(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
+  if (!has_memory(tensor)) throw nb::value_error("a kernel was given a tensor that has no memory");
+  return tensor;
+}
+
+// The same for a contiguous tensor.
+inline DLTensor describe(nb::handle object) {
+  const DLTensor tensor = describe_strided(object);
   if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
   return tensor;
+}
+
+// a * b, for the size of a tensor: a product that wrapped could be that of a smaller one.
+inline size_t product(size_t a, size_t b) {
+  size_t result;
+  if (__builtin_mul_overflow(a, b, &result)) throw nb::value_error("a kernel was given sizes that no tensor has");
+  return result;
 }
 
 template <typename T>

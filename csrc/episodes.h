@@ -14,6 +14,9 @@ enum EpisodeEnd : int64_t { kTerminated = 1, kTruncated = 2 };
 // The older frames of the first frame stack of an episode; 0 and above: stored in the table of starts.
 enum Padding : int64_t { kKept = 0, kRepeated = -1, kZeros = -2 };
 
+// In Lanes::current while a write overwrites parts of the oldest row: in a mapped file it shows that a process was killed there.
+constexpr int64_t kWriting = -2;
+
 // One entry of the table of episodes. Rows are counted from the first row of the lane and never wrap.
 struct Episode {
   int64_t start;
@@ -55,8 +58,10 @@ struct Lanes {
   int64_t* written = nullptr;    // [lanes] rows ever written; a write changes it last, with release order
   const int64_t* written_now = nullptr;  // [lanes] the count of the writers, or null if no other process writes
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
-  int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1
-  int64_t* after_end = nullptr;  // [lanes] the slot of the episode that ended in the previous row, if a reset step may follow
+  int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1; kWriting during a write
+  // [lanes] The slot of the episode that ended in the previous row, if a reset step may follow; kResumed if the next row may begin an
+  // episode although one is open.
+  int64_t* after_end = nullptr;
   int64_t slots = 0;             // capacity of the table
   Episode* episodes = nullptr;   // [slots]
   int32_t* free_slots = nullptr; // [slots / table_lanes, table_lanes] a stack of free slots per lane, from the first of these
@@ -87,6 +92,10 @@ struct Lanes {
     *lane = by_lanes.remainder(row, time);
     return true;
   }
+  // The id of a row; a time from a damaged file may wrap.
+  int64_t row(int64_t lane, int64_t time) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(time) * static_cast<uint64_t>(lanes) + static_cast<uint64_t>(lane));
+  }
   bool holds(int64_t lane, int64_t time) const { return time >= oldest(lane) && time < written[lane]; }
   bool has_slot(int64_t slot) const { return static_cast<uint64_t>(slot) < static_cast<uint64_t>(slots); }
 };
@@ -116,6 +125,8 @@ void put_frame(char* stack, const char* frame, const Observation& leaf, size_t i
 
 // The effect of a write on a lane.
 enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };
+
+constexpr int64_t kResumed = -2;  // in Lanes::after_end
 
 // One step of all lanes; every value is contiguous [lanes, ...] and has been checked.
 struct Step {

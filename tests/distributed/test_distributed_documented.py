@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import multiprocessing
@@ -291,6 +292,32 @@ def test_what_was_pickled_is_the_same_memory():
     assert torch.equal(storage.init_actor_state_storages[2][1], LSTM.states([77])[1])
     assert storage.storages["reward"][1].tolist() == [0, 0, 0, 6.5, 0]
     assert storages["reward"][0].is_shared()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_storage_holds_what_was_written_into_its_tensors_and_its_slots_in_their_places(how):
+    storage = LSTM.make(5)
+    with storage.actor() as actor:
+        first, second = actor.reserve(), actor.reserve()
+        second.commit()
+        first.commit()  # so the order of the rollouts is not that of the slots
+    for slot, number in enumerate((10, 11, 12, 13, 14)):
+        write(LSTM, storage.storages, storage.init_actor_state_storages, slot, number)
+    copied = copy.deepcopy(storage) if how == "deepcopy" else pickle.loads(pickle.dumps(storage))
+    for slot, number in enumerate((10, 11, 12, 13, 14)):
+        rows = LSTM.numbers([number]).squeeze(1)
+        assert torch.equal(copied.storages["episode_step"][slot], rows.int())
+        assert all(torch.equal(copied.storages[key][slot], storage.storages[key][slot]) for key in KEYS)
+        for index, state in enumerate(LSTM.states([number])):
+            assert torch.equal(copied.init_actor_state_storages[slot][index], state)
+    counted = (copied.report().committed, copied.report().full, copied.report().free)
+    assert counted == (storage.report().committed, storage.report().full, storage.report().free) == (2, 2, 3)
+    with copied.learner(2, prefetch=0) as learner:
+        assert next(learner)["episode_step"].T.tolist() == LSTM.numbers([11, 10]).T.tolist()  # in the order of commits
+    copied.storages["reward"][4].fill_(-1)
+    assert (storage.storages["reward"][4] >= 0).all()
+    storage.close()
+    copied.close()
 
 
 def test_however_many_slots_there_are_they_cost_two_descriptors_and_leave_no_file():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import gc
 import multiprocessing
 import os
 import pickle
 import socket
+import stat
 
 import pytest
 import torch
@@ -161,6 +163,28 @@ def test_what_was_let_go_is_not_taken_for_something_else(instead, tmp_path):
             os.close(kept)
         elif instead == "a socket":
             kept.close()
+
+
+def test_another_process_of_the_user_can_neither_shorten_nor_lengthen_it_and_other_users_cannot_open_it():
+    """A shorter file would end every process that has it mapped, by a SIGBUS."""
+    segment = SharedMemory.create(1 << 16)
+    numbers = segment.carve((1 << 13,), torch.int64).fill_(3)
+    path = f"/proc/{os.getpid()}/fd/{segment._descriptor}"
+
+    def resize():
+        opened = os.open(path, os.O_RDWR)
+        for nbytes in (0, 1 << 15, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(opened, nbytes)
+            with pytest.raises(PermissionError):
+                os.truncate(path, nbytes)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(opened, fcntl.F_ADD_SEALS, 0)
+
+    in_child(resize)
+    assert os.fstat(segment._descriptor).st_size == 1 << 16
+    assert (numbers == 3).all()
+    assert stat.S_IMODE(os.fstat(segment._descriptor).st_mode) == 0o600
 
 
 def test_a_segment_cannot_be_copied():

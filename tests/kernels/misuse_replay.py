@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from misuse import EDGES, NAN, OUTPUTS, at_the_edge, flags, misuse, rows
+from misuse import EDGES, NAN, OUTPUTS, at_the_edge, flags, freed, misuse, rows
 
 from rlstore.kernels import _native as native
 
@@ -101,6 +101,7 @@ raises(
             "a leaf of fewer rows": {"leaves": leaf(torch.zeros(LANES, 4, 1, 2))},
             "a leaf of one dimension": {"leaves": leaf(torch.zeros(9))},
             "a leaf whose rows are strided": {"leaves": leaf(torch.zeros(LANES, ROWS, 1, 4)[..., ::2])},
+            "a leaf that was freed": {"leaves": leaf(freed(torch.zeros(LANES, ROWS, 1, 2)))},
             "a leaf of a larger shape": {"leaves": leaf(shape=(2, 3))},
             "a leaf of a smaller shape": {"leaves": leaf(shape=(2, 1))},
             "a leaf of a shape that wraps": {"leaves": leaf(shape=(2**62, 4, 2, 2))},
@@ -133,6 +134,7 @@ raises(
             "episodes of three numbers": {"episodes": torch.zeros(SLOTS, 3, dtype=I64)},
             "episodes without dimensions": {"episodes": torch.zeros((), dtype=I64)},
             "episodes of int32": {"episodes": torch.zeros(SLOTS, 4, dtype=torch.int32)},
+            "episodes that were freed": {"episodes": freed(torch.zeros(SLOTS, 4, dtype=I64))},
             "fewer free slots": {"free_slots": torch.zeros(3, LANES, dtype=torch.int32)},
             "free slots of int64": {"free_slots": torch.zeros(4, LANES, dtype=I64)},
             "too few finals": {"finals": FINALS[:1]},
@@ -201,6 +203,7 @@ raises(
         "bounds without tables": lambda: Ring().ring.bounds(rows(0), FIVE[:1], FIVE[:1]),
         "windows into too little": lambda: GOOD.ring.windows(rows(8), 4, False, FIVE[:3]),
         "windows of a length that wraps": lambda: GOOD.ring.windows(rows(8, 9), 2**63, False, FIVE[:0]),
+        "windows of a size that wraps": lambda: GOOD.ring.windows(rows(8).repeat(2**13), 2**51, False, FIVE[:0]),
         "windows of a negative length": lambda: GOOD.ring.windows(rows(8), -1, False, FIVE),
         "windows without tables": lambda: Ring().ring.windows(rows(0), 1, False, FIVE[:1]),
     },
@@ -308,6 +311,7 @@ raises(
         "a head behind its tail": lambda: windows(heads=rows(1, 0)),
         "a tail beyond the queue": lambda: windows(tails=rows(4, 0)),
         "rows seen before the first": lambda: windows(seen=rows(-(2**62), 0)),
+        "an open episode before the first": lambda: windows(open=rows(-(2**63), 0)),
         "follow without tables": lambda: windows(ring=Ring()).follow(),
         "rebuild without tables": lambda: windows(ring=Ring()).rebuild(),
         "draw from nothing": lambda: windows().draw(STATE, FIVE),
@@ -362,6 +366,7 @@ raises(
         "update rows of int32": lambda: TREE.update(torch.zeros(1, dtype=torch.int32), torch.ones(1), 1.0, None),
         "update without windows where some are meant": lambda: TREE.update(rows(8), torch.ones(1), 1.0, GOOD.ring),
         "follow the windows of nothing": lambda: TREE.follow_windows(None),
+        "follow the windows of another ring": lambda: TREE.follow_windows(windows(ring=Ring().bind())),
     },
 )
 raises(
@@ -409,6 +414,50 @@ def draws_at_the_edge() -> None:
             tree.draw(STATE.clone(), 0.5, ids, weights)
             assert tree.update(ids, weights, 0.6, index)[0] == 0
     native.draw_units(STATE.clone(), at_the_edge((7,), torch.float64))
+    for draw in (ring.ring.draw, index.draw):
+        last = rows(3, 2**63 - 2)  # the counter of a generator goes on at the other end
+        draw(last, ids)
+        assert last.tolist() == [3, -(2**63) + 3]
 
 
-EDGES.update({"replay": replay_at_the_edge, "draws": draws_at_the_edge})
+def damaged_tables_at_the_edge() -> None:
+    """A first row that was never written, or older frames that were never stored: the step begins an episode."""
+    values = (*ZEROS, *ZEROS, rows(0, 0), torch.ones(LANES), *[flags(LANES)] * 2, None, None, None, None)
+    for start in (3, 2**40, 2**63 - 1):
+        for padding in (0, -1, -2, 7):
+            ring = Ring(make=at_the_edge).bind().write(2)
+            ring.tables["episodes"][:, 0], ring.tables["episodes"][:, 3] = start, padding
+            assert ring.ring.write(values) == -4
+    for padding in (0, 7):
+        ring = Ring(make=at_the_edge).bind(starts=(None, None)).write(2)
+        ring.tables["episodes"][:, 3] = padding
+        assert ring.ring.write(values) == -4
+
+
+def damaged_windows_at_the_edge() -> None:
+    """Windows that begin where no row can be: they are dropped, and the windows of the newest row alone count."""
+    for start in (-(2**63), -(2**62), -(2**61) + 12345, -(2**55) + 7, -1):
+        ring = Ring().bind().write(7)
+        index = windows(
+            ring=ring, starts=torch.full((LANES, STEPS), start, dtype=I64), tails=rows(2, 2), seen=rows(6, 6)
+        )
+        tree = native.Priorities(ring.ring, tuple(at_the_edge(tuple(t.shape), t.dtype) for t in priority_memory()))
+        index.follow()
+        tree.follow_windows(index)
+        assert tree.total() == LANES
+    for start in (-(2**63), -1, 7, 2**63 - 1):  # no row of an episode is before it begins
+        ring = Ring().bind().write(7)
+        ring.tables["episodes"][:, 0] = start
+        index = windows(ring=ring)
+        index.follow()
+        assert index.count() == 0
+
+
+EDGES.update(
+    {
+        "replay": replay_at_the_edge,
+        "draws": draws_at_the_edge,
+        "damaged tables": damaged_tables_at_the_edge,
+        "damaged windows": damaged_windows_at_the_edge,
+    }
+)

@@ -57,7 +57,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.storage = self.new_storage()
         self.model = self.new_model()
         self.envs = Envs(config.kind, config.action, config.num_envs, config.autoreset, config.reward_size)
-        self.has_warned: bool | None = False
+        self.has_warned = False
         self.looks = 0
 
     def new_storage(self) -> Any:
@@ -126,7 +126,7 @@ class ReplayMachine(RuleBasedStateMachine):
     def expect_warning(self, caught: list[Any], broken: bool) -> None:
         assert all(issubclass(one.category, UserWarning) for one in caught), [str(one.message) for one in caught]
         assert len(caught) <= 1
-        if self.has_warned is not None and not self.envs.warning_is_open:
+        if not self.envs.warning_is_open:
             assert len(caught) == (broken and not self.has_warned), [str(one.message) for one in caught]
         if caught or broken:
             self.has_warned = True
@@ -239,7 +239,10 @@ class ReplayMachine(RuleBasedStateMachine):
         assert type(twin) is type(self.storage)
         self.same_draws(twin)
         if go_on and self.goes_on_with_copies:
-            self.storage, twin, self.has_warned = twin, self.storage, None
+            self.storage, twin = twin, self.storage
+            if way == "save":
+                self.model.resume()
+                self.has_warned = False
         twin.close()
 
     def reload(self, storage: Any) -> Any:
@@ -268,10 +271,7 @@ class ReplayMachine(RuleBasedStateMachine):
         if into != "itself":
             self.emptied()
             self.envs.forget()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # whether to warn of data that do not fit together is left open
-            self.storage.insert_data_slice(data)
-        self.has_warned = None
+        self.storage.insert_data_slice(data)  # data that do not fit together are not warned of
         self.stored(self.model.append(steps), in_slice=True)
         for env, given in enumerate(steps):
             if given:

@@ -68,7 +68,11 @@ class Lane:
         self.episodes: list[Episode] = []
         self.kept_from = self.written
         self.resets_after: Token | None = None  # the observation in which a next-step environment would now reset
-        self.is_after_end = False
+        self.is_after_end = self.is_resumed = False
+
+    def resume(self) -> None:
+        """What a load does: the next step may begin another episode."""
+        self.is_resumed = bool(self.episodes) and not self.episodes[-1].over
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -87,8 +91,8 @@ class Lane:
         return given.observation == self.resets_after and not any(given.reward) and not given.ends
 
     def store(self, given: Given) -> bool:
-        """Store a step that is a transition for certain; returns whether it broke an episode."""
-        broke = False
+        """Store a step that is a transition for certain; returns whether it broke an episode, which is to be told."""
+        broke, was_resumed, self.is_resumed = False, self.is_resumed, False
         if self.episodes and not self.episodes[-1].over:
             broke = self.episodes[-1].steps[-1].following != given.observation
             self.episodes[-1].over = broke
@@ -112,7 +116,7 @@ class Lane:
         self.written += 1
         self.episodes[-1].over = self.is_after_end = given.ends
         self.resets_after = given.following if given.ends and not has_final else None
-        return broke
+        return broke and not was_resumed
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -183,7 +187,13 @@ class ReplayModel:
                 )
                 rows.append(self.row(lane.written - 1, lane.env))
             lane.resets_after = None
+        self.resume()
         return rows
+
+    def resume(self) -> None:
+        """The storage was saved and loaded, or opened again."""
+        for lane in self.lanes:
+            lane.resume()
 
     def reset(self) -> None:
         for lane in self.lanes:

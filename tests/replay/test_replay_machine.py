@@ -55,12 +55,14 @@ class MappedMachine(ReplayMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.storage.save(Path(folder) / "saved")
             self.storage.close()
-            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved"), None
+            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved"), False
+            self.model.resume()
 
     @rule()
     def close_and_open_again(self):
         self.storage.close()
-        self.storage, self.has_warned = self.new_storage(again=True), None
+        self.storage, self.has_warned = self.new_storage(again=True), False
+        self.model.resume()
         for env, lane in enumerate(self.model.lanes):
             lane.resets_after, lane.is_after_end = None, False
             if self.envs.places[env].is_after_end:

@@ -370,16 +370,57 @@ def test_handles_that_are_given_away_and_let_go_of_are_for_different_lanes():
     second.close()
 
 
-def test_lanes_that_were_given_to_nobody_in_the_end_can_be_had_again():
+def test_lanes_that_were_given_to_nobody_in_the_end_can_be_had_by_number():
     storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 1, 4, memory="shared")
     given = pickle.dumps(storage.writer())
-    put(storage, 0)  # nobody writes yet
-    with storage.writer() as writer:
+    with pytest.raises(InvalidInputError, match="added by its writers"):
+        put(storage, 0)  # whoever has the pickle may write at any moment
+    told = rf"writer \(process {os.getpid()}\) has given \[0\] to a process that has not used them.*by number"
+    for lanes in (1, None):
+        with pytest.raises(InvalidInputError, match=told):
+            storage.writer(lanes)
+    with storage.writer(range(1)) as writer:
         put(writer, 1)
         with pytest.raises(InvalidInputError, match="lanes are taken"):
             put(pickle.loads(given), 20)
     put(pickle.loads(given), 30)
-    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [0.0, 1.0, 30.0]
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [1.0, 30.0]
+
+
+@pytest.mark.parametrize("passed_by", ["fork", "pickle"])
+def test_lanes_are_reserved_from_the_moment_they_are_handed_out(passed_by):
+    """Both lanes are handed out, nothing here holds the handles, and the processes that do have not begun yet."""
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 2, 4, memory="shared")
+    begin, processes = FORK.Event(), []
+    for reward in (5, 7):
+        writer = storage.writer(1, name=f"actor {reward}")
+        given = pickle.dumps(writer) if passed_by == "pickle" else writer
+        processes.append(start("fork", put_later, given, reward, begin))
+        del writer, given
+    with pytest.raises(InvalidInputError, match=r'"actor 5" .* has given \[0\] to .*"actor 7" .* has given \[1\] to'):
+        storage.writer(1)
+    with pytest.raises(InvalidInputError, match="added by its writers"):
+        storage.add(*[[0, 0]] * 5, {}, [0, 0])
+    begin.set()
+    join(*processes)  # none of them was refused
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [5.0, 7.0]
+    assert [storage.writer(1).lanes for _ in range(2)] == [range(1), range(1)]  # and one that nobody has is free
+
+
+def put_later(writer, reward, begin):
+    assert begin.wait(DEADLINE)
+    with pickle.loads(writer) if isinstance(writer, bytes) else writer as handle:
+        put(handle, reward)
+
+
+def test_a_copy_that_is_closed_unused_frees_its_lanes():
+    storage = ReplayStorage(OBSERVATIONS, FIVE, "cpu", 100, 2, 4, memory="shared")
+    kept, given = storage.writer(1), pickle.dumps(storage.writer(1))
+    pickle.loads(pickle.dumps(kept)).close()  # the handle that it is a copy of is still here
+    pickle.loads(given).close()
+    assert storage.writer(1).lanes == range(1, 2)
+    put(kept, 3)
+    assert len(storage) == 1
 
 
 def test_data_are_not_inserted_beside_writers():

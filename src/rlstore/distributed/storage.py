@@ -15,16 +15,18 @@ from rlstore.distributed.actor import ActorHandle, check_row
 from rlstore.distributed.fields import RolloutFields, check_state_shapes
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.memory import InitialStates, RolloutMemory, RolloutStorages
-from rlstore.distributed.queues import check_slots, sample_from_queues
+from rlstore.distributed.queues import check_queues, check_slots, sample_from_queues
 from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, check_slice_names, rows_of
 from rlstore.distributed.trainer_slots import TrainerSlots
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
 
@@ -118,6 +120,7 @@ class DistributedStorage(Storage):
             them. What is written directly into ``storages`` or a rollout's tensors is not checked.
     """
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -225,7 +228,9 @@ class DistributedStorage(Storage):
                 that are not given keep their value.
         """
         if len(args) != 4:
-            raise TypeError(f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given")
+            raise InvalidCallError(
+                f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given"
+            )
         index, timestep, actor_output, env_output = args
         memory = self._ready_slots().memory
         row, slot = check_row(timestep, memory.steps), check_slots([index], memory.count)[0]
@@ -262,6 +267,7 @@ class DistributedStorage(Storage):
             By key a tensor ``[T + 1, batch_size, ...]``; and the states, ``[layers, batch_size, hidden]`` each.
         """
         check_positive("sample()", batch_size=batch_size)
+        check_queues(free_queue, full_queue)
         place = check_device("sample()", device)
         return sample_from_queues(place, batch_size, free_queue, full_queue, storages, init_actor_state_storages, lock)
 
@@ -322,6 +328,7 @@ class DistributedStorage(Storage):
             closed=handoff.closed,
         )
 
+    @guarded
     def close(self) -> None:
         """End the hand-off for all peers: actors that wait raise StorageClosedError, and learners stop iterating."""
         if self._slots is None:
@@ -333,6 +340,7 @@ class DistributedStorage(Storage):
         self._slots.leave()
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls: type[_AnyStorage],
         size: int,
@@ -383,6 +391,7 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
+    @guarded
     def init_tensors(self, sample: Sample) -> None:
         """Allocate the slots for samples like this one. If they are allocated already, the sample must fit them."""
         if self._slots is not None:
@@ -393,6 +402,7 @@ class DistributedStorage(Storage):
         Step.of_sample(fields, sample)  # before anything is allocated for it
         self._allocate(fields)
 
+    @guarded
     def insert_transition(self, sample: Sample) -> None:
         """Store one step of N environments, in the vocabulary of :mod:`rlstore.storage`.
 
@@ -417,6 +427,7 @@ class DistributedStorage(Storage):
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Does nothing: off-policy targets depend on the learner's own policy."""
 
+    @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -433,6 +444,7 @@ class DistributedStorage(Storage):
         info["storage_size"] = len(self)
         return info
 
+    @guarded_steps
     def generate_batches(
         self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
     ) -> Iterator[BatchDict]:
@@ -456,6 +468,7 @@ class DistributedStorage(Storage):
         slots, device = self._open_slots(), self._torch_device
         yield from slots.batches(num_mini_batch, mini_batch_size, num_epochs, shuffle, self._generator, device)
 
+    @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of all complete rollouts, ``[num_steps, rollouts, ...]``, in the vocabulary.
 
@@ -468,6 +481,7 @@ class DistributedStorage(Storage):
             return {}
         return self._open_slots().everything(torch.device("cpu") if data_to_cpu else self._torch_device)
 
+    @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
         """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` returns.
 
@@ -485,12 +499,14 @@ class DistributedStorage(Storage):
             rows = rows_of(self._open_slots().memory.fields, self.max_size, new_data)
         self._open_slots().replace(rows)
 
+    @guarded
     def reset(self) -> None:
         """Make the storage empty and its counts zero. What actors are writing at the moment stays theirs."""
         if self._slots is not None:
             self._slots.clear()
             self._slots.memory.handoff.set_counts(0, 0, 0)
 
+    @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change ``batch_size``, ``timeout``, ``num_steps`` or ``num_storages``.
 
@@ -528,6 +544,7 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving, copying
 
+    @guarded
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that is needed to resume exactly; see :meth:`rlstore.Storage.save`.
 
@@ -567,16 +584,17 @@ class DistributedStorage(Storage):
         if self._slots is not None:
             self._slots.set_state(numbers, reader.read_into, read)
 
+    @guarded
     def __getstate__(self) -> dict[str, Any]:
-        numbers, tensors = self._state()
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_slots", "_views", "_learners")}
-        fields = None if self._slots is None else self._slots.memory.fields
-        return {**kept, "saved": (fields, numbers, {name: tensor.clone() for name, tensor in tensors.items()})}
+        copied = None if self._slots is None else (self._slots.memory.fields, self._slots.copied())
+        return {**kept, "copied": copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fields, numbers, tensors = state.pop("saved")
+        copied = state.pop("copied")
         self._detach()
         self.__dict__.update(state)
-        if fields is not None:
+        if copied is not None:
+            fields, slots = copied
             self._allocate(fields)
-            self._ready_slots().set_state(numbers, lambda name, target: target.copy_(tensors[name]), tensors.get)
+            self._ready_slots().set_copied(*slots)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from rlstore.distributed.fields import STEP_KEYS
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
-from rlstore.distributed.rows import Rows, Step, batch_of, slice_of
+from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
+from rlstore.engine.checks import check_count
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
@@ -34,9 +37,11 @@ class TrainerSlots:
         _ = self._inserter.number  # the first that joins is the maker
         memory.maker = self._inserter  # the handles of this process keep it, even without the storage
         self._gather = RolloutGather(memory)
-        self._forget()
+        self.forget()
+        _IN_USE.add(self)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin anew, without any slot."""
         self._lanes: list[int] = []  # the slots that are being inserted, one for each environment
         self._step = 0  # the transitions in each of them
         self._carried: dict[str, Tensor] = {}  # the STEP_KEYS of the last row that was inserted
@@ -58,7 +63,7 @@ class TrainerSlots:
         """Stop taking part in the hand-off, which is closed then."""
         for member in (self._inserter, self._server, self._copier):
             member.leave()
-        self._forget()
+        self.forget()
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -223,21 +228,23 @@ class TrainerSlots:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What :meth:`set_state` restores: numbers, and views of the slots by name."""
-        handoff = self.memory.handoff
-        counts = handoff.counts()
         with self.reading_all() as slots:
-            numbers = {
-                "rollouts": len(slots),
-                "held": len(self._held),
-                "spent": self._spent,
-                "lanes": len(self._lanes),
-                "step": self._step,
-                "published": handoff.published,
-                "counts": [counts["served"], counts["abandoned"], counts["reclaimed"]],
-            }
-            saved = [*slots, *self._lanes]
+            numbers, saved = self._numbers(slots), [*slots, *self._lanes]
         tensors = {name: part for index, slot in enumerate(saved) for name, part in self._parts(slot, index)}
         return numbers, {**tensors, **{f"carried {key}": value for key, value in self._carried.items()}}
+
+    def _numbers(self, slots: list[int]) -> dict[str, Any]:
+        handoff = self.memory.handoff
+        counts = handoff.counts()
+        return {
+            "rollouts": len(slots),
+            "held": len(self._held),
+            "spent": self._spent,
+            "lanes": len(self._lanes),
+            "step": self._step,
+            "published": handoff.published,
+            "counts": [counts["served"], counts["abandoned"], counts["reclaimed"]],
+        }
 
     def set_state(
         self,
@@ -252,20 +259,61 @@ class TrainerSlots:
             read_into: Copies the tensor of a name into another.
             read: Returns the tensor of a name, or None.
         """
-        handoff, rollouts = self.memory.handoff, numbers["rollouts"]
-        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + numbers["lanes"])]
+        names = ("rollouts", "held", "lanes", "step", "published")
+        rollouts, held, lanes, step, _ = (check_count("a snapshot", name, numbers[name]) for name in names)
+        memory = self.memory
+        if rollouts + lanes > memory.count or held > rollouts or step >= memory.steps:
+            raise InvalidInputError(
+                f"{held} of {rollouts} rollouts held and {lanes} begun, of {step} steps each, are not those of "
+                f"{memory.count} slots of {memory.steps} steps"
+            )
+        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + lanes)]
         for index, slot in enumerate(slots):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
-            if index < rollouts:
-                self._inserter.commit(slot)
+        carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
+        self._resume({**numbers, "spent": bool(numbers["spent"])}, slots, carried)
+
+    def _resume(self, numbers: Mapping[str, Any], slots: list[int], carried: dict[str, Tensor]) -> None:
+        """Go on with what reserved slots hold: complete rollouts, oldest first, and those that were begun."""
+        handoff, rollouts = self.memory.handoff, numbers["rollouts"]
+        for slot in slots[:rollouts]:
+            self._inserter.commit(slot)
         self._held, self._spent = self._server.try_collect(numbers["held"]), numbers["spent"]
-        self._lanes, self._step = slots[rollouts:], numbers["step"]
-        carried = {key: read(f"carried {key}") for key in STEP_KEYS}
-        self._carried = {key: value for key, value in carried.items() if value is not None}
+        self._lanes, self._step, self._carried = slots[rollouts:], numbers["step"], carried
         handoff.published = numbers["published"]
         handoff.set_counts(*numbers["counts"])
+
+    def copied(self) -> tuple[Any, ...]:
+        """What :meth:`set_copied` restores: all that the slots hold, also what was written without a hand-off."""
+        with self.reading_all() as slots:
+            columns = {name: block.clone() for name, block in self.memory.columns.items()}
+            return self._numbers(slots), [*slots, *self._lanes], dict(self._carried), columns
+
+    def set_copied(
+        self, numbers: Mapping[str, Any], slots: list[int], carried: dict[str, Tensor], columns: Mapping[str, Tensor]
+    ) -> None:
+        """Restore what :meth:`copied` returned, each slot in its place, while no other peer takes part."""
+        for name, block in self.memory.columns.items():
+            block.copy_(columns[name])
+        reserved = [self._inserter.reserve(0.0) for _ in range(self.memory.count)]
+        for slot in sorted(set(reserved) - set(slots)):
+            self._inserter.abandon(slot, 0)
+        self._resume(numbers, slots, carried)
 
     def _parts(self, slot: int, index: int) -> list[tuple[str, Tensor]]:
         """Everything that a slot holds, by the names under which rollout ``index`` is saved."""
         return [(f"rollout {index} {name}", block[slot]) for name, block in self.memory.columns.items()]
+
+
+_IN_USE: weakref.WeakSet[TrainerSlots] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked child: the slots are the parent's."""
+    for slots in list(_IN_USE):
+        slots.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
-from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.calls import check_keywords, explained
+from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
+from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
@@ -35,6 +40,8 @@ from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
+_MUCH = 1 << 26  # bytes of batches from which on it is asked whether they fit into memory
+_SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
 class ReplayCore(Storage):
@@ -64,6 +71,7 @@ class ReplayCore(Storage):
     ) -> None:
         owner = type(self).__name__
         options.check(owner)
+        _STORAGES.add(self)
         super().__init__(options.storage_size, options.device, seed=options.seed)
         self.device = self._torch_device
         self.observation_space, self.action_space = options.observation_space, options.action_space
@@ -85,6 +93,7 @@ class ReplayCore(Storage):
             self._fields.read_spaces(self.observation_space, self.action_space)
             self._allocate(int(self.num_envs or 0))
 
+    @guarded
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's random generator; None draws a seed from torch's default generator."""
         random = new_random(check_seed(type(self).__name__, seed))
@@ -95,6 +104,7 @@ class ReplayCore(Storage):
         if self._pipeline is not None:
             self._pipeline.clear()
 
+    @guarded
     def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Register the storage with a CUDA graph, so that each replay draws new numbers; call it before the capture.
 
@@ -121,15 +131,17 @@ class ReplayCore(Storage):
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
         view.bind(self._fields, self.dtype, self._torch_device)
+        self._require_batches(view, self.batch_size, self.num_workers)
         on_device = options.memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
         backing = Backing(owner, "ram" if on_device else options.memory, place, options.path)
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
         sampler.bind(owner, ring)
-        appender = Appender(ring, fields)
+        appender = Appender(ring, fields, self._guard, sampler)
         if self._rows is not None:
             appender.added, appender.warned = self._appender.added, self._appender.warned
+            self._appender.close()  # a thread may be about to use it
         self._appender = appender
         self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
         self._random = moved_random(self._random, ring.device)
@@ -148,6 +160,15 @@ class ReplayCore(Storage):
                 f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
                 f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
             )
+
+    def _require_batches(self, view: View, size: int, ahead: int = 0) -> None:
+        """Refuse batches of ``size`` that do not fit into memory together with those that are prefetched."""
+        nbytes = view.nbytes * size * (1 + ahead)
+        if nbytes > _MUCH:
+            what = f"{1 + ahead:,} batches of {size:,}" if ahead else f"a batch of {size:,}"
+            place = self._torch_device if self._options.memory == "device" else torch.device("cpu")
+            advice = "Give a smaller batch_size or, of batches ahead, a smaller num_workers."
+            require_memory(type(self).__name__, nbytes, what, place, advice)
 
     def _connect(self) -> None:
         """Make the pipeline, with the parameters as they are now."""
@@ -168,6 +189,8 @@ class ReplayCore(Storage):
             batch_size=self.batch_size,
             max_age=self.fetch_every,
         )
+        prefetch = self._pipeline.prefetch
+        self._appender.settle = None if prefetch is None else prefetch.settle
 
     def _not_ready(self) -> NotReadyError:
         problem = "is closed" if self._closed else "waits for its first sample: call init_tensors() or insert one"
@@ -188,18 +211,33 @@ class ReplayCore(Storage):
 
     def _shared(self) -> Sharing:
         if self._sharing is None:
-            self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout)
+            self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout, self._guard)
         return self._sharing
 
     def _catch_up(self) -> None:
         """Take in what writers have added."""
-        if self._sharing is not None and not self._closed:
-            self._sharing.catch_up()
+        if self._sharing is not None and not self._closed and self._sharing.is_own:
+            with self._guard:
+                self._sharing.catch_up()
 
     def _paused(self) -> AbstractContextManager[None]:
         """Holds all writers back, and takes in what they have added."""
         return nullcontext() if self._sharing is None or self._closed else self._sharing.paused()
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: what lies in RAM is a copy, and everything else is still the parent's."""
+        self._kept, ring = None, self._rows
+        if ring is not None:
+            self._appender.keep = None
+        is_own = self._sharing is None or self._sharing.is_own  # else the parent was forked, too
+        if ring is not None and ring.backing.kind != "ram" and is_own and not self._closed:
+            self._sharing = Inherited(type(self).__name__, ring)
+
+    def _require_own(self) -> None:
+        if self._sharing is not None:
+            self._sharing.require_own()
+
+    @guarded
     def close(self) -> None:
         """Stop prefetching, release folders and close all writers. The storage cannot be used afterwards."""
         if self._kept is not None:
@@ -209,7 +247,8 @@ class ReplayCore(Storage):
         if self._pipeline is not None:
             self._pipeline.close()
         if self._rows is not None:
-            self._rows.backing.close()
+            self._appender.close()
+            self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
     # ---------------------------------------------------------------------------------------------- attributes
@@ -220,6 +259,7 @@ class ReplayCore(Storage):
         return 0 if self._rows is None else self._rows.size
 
     @property
+    @guarded
     def draw_total(self) -> float:
         """The total that draws are proportional to: transitions, or windows; with priorities, their sum."""
         self._catch_up()
@@ -310,22 +350,18 @@ class ReplayCore(Storage):
                 them.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
         """
-        pipeline = self._pipeline
-        if pipeline is None:
+        if self._pipeline is None:
             raise self._not_ready()
-        if pipeline.prefetch is not None:
-            pipeline.prefetch.settle()
         if self._sharing is None:
             self._appender.append(
                 observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
             )
         else:
             step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
-            self._sharing.append(self._appender, step, mask)
-        self._sampler.follow()
-        if self._kept is not None:
-            self._kept.follow()
+            with self._guard:
+                self._sharing.append(self._appender, step, mask)
 
+    @guarded
     def writer(self, lanes: int | range | None = None, name: str | None = None) -> ReplayWriter:
         """Create a handle that appends the steps of some environments, while this storage samples.
 
@@ -349,10 +385,12 @@ class ReplayCore(Storage):
         return self._shared().writer(self._fields, lanes, name)
 
     @property
+    @guarded
     def lost_writers(self) -> int:
         """Writers that died, and whose environments were reclaimed."""
         return 0 if self._sharing is None else self._sharing.lost_writers
 
+    @guarded
     def set_rate_limit(self, limit: RateLimit | None) -> None:
         """Change the limit on samples per insert, also while other processes run; None removes it.
 
@@ -369,6 +407,7 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- reading
 
+    @guarded
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         size = self.batch_size
@@ -377,8 +416,11 @@ class ReplayCore(Storage):
             size = int(batch_size)
         if self._pipeline is None:
             raise self._not_ready()
+        if size * self._view.nbytes > _MUCH and batch_size is not None:
+            self._require_batches(self._view, size)
         return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
+    @guarded
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``; without priorities it accepts anything and does nothing.
 
@@ -390,12 +432,14 @@ class ReplayCore(Storage):
                 ``[n, 1]``. Stale rows, which were overwritten, are dropped and counted in ``stale_updates``.
         """
         self._ring_of()
+        self._require_own()
         self._catch_up()
         self._sampler.update(*args)
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -409,6 +453,7 @@ class ReplayCore(Storage):
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword.
         """
+        check_keywords(cls, arguments)
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
@@ -419,6 +464,7 @@ class ReplayCore(Storage):
 
         return create
 
+    @guarded
     def init_tensors(self, sample: Sample) -> None:
         """Allocate memory for samples like this one. If it was allocated already, the sample must fit it."""
         check_sample(sample, self._fields, type(self).__name__)
@@ -454,6 +500,7 @@ class ReplayCore(Storage):
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Does nothing: targets are computed when a batch is read."""
 
+    @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -463,10 +510,12 @@ class ReplayCore(Storage):
             ``info`` with ``storage_size``, the transitions held.
         """
         batch, info = learning_info(actor, algo, info)
+        self._require_own()
         self._sampler.learn(batch, info)
         info["storage_size"] = len(self)
         return info
 
+    @guarded_steps
     def generate_batches(
         self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1
     ) -> Iterator[BatchDict]:
@@ -484,9 +533,11 @@ class ReplayCore(Storage):
         for _ in range(num_mini_batch * num_epochs):
             if self._pipeline is None:
                 raise self._not_ready()
+            self._require_batches(self._view, size)
             drawn, tensors = self._pipeline.read(size, self._sharing)
             yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
 
+    @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of everything held, ``[steps, envs, ...]`` with the keys of the vocabulary, oldest step first.
 
@@ -497,6 +548,7 @@ class ReplayCore(Storage):
                 return {}
             return whole_data(self._ring_of(), self._fields, "cpu" if data_to_cpu else self._torch_device)
 
+    @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
         """Append data in the form of ``get_all_buffer_data``, ``[steps, envs, ...]``, oldest step first."""
         if not isinstance(new_data, Mapping):
@@ -518,23 +570,17 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_no_writers()
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
-        pipeline = self._pipeline
-        if pipeline is None:
-            raise self._not_ready()
-        if pipeline.prefetch is not None:
-            pipeline.prefetch.settle()
         before = ring.total_written
         for step in range(steps):
             row = tuple(None if value is None else value[step] for value in values)
-            # None of these is a reset step.
-            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = -1
+            # None of these is a reset step, and they need not continue what is held.
+            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = RESUMED
             self._appender.write((*row, *row[count : 2 * count], None))
-            self._sampler.follow()
-            if self._kept is not None:
-                self._kept.follow()
+        ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)
 
+    @guarded
     def reset(self) -> None:
         """Remove all data."""
         if self._rows is None:
@@ -549,6 +595,7 @@ class ReplayCore(Storage):
             if self._sharing is not None:
                 self._sharing.control.limiter.set_counts(0, 0)
 
+    @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a parameter; ``storage_size`` only while the storage is empty."""
         parameters: dict[str, Check] = {
@@ -559,6 +606,7 @@ class ReplayCore(Storage):
             "storage_size": whole_number,
         }
         value = checked_parameter(type(self).__name__, parameters, parameter_name, new_parameter_value)
+        self._require_own()
         if parameter_name == "rate_limit":
             self.set_rate_limit(value)
         elif parameter_name == "storage_size":
@@ -571,7 +619,8 @@ class ReplayCore(Storage):
             if self._rows is not None:
                 try:
                     self._check_longest(self._rows.steps, self._rows.lanes)
-                except InvalidInputError:
+                    self._require_batches(self._view, self.batch_size, self.num_workers)
+                except (InvalidInputError, DoesNotFitError):
                     setattr(part, parameter_name, before)
                     raise
                 self._connect()
@@ -593,13 +642,14 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving
 
+    @guarded
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything needed to resume exactly; writers are paused. See :meth:`Storage.save`."""
         with self._paused():
             super().save(path)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", *self._own_settings)
+        names = (*_SETTINGS, *self._own_settings)
         options, ring = self._options.settings(), self._rows
         if ring is not None and ring.backing.kind == "ram" and options["memory"] == "mapped":
             options.update(memory="ram", path=None)  # a copy of such a storage is in RAM
@@ -610,8 +660,12 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
-        given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
-        options = dict(settings["options"])
+        required = (*_SETTINGS, *cls._own_settings, "options", "learnt")
+        missing = [name for name in required if name not in settings]
+        if missing:  # their defaults would be another storage
+            raise InvalidInputError(f"the settings of {cls.__name__} lack {missing}")
+        given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
+        options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
         make: Any = cls
@@ -621,10 +675,17 @@ class ReplayCore(Storage):
             storage._allocate(settings["num_envs"])
         return storage
 
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    def _give_up(self) -> None:
+        self.close()
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
             "added": self._added,
-            "warned": self._rows is not None and self._appender.warned,
             "limit": None if self._sharing is None else self._sharing.limit_state(),
         }
         if self._rows is None:
@@ -635,11 +696,11 @@ class ReplayCore(Storage):
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
-            self._random = reader.tensor("random", "cpu")
+            reader.read_into("random", self._random)
             return
         reader.read_into("random", self._random)
-        self._appender.added, self._appender.warned = numbers["added"], numbers["warned"]
-        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
+        self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)
@@ -655,8 +716,21 @@ class ReplayCore(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         limited = state.pop("limit state")
         self.__dict__.update(state)
+        _STORAGES.add(self)
         if limited is not None and not self._closed:
             self._shared().set_limit_state(limited)
+
+
+_STORAGES: weakref.WeakSet[ReplayCore] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for storage in list(_STORAGES):
+        storage._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def of_part(part: str, name: str, doc: str) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from rlstore.engine.calls import explained
+from rlstore.engine.checks import check_path
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -82,6 +84,7 @@ class NStepReplayStorage(ReplayCore):
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -111,7 +114,8 @@ class NStepReplayStorage(ReplayCore):
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
     ) -> None:
-        self.save_snapshot, self.snapshot_dir = bool(save_snapshot), os.fspath(snapshot_dir)
+        self.save_snapshot = bool(save_snapshot)
+        self.snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
         options = Options(
             observation_space,
             action_space,
@@ -148,9 +152,15 @@ class NStepReplayStorage(ReplayCore):
         """An infinite iterator over the batches of :meth:`sample`."""
         return ReplayIterator(self)
 
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] else {}
+        return {**super()._used_folders(settings), **kept}
+
     def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:
             self._kept.close()
         if self.save_snapshot:
             self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
             self._kept.restore(appender)
+            appender.keep = self._kept.follow

@@ -11,11 +11,12 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
-from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.trainer import Check, fraction
 
 _STRATEGIES = ("future", "final", "episode")
@@ -66,6 +67,11 @@ class Sampler:
     def schema(self) -> dict[str, Any]:
         """What it keeps in a mapped folder beside the rows, as JSON."""
         return {"priorities": None}
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return None, None
 
     def follow(self) -> None:
         """Take in the rows that were written since."""
@@ -215,6 +221,11 @@ class PrioritySampler(Sampler):
         self._drawn += 1
         return Drawn(rows, weights), tensors
 
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return None, None if self.tree is None else self.tree.kernel
+
     def follow(self) -> None:
         """New rows take the largest priority, and overwritten ones lose theirs."""
         if self.tree is not None:
@@ -229,7 +240,7 @@ class PrioritySampler(Sampler):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``: all of them, or if one is refused none."""
         if len(args) != 2:
-            raise TypeError(f"update() takes rows and priorities; {len(args)} arguments were given")
+            raise InvalidCallError(f"update() takes rows and priorities; {len(args)} arguments were given")
         if self.tree is None:
             raise InvalidInputError(f"this {self._owner} draws uniformly: alpha is 0, and there are no priorities")
         self.tree.update(*args)
@@ -280,11 +291,12 @@ class PrioritySampler(Sampler):
 
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
-        self._drawn = numbers["drawn"]
+        self._drawn = check_count(self._owner, "drawn", numbers["drawn"])
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
+            self.tree.restore(reader.unusable)
             self.tree.rebuild()
-            self.tree.stale = numbers["stale"]
+            self.tree.stale = check_count(self._owner, "stale", numbers["stale"])
 
 
 class WindowSampler(PrioritySampler):
@@ -338,6 +350,11 @@ class WindowSampler(PrioritySampler):
     def total(self) -> float:
         """What draws are in proportion to: windows, or the sum of their priorities."""
         return float(len(self._windows)) if self.tree is None else self.tree.total
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return self._windows.kernel, super().kernels[1]
 
     def follow(self) -> None:
         """Take in the rows that were written since."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from multiprocessing import util
 from typing import Any
@@ -26,9 +27,9 @@ class ReplayWriter:
     It belongs to one process at a time: the one that created it or, from its first ``add`` there, the one that it was
     passed to, forked or unpickled. It can be passed on again when that process has ended.
 
-    A writer that was used frees its environments when it is closed or garbage-collected. The environments of a writer
-    that was never used stay reserved for the process that it was passed to; another writer gets them only if no others
-    are free, or if it requests them by number.
+    Its environments are its own from the moment it is created until it is closed or garbage-collected, or its process
+    ends. If it was passed to another process (pickled, or alive during a fork) and not used since, they stay reserved
+    for that process after it was garbage-collected; another writer gets them then only if it requests them by number.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class ReplayWriter:
         self._kind, self._part, self._control = kind, part, control
         self.lanes, self.name, self._timeout = lanes, name, timeout
         self._process, self._closed, self._looked, self._given_by = 0, False, 0.0, 0
-        self._begin(used=False)
+        self._begin()
 
-    def _begin(self, *, used: bool) -> None:
+    def _begin(self) -> None:
         """Become the writer of the lanes, in this process."""
         control, whole = self._control, self._part.ring.whole
         peer = control.peers.join("writer", self.name)
@@ -50,9 +51,9 @@ class ReplayWriter:
             raise
         if self._given_by:
             control.peers.leave(self._given_by)
-        self._given_by, self._process, self._used = peer, os.getpid(), [used]
+        self._given_by, self._process, self._use = peer, os.getpid(), _Use()
         # Also run where a process of multiprocessing ends, which does not wait for the end of the interpreter.
-        self._end = util.Finalize(self, _finish, args=(control, whole, peer, self._used), exitpriority=10)
+        self._end = util.Finalize(self, _finish, args=(control, whole, peer, self._use), exitpriority=10)
 
     @property
     def num_envs(self) -> int:
@@ -117,8 +118,8 @@ class ReplayWriter:
         if self._closed:
             raise StorageClosedError("this writer is closed; nothing was written")
         if self._process != os.getpid():
-            self._begin(used=True)
-        self._used[0] = True
+            self._begin()
+        self._use.is_used = True
         control, limiter, count = self._control, self._control.limiter, count_of(mask, len(self.lanes))
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -140,8 +141,10 @@ class ReplayWriter:
         """Free the environments and close their open episodes. The writer cannot be used afterwards."""
         self._closed = True
         if self._process == os.getpid():
-            self._used[0] = True
+            self._use.is_used = True
             self._end()
+        else:
+            self._control.release(self._given_by)
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f"{self.name!r}, "
@@ -161,6 +164,7 @@ class ReplayWriter:
                 f"a writer of a {self._kind} with memory={ring.backing.kind!r} works in its own process alone;"
                 ' give the storage memory="shared"'
             )
+        self._use.is_passed_on = True
         recipe = (ring.leaves, ring.columns, ring.steps, ring.whole.lanes, ring.autoreset)
         given = (self.lanes, self.name, self._timeout, self._given_by, self._closed)
         segments: tuple[SharedMemory, SharedMemory] = (ring.backing.segment, self._control.segment)
@@ -172,8 +176,35 @@ class ReplayWriter:
         leaves, columns, steps, lanes, autoreset = state["ring"]
         blocks, board = state["segments"]
         whole = EpisodeRing(leaves, columns, steps, lanes, Backing.attach(self._kind, blocks), autoreset)
-        self._part, self._control = Appender(whole.part(self.lanes), state["fields"]), LaneControl(lanes, board)
-        self._process, self._looked = 0, 0.0
+        self._control = LaneControl(lanes, board)
+        self._part = Appender(whole.part(self.lanes), state["fields"], self._control.turn)
+        self._process, self._looked, self._use = 0, 0.0, _Use()
+
+
+class _Use:
+    """What became of a handle in its process.
+
+    Attributes:
+        is_used: True once it has added something, or was closed.
+        is_passed_on: True if another process may have a copy of it.
+    """
+
+    def __init__(self) -> None:
+        self.is_used, self.is_passed_on = False, False
+        _USES.add(self)
+
+
+_USES: weakref.WeakSet[_Use] = weakref.WeakSet()
+
+
+def _pass_all_on() -> None:
+    """After a fork: the child has copies of all handles."""
+    for use in list(_USES):
+        use.is_passed_on = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_parent=_pass_all_on)
 
 
 def count_of(mask: Any, lanes: int) -> int:
@@ -181,10 +212,13 @@ def count_of(mask: Any, lanes: int) -> int:
     return lanes if mask is None else min(int(as_tensor(mask, "mask").count_nonzero()), lanes)
 
 
-def _finish(control: LaneControl, ring: EpisodeRing, peer: int, used: list[bool]) -> None:
-    """End a writer: cut its episodes off and free its lanes."""
-    if not used[0]:
-        control.offer(peer)
+def _finish(control: LaneControl, ring: EpisodeRing, peer: int, use: _Use) -> None:
+    """End a writer: cut its episodes off and free its lanes. One that was not used has begun no episodes."""
+    if use.is_used:
+        with control.turn:
+            control.give_back(peer, ring.recover)
+        control.peers.leave(peer)
         return
-    control.give_back(peer, ring.recover)
-    control.peers.leave(peer)
+    control.offer(peer)
+    if control.segment is None or not use.is_passed_on:
+        control.release(peer)

@@ -13,8 +13,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
-from rlstore.engine.checks import check_fraction, check_positive, check_shape
+from rlstore.engine.calls import explained
+from rlstore.engine.checks import check_count, check_fraction, check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
     Field,
@@ -109,8 +111,9 @@ class BlockGroup:
             raise InvalidInputError(
                 f"{self._name} is {len(blocks)} tensors and cannot become {given}; it was not changed"
             )
-        storage._handed_lists.pop(self._name, None)
-        storage._ready_ring().bind_all(blocks, value)
+        with storage._guard:
+            storage._handed_lists.pop(self._name, None)
+            storage._ready_ring().bind_all(blocks, value)
 
 
 class RolloutStorage(RolloutCore):
@@ -240,6 +243,7 @@ class RolloutStorage(RolloutCore):
     _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
     _how_to_compute: ClassVar[str] = "call compute_returns() or before_gradients(), or write both attributes yourself"
 
+    @explained
     def __init__(
         self,
         training_type: str,
@@ -257,7 +261,7 @@ class RolloutStorage(RolloutCore):
     ) -> None:
         owner = type(self).__name__
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
-        if training_type not in _COLUMNS:
+        if training_type not in list(_COLUMNS):
             raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
@@ -277,6 +281,7 @@ class RolloutStorage(RolloutCore):
             self._allocate_like(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -353,10 +358,12 @@ class RolloutStorage(RolloutCore):
             "final_values": allocate((lanes, 1), torch.float32, self._torch_device, torch.nan),
         }
 
+    @guarded
     def clear(self) -> None:
         """Start a new rollout: the cursor moves back to the first step."""
         self._start_rollout()
 
+    @guarded
     def reset(self) -> None:
         """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
         if self._ring is not None:
@@ -377,23 +384,24 @@ class RolloutStorage(RolloutCore):
             InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read; one
                 of the first step of a rollout that is named almost like a field that is not set is warned of.
         """
-        ring = self._ready_ring()
-        if ring.size >= ring.steps:
-            raise RolloutFullError(
-                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update "
-                "(or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
-                "Nothing was written."
-            )
-        self._follow_callers()
-        values, new = self._row(transition)
-        if new:
-            values = self._extend(values, new)
-        ring.write(values)
-        if ring.size == 1:  # what is done once for each rollout
-            self._targets.blank(ring)
-            if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
-                self._check_spelling(given)
-        self._spent, self._last_observations = False, None
+        with self._guard:
+            ring = self._ready_ring()
+            if ring.size >= ring.steps:
+                raise RolloutFullError(
+                    f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
+                    "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
+                    "Nothing was written."
+                )
+            self._follow_callers()
+            values, new = self._row(transition)
+            if new:
+                values = self._extend(values, new)
+            ring.write(values)
+            if ring.size == 1:  # what is done once for each rollout
+                self._targets.blank(ring)
+                if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
+                    self._check_spelling(given)
+            self._spent, self._last_observations = False, None
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
@@ -513,6 +521,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- targets
 
+    @guarded
     def compute_returns(
         self,
         last_values: Tensor,
@@ -553,6 +562,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- batches
 
+    @guarded_steps
     def generator(self) -> Iterator[RolloutStorage.Batch]:
         """Yield one batch for each written step, in order: observations, privileged actions, dones, extra fields."""
         self._require_mode("distillation")
@@ -561,6 +571,7 @@ class RolloutStorage(RolloutCore):
         for t in range(rows):
             yield build([leaf[t].clone() for leaf in leaves])
 
+    @guarded_steps
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
     ) -> Iterator[RolloutStorage.Batch]:
@@ -586,6 +597,7 @@ class RolloutStorage(RolloutCore):
         how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
         yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
 
+    @guarded_steps
     def recurrent_mini_batch_generator(
         self,
         num_mini_batches: int,
@@ -654,6 +666,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
+    @guarded_steps
     def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,
@@ -781,6 +794,8 @@ class RolloutStorage(RolloutCore):
         if self._ring is not None:
             late = {}
             for name, count in numbers["groups"].items():
+                if check_count("a snapshot", name, count) > len(reader.names):
+                    raise reader.unusable(name, f"{count} tensors of it are not there")
                 nested = self._columns[name].form == "nest"
                 blocks = [f"{name}[{index}]" for index in range(count)] if nested else [name]
                 late[name] = tuple(torch.zeros(reader.shape(b)[1:], dtype=reader.dtype(b)) for b in blocks)
@@ -788,7 +803,9 @@ class RolloutStorage(RolloutCore):
         super()._set_state(numbers, reader)
         if numbers["following"]:
             names = [f"last_observations[{index}]" for index in range(len(self._observations.paths))]
-            self._last_observations = [reader.tensor(name, self._torch_device) for name in names]
+            leaves = [reader.tensor(name, self._torch_device) for name in names]
+            lanes = self._ready_ring().lanes
+            self._last_observations = self._fit_observations(self._observations.build(leaves, (lanes,)))
 
 
 # What a transition or a batch of either mode has: no names for extra fields.
@@ -808,7 +825,7 @@ def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, 
         if not isinstance(params, (tuple, list)):
             raise InvalidInputError("distribution_params must be a tuple of tensors. Nothing was written.")
         found["distribution_params"] = tuple(params)
-    if states is None or len(states) != 2:
+    if not isinstance(states, (tuple, list)) or len(states) != 2:
         raise InvalidInputError("hidden_states must be a pair (actor, critic), each may be None. Nothing was written.")
     if states[0] is not None:
         found[_HIDDEN_STATES[0]] = _as_tuple(states[0])

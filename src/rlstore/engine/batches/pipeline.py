@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +14,8 @@ from torch import Tensor
 from rlstore.engine.batches.gather import LARGE_BYTES
 from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Casts, Staged, Staging, converted, launched
+from rlstore.engine.checks import check_count
+from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel, protocol
@@ -170,10 +171,6 @@ class Gate(Protocol):
         """A batch that was admitted was not drawn."""
         ...
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Keeps rows as they are while they are read, where that needs a pause of the writers."""
-        ...
-
     def catch_up(self) -> None:
         """Take in what was written."""
         ...
@@ -246,6 +243,7 @@ class Pipeline:
         max_age: int,
     ) -> None:
         self._sampler, self._random, self._batch_size = sampler, random, batch_size
+        self._requests, self._others, self._casts = tuple(requests), tuple(others), casts
         on_host = ring.device.type == "cpu"
         moves = on_host and device.type != "cpu"
         pin = pin_memory and moves and device.type == "cuda"
@@ -291,21 +289,13 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.read(count, gate)
-        if gate is None:
-            drawn = self._sampler.draw(count, self._random)
-            return self._delivered(drawn, self._reader(drawn), None)
-        gate.admit(count)  # before the pause of writers that reading() may be: it may wait for them
-        with gate.reading():
-            drawn = self._draw_admitted(count, gate)
-            return self._delivered(drawn, self._reader(drawn), gate)
+        drawn = self._draw(count, gate)
+        return self._delivered(drawn, self._reader(drawn), gate)
 
     def _draw(self, count: int, gate: Gate | None) -> Drawn:
         if gate is None:
             return self._sampler.draw(count, self._random)
         gate.admit(count)
-        return self._draw_admitted(count, gate)
-
-    def _draw_admitted(self, count: int, gate: Gate) -> Drawn:
         try:
             return self._sampler.draw(count, self._random)
         except BaseException:
@@ -347,18 +337,34 @@ class Pipeline:
             tensors.update({f"prepared {index} {name}": value for name, value in parts.items()})
         return [{"added": added, "tensors": len(batch)} for _, added, batch in read], tensors
 
-    def set_state(self, jobs: Sequence[dict[str, int]], reader: Any, device: torch.device) -> None:
+    def set_state(self, jobs: Sequence[dict[str, int]], reader: SnapshotReader, device: torch.device) -> None:
         """Put back what :meth:`state` returned; ``reader`` is that of a snapshot."""
         for index, job in enumerate(jobs):
+            added = check_count("a prepared batch", "added", job["added"])
             fields = {
                 name: reader.tensor(f"prepared {index} {name}", self._random.device)
                 for name in Drawn._fields
                 if f"prepared {index} {name}" in reader.names
             }
-            names = [f"prepared {index} {k}" for k in range(job["tensors"])]
+            drawn = Drawn(**fields)
+            forms = self._forms(drawn)
+            names = [f"prepared {index} {k}" for k in range(len(forms))]
             batch = tuple(reader.tensor(name, device) for name in names)
+            for name, tensor, form in zip(names, batch, forms, strict=True):
+                if (tuple(tensor.shape), tensor.dtype) != form or len(drawn.rows) != self._batch_size:
+                    raise reader.unusable(name, f"it is {tuple(tensor.shape)} {tensor.dtype}, and {form} is needed")
             if self.prefetch is not None:
-                self.prefetch.put(Drawn(**fields), job["added"], batch)
+                self.prefetch.put(drawn, added, batch)
+
+    def _forms(self, drawn: Drawn) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor of a batch of these rows."""
+        asked = [(drawn.rows, request) for request in self._requests]
+        asked += [(drawn.rows if drawn.others is None else drawn.others, request) for request in self._others]
+        casts = self._casts or (None,) * len(asked)
+        return [
+            ((*rows.shape, *request.shape), cast or request.dtype)
+            for (rows, request), cast in zip(asked, casts, strict=True)
+        ]
 
 
 def _would_admit(count: int, gate: Gate | None) -> bool:

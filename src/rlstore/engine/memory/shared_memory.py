@@ -2,7 +2,8 @@
 
 It is an anonymous file in memory, reachable only through its descriptors: the kernel frees it when the last process
 that has it open ends, however it ends. There is nothing in ``/dev/shm``. Another process of the same user opens it
-through ``/proc/<pid>/fd``, so a :class:`SharedMemory` can be pickled and sent in any way on one machine.
+through ``/proc/<pid>/fd``, so a :class:`SharedMemory` can be pickled and sent in any way on one machine. Its size is
+sealed: a process that could shorten it would end all others with a SIGBUS.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ class SharedMemory:
         """A new segment of ``nbytes`` bytes."""
         if not hasattr(os, "memfd_create"):
             raise InvalidInputError(f"memory shared between processes needs Linux; this is {sys.platform}")
-        descriptor = os.memfd_create("rlstore")
+        import fcntl  # not on every system
+
+        descriptor = os.memfd_create("rlstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, max(nbytes, 1))
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(descriptor)
             raise DoesNotFitError(f"{nbytes:,} bytes of shared memory are not available: {error}") from error

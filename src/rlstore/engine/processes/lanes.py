@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.limiter import Limiter
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.kernels import await_event, event_count, exchange_word, make_event
+from rlstore.kernels import Guard, await_event, event_count, exchange_word, make_event
 
 _PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
 _NOBODY = 0
-# The word of a lane: its writer, that this one is freeing it, and that it is reserved for a copy of an unused handle.
+# The word of a lane: its writer, that this one is freeing it, and that it is reserved for a copy of this one's handle.
 _PEER, _FINISHING, _OFFERED = 0xFFFF, 1 << 16, 1 << 17
 
 
@@ -35,16 +35,19 @@ class LaneControl:
     Args:
         lanes: Lanes of the ring.
         segment: The memory, in a process that is handed the control; None makes it.
-        shared: Whether the memory is one that other processes can have.
+        guard: That of a storage which other processes cannot write to; None if they can.
+
+    Attributes:
+        turn: Threads of one process write one after another. Without other processes nothing is read meanwhile: tables
+            may grow, and the rows of a lane are not all its own.
     """
 
-    def __init__(self, lanes: int, segment: SharedMemory | None = None, *, shared: bool = True) -> None:
+    def __init__(self, lanes: int, segment: SharedMemory | None = None, guard: Guard | None = None) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
         self.reported: set[int] = set()  # the dead writers that this process has warned of
-        # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
-        self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
-        if shared and segment is None:
+        self.turn = new_guard() if guard is None else guard
+        if guard is None and segment is None:
             self.segment = SharedMemory.create(SharedMemory.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
         self.peers, self.limiter = Peers(carve(*pieces[0])), Limiter(carve(*pieces[1]))
@@ -62,26 +65,28 @@ class LaneControl:
     def free_lanes(self, wanted: int | range | None) -> range:
         """The lanes that a new writer is to have: a range, the first free ones of a number, or (None) all.
 
+        Those of a range are not reserved for the copy of a handle any more.
+
         Raises:
-            InvalidInputError: If they are not free, with who has them.
+            InvalidInputError: If there are none, with who has them.
         """
         if isinstance(wanted, range):
             if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.lanes:
                 raise InvalidInputError(f"lanes are {wanted}; give a range within 0 to {self.lanes}, in steps of 1")
+            self._take_reserved(wanted)
             return wanted
         if wanted is None:
             return range(self.lanes)
         is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
         if not is_whole or not 1 <= wanted <= self.lanes:
             raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
-        # Lanes of an unused handle are reserved for the process that it was given to, as long as others are free.
-        for is_free in (self._writers == _NOBODY, ~self._has_writer()):
-            free = 0
-            for lane in range(self.lanes):
-                free = free + 1 if is_free[lane] else 0
-                if free == wanted:
-                    return range(lane + 1 - wanted, lane + 1)
-        raise InvalidInputError(f"no {wanted} lanes in a row are free: {self._taken(range(self.lanes))}")
+        free = 0
+        for lane in range(self.lanes):
+            free = free + 1 if self._writers[lane] == _NOBODY else 0
+            if free == wanted:
+                return range(lane + 1 - wanted, lane + 1)
+        taken = self._taken(range(self.lanes))
+        raise InvalidInputError(f"no {wanted} lanes in a row are free: {taken}. Nothing was changed.")
 
     def claim(self, lanes: range, peer: int, recover: Callable[[int], None], given_by: int = _NOBODY) -> None:
         """Make a peer the writer of some lanes, of all of them or of none.
@@ -93,35 +98,50 @@ class LaneControl:
             given_by: A peer that hands them over.
         """
         self.peers.sweep(lambda dead: self.reclaim(dead, recover, peer))
-        for lane in lanes:
-            if not self._claim(lane, peer, given_by):
+        before = [int(word) for word in self._writers[lanes.start : lanes.stop]]
+        for lane, word in zip(lanes, before, strict=True):
+            if word & ~_OFFERED not in (_NOBODY, given_by) or not exchange_word(self._words, _BOARD + lane, word, peer):
                 taken = self._taken(lanes, but=peer)
-                for claimed in range(lanes.start, lane):
-                    exchange_word(self._words, _BOARD + claimed, peer, _NOBODY)
+                for claimed, its_word in zip(range(lanes.start, lane), before, strict=False):
+                    exchange_word(self._words, _BOARD + claimed, peer, its_word)
                 raise InvalidInputError(f"lanes are taken: {taken}. A lane has one writer; close that one first.")
 
-    def _claim(self, lane: int, peer: int, given_by: int) -> bool:
-        word = int(self._writers[lane])
-        if word not in (_NOBODY, given_by) and not word & _OFFERED:
-            return False
-        if not exchange_word(self._words, _BOARD + lane, word, peer):
-            return False
-        if word & _OFFERED:
-            self.peers.leave(word & _PEER)
-        return True
-
     def offer(self, peer: int) -> None:
-        """A handle of this process is gone that was never used; one that it was given to may not have begun yet."""
-        for lane in np.flatnonzero(self._writers == peer).tolist():
-            exchange_word(self._words, _BOARD + lane, peer, peer | _OFFERED)
+        """Reserve the lanes of a peer whose handle is gone, and was never used, for copies of it in other processes."""
+        self._exchange_all(peer, peer | _OFFERED)
+
+    def release(self, peer: int) -> None:
+        """Free the lanes of a peer that are reserved for copies of its handle."""
+        if self._exchange_all(peer | _OFFERED, _NOBODY):
+            self.peers.leave(peer)
+
+    def _take_reserved(self, lanes: range) -> None:
+        words = {int(word) for word in self._writers[lanes.start : lanes.stop]} - {_NOBODY}
+        if not all(word & _OFFERED for word in words):
+            return  # they cannot be had, and nothing is to change
+        for lane in lanes:
+            word = int(self._writers[lane])
+            if word & _OFFERED:
+                exchange_word(self._words, _BOARD + lane, word, _NOBODY)
+        for giver in {word & _PEER for word in words}:
+            if not (self._writers & _PEER == giver).any():
+                self.peers.leave(giver)
+
+    def _exchange_all(self, word: int, wanted: int) -> bool:
+        lanes = np.flatnonzero(self._writers == word).tolist()
+        return sum(exchange_word(self._words, _BOARD + lane, word, wanted) for lane in lanes) > 0
 
     def _taken(self, lanes: range, but: int = _NOBODY) -> str:
         """Who has which of some lanes, in words."""
-        writers = self._writers & _PEER
-        return "; ".join(
-            f"{self.peers.describe(peer)} has {[lane for lane in lanes if writers[lane] == peer]}"
-            for peer in sorted({int(writers[lane]) for lane in lanes} - {_NOBODY, but})
-        )
+        words = {lane: int(self._writers[lane]) & (_PEER | _OFFERED) for lane in lanes}
+        parts = []
+        for word in sorted(set(words.values()) - {_NOBODY, but}):
+            own = [lane for lane in lanes if words[lane] == word]
+            has = f"has given {own} to a process that has not used them yet" if word & _OFFERED else f"has {own}"
+            parts.append(f"{self.peers.describe(word & _PEER)} {has}")
+        if any(word & _OFFERED for word in words.values()):
+            parts.append("if that process will not come, ask for them by number: writer(range(first, last + 1))")
+        return "; ".join(parts)
 
     def give_back(self, peer: int, recover: Callable[[int], None]) -> None:
         """Repair the lanes of a peer of this process, and free them."""
@@ -144,10 +164,7 @@ class LaneControl:
     @property
     def has_writers(self) -> bool:
         """True if any lane has a writer."""
-        return bool(self._has_writer().any())
-
-    def _has_writer(self) -> Any:
-        return (self._writers != _NOBODY) & (self._writers & _OFFERED == 0)
+        return bool(self._writers.any())
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -220,7 +237,7 @@ class LaneControl:
 
     def _taken_busy(self) -> str:
         lanes = np.flatnonzero(self._busy).tolist()
-        return ", ".join(sorted({self.peers.describe(int(self._writers[lane])) for lane in lanes}))
+        return ", ".join(sorted({self.peers.describe(int(self._writers[lane]) & _PEER) for lane in lanes}))
 
     def close(self) -> None:
         """No writer may write any more; those that wait are woken."""

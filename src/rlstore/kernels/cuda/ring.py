@@ -43,6 +43,8 @@ ZEROS = tl.constexpr(-2)
 DETECT = tl.constexpr(0)
 ALWAYS = tl.constexpr(1)
 NEVER = tl.constexpr(2)
+# In after_end, as in the protocol.
+RESUMED = tl.constexpr(-2)
 # Marks that the programs of a write leave for the last of them: least and most rows written, least and most oldest
 # rows, least free episode indices; far off before any.
 _FAR = tl.constexpr(2**62)
@@ -371,11 +373,11 @@ def write_step(
         may_reset = ends_now & (has_final == 0)
     elif RESETS == NEVER:
         may_reset = lane < 0
-    tl.store(after_end + COUNTERS[3] + lane, tl.where(may_reset, new, -1), mask=begins | ends_now | is_reset)
+    tl.store(after_end + COUNTERS[3] + lane, tl.where(may_reset, new, -1), mask=acts | is_reset)
     count += acts.to(tl.int64)
     free += frees.to(tl.int64) - begins.to(tl.int64)
     tl.store(free_count + COUNTERS[4] + lane, free, mask=acts)
-    broken = tl.sum(breaks.to(tl.int64), 0)
+    broken = tl.sum((breaks & (ended != RESUMED)).to(tl.int64), 0)
     tl.atomic_add(words + BREAKS, broken, mask=broken > 0, sem="relaxed")
     _leave_marks(marks, there, count, tl.maximum(oldest, count - STEPS), free)
     # The last program to get here sums up all lanes.

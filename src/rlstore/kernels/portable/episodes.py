@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels.portable.draws import take_below
-from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, RESUMED, WRITTEN, WRITTEN_WITH_BREAK
 from rlstore.kernels.ring_memory import (
     ALWAYS,
     DETECT,
@@ -97,6 +97,7 @@ class EpisodeRing(RingMemory):
         is_reset = seen.mask & ~going & after & ((self._resets == ALWAYS) | seen.repeats_final)
         acts = seen.mask & ~is_reset
         breaks = acts & going & ~seen.goes_on
+        is_told = bool((breaks & (self._after_end != RESUMED)).any())
         begins = breaks | (acts & ~going)
         if bool((begins & (self._free_count == 0)).any()):
             return NEEDS_EPISODES
@@ -108,7 +109,7 @@ class EpisodeRing(RingMemory):
         self._begin(episodes, begins, seen, step)
         self._put(episodes, acts, seen, step)
         self._after_end[is_reset] = -1  # a reset step is dropped, and the next one is a step again
-        return WRITTEN_WITH_BREAK if bool(breaks.any()) else WRITTEN
+        return WRITTEN_WITH_BREAK if is_told else WRITTEN
 
     def _is_flags(self, value: object) -> bool:
         if not super()._is_flags(value) or not isinstance(value, Tensor):
@@ -219,7 +220,6 @@ class EpisodeRing(RingMemory):
         padding, still_open = seen.padding[lanes], torch.full_like(indices, -1)
         episodes[indices] = torch.stack((self.written[lanes], still_open, torch.zeros_like(indices), padding), 1)
         self._current[lanes] = indices
-        self._after_end[lanes] = -1
         kept = padding == KEPT
         index, lane = self._send(indices[kept], lanes[kept])
         for leaf, frames in zip(self.leaves, step.observations, strict=True):
@@ -229,6 +229,7 @@ class EpisodeRing(RingMemory):
     def _put(self, episodes: Tensor, acts: Tensor, seen: _Seen, step: _Step) -> None:
         """Write the rows, and what follows them."""
         lanes, count = _where(acts), self.written[acts]
+        self._after_end[lanes] = -1
         lane, place, index = self._send(lanes, count % self.rows, self._current[lanes])
         for leaf, frames in zip(self.leaves, step.observations, strict=True):
             leaf.rows[lane, place] = frames[lane, -1]
