@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlstore.engine.rows.schema import (
     Field,
+    Rule,
     Structure,
     as_tensor,
     describe_fields,
@@ -21,7 +22,6 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
-from rlstore.kernels.rules import FINITE, Rule, obeys
 
 CPU = torch.device("cpu")
 # The keys of a row besides the observations and the extra fields: what the environment returned with the observation,
@@ -176,7 +176,7 @@ class RolloutFields:
         fitted = {}
         for key, value in flat.items():
             field = self.columns[key]
-            fitted[key] = value if _fits_unchanged(field, value) and _obeys(field, value) else _fit_one(field, value)
+            fitted[key] = value if _fits_unchanged(field, value) and field.allows(value) else _fit_one(field, value)
         return fitted
 
     def fit_states(self, states: Any, name: str, lanes: int) -> list[Tensor]:
@@ -249,17 +249,6 @@ def _fits_unchanged(field: Field, value: Any) -> bool:
     shape = value.shape
     lead = len(shape) - len(field.shape)
     return shape[lead:] == field.shape and all(size == 1 for size in shape[:lead]) and value.layout == torch.strided
-
-
-def _obeys(field: Field, value: Tensor) -> bool:
-    """Whether a value of one lane obeys the rule of its field."""
-    rule = field.rule
-    if rule is None:
-        return True
-    if value.numel() > 1:
-        return bool(obeys(value.view(1, *field.shape), rule).all())
-    number = value.item()
-    return math.isfinite(number) if rule == FINITE else rule[0][0] <= number <= rule[0][1]
 
 
 def _fit_one(field: Field, value: Any) -> Tensor:

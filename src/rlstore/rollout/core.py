@@ -22,10 +22,9 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, reward_field, walk
+from rlstore.engine.rows.schema import Field, Rule, Structure, as_tensor, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.kernels.rules import Rule
 from rlstore.rollout.targets import Targets
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (

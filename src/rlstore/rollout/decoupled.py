@@ -14,10 +14,17 @@ from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, describe_fields, described_fields, fields_of_example
+from rlstore.engine.rows.schema import (
+    Field,
+    Rule,
+    Structure,
+    as_tensor,
+    describe_fields,
+    described_fields,
+    fields_of_example,
+)
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.kernels.rules import Rule
 from rlstore.rollout.core import BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
 from rlstore.storage import Sample
 from rlstore.trainer import Check, check_names, fraction, whole_number

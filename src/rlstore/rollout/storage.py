@@ -20,6 +20,7 @@ from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
     Field,
+    Rule,
     Structure,
     as_tensor,
     describe_fields,
@@ -28,7 +29,6 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
-from rlstore.kernels.rules import Rule
 from rlstore.rollout.core import (
     BlockAttribute,
     ObservationAttribute,

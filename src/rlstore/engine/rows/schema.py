@@ -13,7 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
-from rlstore.kernels.rules import FINITE, Rule, obeys
+from rlstore.kernels.rules import FINITE, obeys
+from rlstore.kernels.rules import Rule as Rule
 
 # A path into nested dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
@@ -89,6 +90,16 @@ class Field:
         filler = torch.tensor(fillers, device=given.device).to(given.dtype)
         filler = filler.view(given.shape[1:]) if filler.numel() == given.shape[1:].numel() > 1 else filler[0]
         return torch.where(taken.to(given.device).view(-1, *[1] * (given.dim() - 1)) != 0, given, filler)
+
+    def allows(self, value: Tensor) -> bool:
+        """Whether the value of one lane, on the CPU and of this field's dtype, obeys the rule."""
+        rule = self.rule
+        if rule is None:
+            return True
+        if value.numel() > 1:
+            return bool(obeys(value.view(1, *self.shape), rule).all())
+        number = value.item()
+        return math.isfinite(number) if rule == FINITE else rule[0][0] <= number <= rule[0][1]
 
     def _check_rule(self, held: Tensor, given: Tensor, rule: Rule, steps: int) -> None:
         if _all_obey(held.numpy(), rule):
