@@ -124,7 +124,8 @@ class Ring:
             held = self.blocks[block]
             if tensor is not held:
                 self.blocks[block] = self._adopt(block, tensor, held)
-                self._writer = None
+                if any(column.block == block for column in self.columns):
+                    self._writer = None
         return True
 
     def _adopt(self, block: str, tensor: Tensor, held: Tensor) -> Tensor:
