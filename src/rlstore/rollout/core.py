@@ -664,7 +664,7 @@ class RolloutCore(Storage):
         require_empty(len(self), parameter_name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
-            self._observation_view, self._handed_lists, self.max_size = None, {}, value
+        self._observation_view, self._handed_lists, self.max_size = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
 
