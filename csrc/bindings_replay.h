@@ -27,6 +27,7 @@ inline Block bind_block(nb::handle object, int64_t* lanes, int64_t* rows) {
   DLTensor view;
   if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
   if (view.device.type != kCpu || view.ndim < 2) throw nb::value_error("a block is a CPU tensor [lanes, rows, ...]");
+  if (!has_memory(object, view)) throw nb::value_error("a block has no memory");
   *lanes = view.shape[0], *rows = view.shape[1];
   DLTensor row = view;
   row.ndim -= 2, row.shape += 2, row.strides += 2;

@@ -18,6 +18,7 @@ inline SlotField describe_slots(nb::handle object, DLDataType* dtype) {
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
   if (tensor.ndim < 2) throw nb::value_error("gather_slots: a source is [slots, rows, ...]");
+  if (!has_memory(object, tensor)) throw nb::value_error("gather_slots: a source has no memory");
   const size_t bytes = element_bytes(tensor), slot_elements = element_count(tensor, 1);
   DLTensor slot = tensor;  // one slot
   slot.ndim--;

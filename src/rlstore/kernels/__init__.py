@@ -21,6 +21,7 @@ from rlstore.kernels._native import (
     await_event,
     event_count,
     exchange_word,
+    is_in_memory,
     make_event,
     process_start,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "await_event",
     "event_count",
     "exchange_word",
+    "is_in_memory",
     "kernel",
     "make_event",
     "process_start",
