@@ -237,8 +237,10 @@ std::vector<LanesView> lanes_views(nb::tuple sources, nb::tuple targets, Rows ro
 
 void pad_binding(nb::tuple sources, nb::handle lanes, nb::handle starts, nb::handle lengths, nb::tuple targets, nb::handle mask) {
   Segments segments = segments_view(lanes, starts, lengths);
-  const size_t steps = static_cast<size_t>(describe(mask).shape[0]);
-  uint8_t* flags = typed<uint8_t>(mask, steps * segments.count);
+  const DLTensor mask_view = describe(mask);
+  if (mask_view.ndim != 2) throw nb::value_error("a mask is [steps, segments]");
+  const size_t steps = static_cast<size_t>(mask_view.shape[0]);
+  uint8_t* flags = typed<uint8_t>(mask, product(steps, segments.count));
   std::vector<LanesView> views = lanes_views(sources, targets, [&](const LanesView&) { return steps * segments.count; });
   for (const LanesView& view : views) check_segments(segments, view.steps, view.lanes);
   mask_segments(flags, segments, steps);
@@ -279,10 +281,29 @@ NB_MODULE(_native, m) {
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("device_type") = static_cast<int32_t>(kCuda))
       .def("launch", &BoundKernel::launch);
+  nb::class_<Guard>(m, "Guard", nb::is_weak_referenceable(), nb::type_slots(guard_slots))
+      .def(nb::init<>())
+      .def("enter", &Guard::enter)
+      .def("leave", &Guard::leave)
+      .def("forget_waiting", &Guard::forget_waiting)
+      .def_prop_ro("is_taken", &Guard::is_taken);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("append", &EpisodeRing::append)
+      .def(
+          "guard_with",
+          [](EpisodeRing& ring, nb::object guard, WindowIndex* windows, Priorities* priorities) {
+            // The caller keeps both as long as it appends: they refer to the ring, and references both ways would leak.
+            ring.guard_with(guard, [windows, priorities] {
+              if (windows) windows->follow();
+              if (priorities && windows) priorities->follow_windows(*windows);
+              if (priorities && !windows) priorities->follow();
+            });
+            return true;
+          },
+          nb::arg(), nb::arg().none(), nb::arg().none())
       .def("watch", &EpisodeRing::watch)
       .def("catch_up", &EpisodeRing::catch_up)
       .def("overrun", &EpisodeRing::overrun)

@@ -194,9 +194,8 @@ class Priorities {
   void set_rows(const std::vector<int64_t>& rows, float value) {
     indices_.clear();
     for (int64_t row : rows) {
-      int64_t time;
-      const int64_t lane = ring_->lanes().by_lanes.remainder(row, &time);
-      indices_.push_back(leaf_of(lane, time));
+      int64_t lane, time;
+      if (ring_->lanes().part(row, &lane, &time)) indices_.push_back(leaf_of(lane, time));  // else from a damaged file
     }
     set_all(value);
   }

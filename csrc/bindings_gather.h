@@ -26,7 +26,8 @@ class ReplayGather {
       output.as_float = nb::cast<bool>(request[2]);
       outputs_.push_back(output);
       shapes_.push_back(bind_shape(request[3]));
-      if (!fills(shapes_.back(), dtype_of(output), row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
+      const DLDataType dtype = dtype_of(output);  // refuses a leaf or column that there is not
+      if (!fills(shapes_.back(), dtype, row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
     }
   }
 

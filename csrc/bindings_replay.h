@@ -5,8 +5,11 @@
 #include <nanobind/stl/tuple.h>
 
 #include <cmath>
+#include <functional>
+#include <utility>
 #include <vector>
 
+#include "bindings_guard.h"
 #include "bindings_tensor.h"
 #include "bindings_values.h"
 #include "bindings_writer.h"
@@ -24,10 +27,8 @@ inline nb::tuple parts(nb::handle object, size_t count, const char* message) {
 
 // A view [lanes, rows, ...] in which each row is contiguous.
 inline Block bind_block(nb::handle object, int64_t* lanes, int64_t* rows) {
-  DLTensor view;
-  if (exchange->describe(object.ptr(), &view)) throw nb::python_error();
-  if (view.device.type != kCpu || view.ndim < 2) throw nb::value_error("a block is a CPU tensor [lanes, rows, ...]");
-  if (!has_memory(object, view)) throw nb::value_error("a block has no memory");
+  const DLTensor view = describe_strided(object);
+  if (view.ndim < 2) throw nb::value_error("a block is [lanes, rows, ...]");
   *lanes = view.shape[0], *rows = view.shape[1];
   DLTensor row = view;
   row.ndim -= 2, row.shape += 2, row.strides += 2;
@@ -58,7 +59,7 @@ inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, si
 class EpisodeRing {
  public:
   // Return values of write(), besides the index of a value that does not fit.
-  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4 };
+  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4, kBusy = -5 };
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, with the shape of a whole stack. columns: (block, shape), `reward` is the index of the
@@ -124,34 +125,27 @@ class EpisodeRing {
   // where those are given; the last three groups may be None. Returns kDone or kDoneWithBreak (a broken episode was closed);
   // or, with nothing written, the index of the first value that must be converted or refused, or what is needed first.
   int64_t write(nb::tuple values) {
-    const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
-    if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
-    check_counters();
-    PyObject* tuple = values.ptr();
-    for (size_t i = 0; i < flags; i++) {
-      const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
-      const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i], i >= leaves * 2)) return static_cast<int64_t>(i);
-    }
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
-    PyObject* mask = PyTuple_GET_ITEM(tuple, flags + 2);
-    if (mask != Py_None && !find_flags(mask, &mask_)) return flags + 2;
-    PyObject* has_final = PyTuple_GET_ITEM(tuple, flags + 3 + leaves);
-    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return flags + 3 + leaves;
-    step_.finals.clear();
-    for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
-      Given given;
-      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given, false)) return flags + 3 + k;
-      step_.finals.push_back(given.memory);
-    }
-    fill_step(mask != Py_None, has_final != Py_None);
-    switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
-      case Need::kSlots: return kNeedSlots;
-      case Need::kStarts: return kNeedStarts;
-      case Need::kNothing: break;
-    }
-    return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
+    // Reading a value may run code of the caller's, which may come here again.
+    if (writing_) throw std::runtime_error("a step is written while another one is");
+    writing_ = true;
+    const Reset reset{&writing_};
+    return write_values(values);
+  }
+
+  // Lets append() write. `follow` adds the rows written since to what is derived from them.
+  void guard_with(nb::object guard, std::function<void()> follow) {
+    guard_ = nb::cast<Guard*>(guard), guard_owner_ = guard, follow_ = std::move(follow);
+  }
+
+  // write() with what follows from it, in one step as other threads see it: all of it happens with the GIL held. Returns
+  // kBusy, with nothing written, if a thread has the guard.
+  int64_t append(nb::tuple values) {
+    if (!guard_ || guard_->is_taken()) return kBusy;
+    guard_->enter();
+    const Exit exit{guard_};
+    const int64_t outcome = write(values);
+    if (outcome == kDone || outcome == kDoneWithBreak) follow_();
+    return outcome;
   }
 
   // Other processes write: `written` int64 [lanes] is their count; the count of this ring is what it has observed so far.
@@ -209,7 +203,7 @@ class EpisodeRing {
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
     if (length >= static_cast<size_t>(kCountLimit)) throw nb::value_error("a window is shorter");
-    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, count * length));
+    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
   }
 
   const int64_t* held_rows(nb::handle rows, size_t count) const {
@@ -224,6 +218,37 @@ class EpisodeRing {
   }
 
  private:
+  int64_t write_values(nb::tuple values) {
+    const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
+    if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
+    check_counters();
+    PyObject* tuple = values.ptr();
+    for (size_t i = 0; i < flags; i++) {
+      const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
+      const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
+      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i], i >= leaves * 2)) return static_cast<int64_t>(i);
+    }
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
+    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
+    PyObject* mask = PyTuple_GET_ITEM(tuple, flags + 2);
+    if (mask != Py_None && !find_flags(mask, &mask_)) return flags + 2;
+    PyObject* has_final = PyTuple_GET_ITEM(tuple, flags + 3 + leaves);
+    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return flags + 3 + leaves;
+    step_.finals.clear();
+    for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
+      Given given;
+      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given, false)) return flags + 3 + k;
+      step_.finals.push_back(given.memory);
+    }
+    fill_step(mask != Py_None, has_final != Py_None);
+    switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
+      case Need::kSlots: return kNeedSlots;
+      case Need::kStarts: return kNeedStarts;
+      case Need::kNothing: break;
+    }
+    return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
+  }
+
   void check_counts(int64_t lane) const {
     if (lanes_.begun[lane] < 0 || lanes_.written[lane] < lanes_.begun[lane] || lanes_.written[lane] >= kCountLimit)
       throw nb::value_error("a lane has written fewer rows than none, or more than can be");
@@ -307,6 +332,15 @@ class EpisodeRing {
     step_.reward_width = columns_[reward_].bytes / sizeof(float);
   }
 
+  struct Reset {
+    bool* flag;
+    ~Reset() { *flag = false; }
+  };
+  struct Exit {
+    Guard* guard;
+    ~Exit() { guard->exit(); }
+  };
+
   Lanes lanes_;
   std::vector<Observation> leaves_;
   std::vector<Block> columns_;
@@ -320,6 +354,10 @@ class EpisodeRing {
   std::vector<Given> givens_;
   std::vector<float> numbers_;  // columns that were given as plain numbers
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
+  bool writing_ = false;
+  Guard* guard_ = nullptr;
+  nb::object guard_owner_;
+  std::function<void()> follow_;
 };
 
 }  // namespace rlstore

@@ -14,11 +14,8 @@ namespace rlstore {
 
 // A source [slots, rows, ...]: each slot is contiguous; there may be a gap after each.
 inline SlotField describe_slots(nb::handle object, DLDataType* dtype) {
-  DLTensor tensor;
-  if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
-  if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
+  const DLTensor tensor = describe_strided(object);
   if (tensor.ndim < 2) throw nb::value_error("gather_slots: a source is [slots, rows, ...]");
-  if (!has_memory(object, tensor)) throw nb::value_error("gather_slots: a source has no memory");
   const size_t bytes = element_bytes(tensor), slot_elements = element_count(tensor, 1);
   DLTensor slot = tensor;  // one slot
   slot.ndim--;

@@ -14,6 +14,7 @@ namespace rlstore {
 namespace nb = nanobind;
 
 inline const DLExchangeApi* exchange = nullptr;
+inline const PyTypeObject* tensor_type = nullptr;  // torch.Tensor, which lives as long as the process
 
 // No system maps the pages below; and the lowest address that was mapped when the module was loaded.
 constexpr uintptr_t kNowhere = 1 << 16;
@@ -29,7 +30,9 @@ inline void find_lowest_mapped() {
 
 inline void load_exchange() {
   find_lowest_mapped();
-  nb::object capsule = nb::module_::import_("torch").attr("Tensor").attr("__dlpack_c_exchange_api__");
+  nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+  tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
+  nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!exchange) throw nb::python_error();
   if (exchange->header.version.major != 1) throw nb::import_error("rlstore needs a torch that speaks DLPack 1.x");
@@ -57,13 +60,14 @@ inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.
 
 // False for a tensor that has elements but no memory: zeros that were never allocated, a tensor that represents other
 // tensors (a FakeTensor, a DTensor), or one whose memory was freed. Torch describes them like any other tensor: its
-// address is its offset in a storage at 0. An address that is low and still not that of a page that nothing can have is
-// looked up in torch.
+// address is its offset in a storage at 0. Torch is asked about an address that is low but may be one; not about a tensor of
+// a derived class, which may do anything when it is asked.
 inline bool has_memory(nb::handle object, const DLTensor& tensor) {
   const uintptr_t place = reinterpret_cast<uintptr_t>(address(tensor));
   if (place >= lowest_mapped || element_count(tensor) == 0) return true;
   if (tensor.device.type != kCpu) return place >= kNowhere || tensor.device.type != kCuda;
-  return place >= kNowhere && nb::cast<uintptr_t>(object.attr("untyped_storage")().attr("data_ptr")()) != 0;
+  if (place < kNowhere || Py_TYPE(object.ptr()) != tensor_type) return false;
+  return nb::cast<uintptr_t>(object.attr("untyped_storage")().attr("data_ptr")()) != 0;
 }
 
 // The same for any object.
@@ -76,14 +80,27 @@ inline bool is_in_memory(nb::handle object) {
   return has_memory(object, tensor);
 }
 
-// Returns the description of a contiguous CPU tensor; throws for any other.
-inline DLTensor describe(nb::handle object) {
+// Returns the description of a CPU tensor; throws for any other, and for one without memory.
+inline DLTensor describe_strided(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
-  if (!has_memory(object, tensor)) throw nb::value_error("a kernel was given a tensor that has no memory");
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
+  if (!has_memory(object, tensor)) throw nb::value_error("a kernel was given a tensor that has no memory");
+  return tensor;
+}
+
+// The same for a contiguous tensor.
+inline DLTensor describe(nb::handle object) {
+  const DLTensor tensor = describe_strided(object);
   if (!is_contiguous(tensor)) throw nb::value_error("a kernel was given a tensor that is not contiguous");
   return tensor;
+}
+
+// a * b, for the size of a tensor: a product that wrapped could be that of a smaller one.
+inline size_t product(size_t a, size_t b) {
+  size_t result;
+  if (__builtin_mul_overflow(a, b, &result)) throw nb::value_error("a kernel was given sizes that no tensor has");
+  return result;
 }
 
 template <typename T>

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include <cstring>
+#include <algorithm>
 #include <vector>
 
 #include "bindings_tensor.h"
@@ -83,7 +83,7 @@ inline bool read_value(PyObject* value, Given* given) {
 inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64_t>& shape) {
   const size_t ndim = static_cast<size_t>(given.ndim);
   const auto same = [&](const int64_t* dims, size_t count) {
-    return count == shape.size() && memcmp(dims, shape.data(), count * sizeof(int64_t)) == 0;
+    return count == shape.size() && std::equal(shape.begin(), shape.end(), dims);
   };
   const bool scalar = shape.empty() || (shape.size() == 1 && shape[0] == 1);
   if (ndim >= 1 && given.shape[0] == lanes) {

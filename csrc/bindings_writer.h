@@ -79,19 +79,11 @@ class RowWriter {
   // written then). None leaves the row of an optional field unchanged.
   int64_t write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
-    for (size_t i = 0; i < fields_.size(); i++) {
-      Field& field = fields_[i];
-      DLTensor block = describe(field.block);
-      if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
-        throw nb::value_error("a block has changed its size");
-      field.base = address(block);
-      PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
-      sources_[i] = Source{};
-      if (value == Py_None && field.optional) continue;
-      field.check_row(row);
-      const char* target = field.base + (row + field.lead) * field.bytes;
-      if (!find_source(value, field, target, &sources_[i])) return static_cast<int64_t>(i);
-    }
+    bool has_run = false;
+    int64_t misfit = find_sources(row, values.ptr(), &has_run);
+    // Python code that ran meanwhile may have freed memory, or written another row with this writer: everything is found again.
+    if (misfit < 0 && has_run) misfit = find_sources(row, values.ptr(), nullptr);
+    if (misfit >= 0) return misfit;
     for (size_t i = 0; i < fields_.size(); i++) {
       if (!sources_[i].memory) continue;
       const Field& field = fields_[i];
@@ -115,12 +107,35 @@ class RowWriter {
     size_t bytes = 0;  // size of one time row
   };
 
+  // Finds the memory of every block and value; returns the index of the first value that does not fit, or -1. `has_run` is set
+  // if that may have run Python code; if it is null none is run, and no value is lazy.
+  int64_t find_sources(size_t row, PyObject* values, bool* has_run) {
+    for (size_t i = 0; i < fields_.size(); i++) {
+      Field& field = fields_[i];
+      DLTensor block = describe(field.block);
+      if (element_count(block) * element_bytes(block) != field.bytes * field.rows)
+        throw nb::value_error("a block has changed its size");
+      field.base = address(block);
+      PyObject* value = PyTuple_GET_ITEM(values, static_cast<Py_ssize_t>(i));
+      sources_[i] = Source{};
+      if (value == Py_None && field.optional) continue;
+      field.check_row(row);
+      const char* target = field.base + (row + field.lead) * field.bytes;
+      if (!find_source(value, field, target, &sources_[i], has_run)) return static_cast<int64_t>(i);
+    }
+    return -1;
+  }
+
   // Finds the memory of a value that can be copied without conversion; returns false if it must be converted or refused.
-  static bool find_source(PyObject* value, const Field& field, const char* target, Source* found) {
+  static bool find_source(PyObject* value, const Field& field, const char* target, Source* found, bool* has_run) {
     DLTensor tensor;
     if (!field.describe_fitting(value, &tensor)) return false;
     const bool contiguous = is_contiguous(tensor);
-    if ((field.is_flag && !contiguous) || is_lazy(value, tensor)) return false;
+    if (field.is_flag && !contiguous) return false;
+    if (has_run) {
+      *has_run |= Py_TYPE(value) != tensor_type;  // the methods of a subclass
+      if (is_lazy(value, tensor)) return false;
+    }
     if (!contiguous && overlaps(tensor, target, field.bytes)) return false;
     static const char empty = 0;  // an empty row has no memory, and is still written
     *found = Source{field.bytes ? address(tensor) : &empty, tensor.dtype, contiguous ? DLTensor{} : tensor};

@@ -48,6 +48,9 @@ bool stack_continues(const Lanes& lanes, const Observation& leaf, const char* st
   if (!frame_equals(newest, stack, leaf, leaf.stack - 1)) return false;
   const int64_t count = lanes.written[lane];
   const Episode& episode = lanes.episodes[slot];
+  // Tables from a damaged file must not cause accesses out of bounds.
+  const bool is_stored = episode.padding != kZeros && episode.padding != kRepeated;
+  if (leaf.stack > 1 && (episode.start > count || (is_stored && !leaf.starts))) return false;
   for (size_t j = leaf.stack - 1; j-- > 0;) {
     const int64_t time = count - static_cast<int64_t>(leaf.stack - 1 - j);
     if (time >= episode.start) {

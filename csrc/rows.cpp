@@ -63,6 +63,7 @@ void copy_streamed(char* target, const char* source, size_t bytes) {
 
 void copy_row(char* target, const char* source, size_t bytes) {
   constexpr size_t kLarge = 128 << 10;
+  if (bytes == 0) return;  // without memory
   const bool apart = target + bytes <= source || source + bytes <= target;
   if (bytes >= kLarge && apart)
     copy_streamed(target, source, bytes);

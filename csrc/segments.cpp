@@ -31,6 +31,7 @@ void split_segments(const uint8_t* dones, size_t steps, size_t lanes, size_t fir
 }
 
 void pad_segments(char* target, const char* source, const Segments& segments, size_t steps, size_t lanes, size_t row_bytes) {
+  if (row_bytes == 0) return;  // without memory
   for (size_t t = 0; t < steps; t++) {
     for (size_t s = 0; s < segments.count; s++, target += row_bytes) {
       if (static_cast<int64_t>(t) < segments.lengths[s])
@@ -43,6 +44,7 @@ void pad_segments(char* target, const char* source, const Segments& segments, si
 
 void copy_lanes(char* target, const char* source, size_t steps, size_t lanes, size_t first, size_t last, size_t row_bytes) {
   const size_t bytes = (last - first) * row_bytes;
+  if (bytes == 0) return;  // without memory
   for (size_t t = 0; t < steps; t++) memcpy(target + t * bytes, source + (t * lanes + first) * row_bytes, bytes);
 }
 

@@ -1,10 +1,11 @@
 // One source, several instruction sets: the loader selects the best version for the CPU at run time.
-// Only on x86-64 Linux with GCC 12 or later; elsewhere one baseline version is compiled.
+// Only on x86-64 Linux with GCC 12 or later; elsewhere, and for ThreadSanitizer, whose runtime is not ready when versions are
+// selected, one baseline version is compiled.
 #pragma once
 
 #include <cstddef>  // defines __GLIBC__
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define RLSTORE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define RLSTORE_CLONES

@@ -32,19 +32,24 @@ any other name          a field of the user, declared in ``extra_fields``: requi
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
-from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
 
 Sample = Mapping[str, Any]
 BatchDict = dict[str, Any]
@@ -93,6 +98,7 @@ class Storage(ABC):
         self._give(actor, algorithm)
         self._generator = torch.Generator(self._torch_device)
         self._outputs = Recycler()
+        self._guard = new_guard()
         self.seed(seed)
 
     def _give(self, actor: Any, algorithm: Any) -> None:
@@ -180,6 +186,24 @@ class Storage(ABC):
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
         """Change a parameter of the storage."""
 
+    def _guarding(self) -> AbstractContextManager[None]:
+        """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
+        guard: AbstractContextManager[None] = self.__dict__.get("_guard") or nullcontext()
+        return guard
+
+    def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
+        """A copy with memory of its own, as it is at one moment: other threads wait."""
+        with self._guarding():
+            reduced: Any = self.__reduce_ex__(2)
+            twin: _AnyStorage = reduced[0](*reduced[1])
+            memo[id(self)] = twin
+            state = copy.deepcopy(reduced[2], memo)
+            if hasattr(twin, "__setstate__"):
+                twin.__setstate__(state)
+            else:
+                twin.__dict__.update(state)
+        return twin
+
     # ---------------------------------------------------------------------------------------------- save and load
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -195,32 +219,45 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
-        settings = self._settings()
-        numbers, tensors = self._state()
-        if "_generator" in self.__dict__:
-            tensors = {**tensors, **generator_state(self._generator)}
-        # As it was given: "cuda" then means the current device of the process that loads it.
-        device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-        write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
+        with self._guarding():
+            settings = self._settings()
+            numbers, tensors = self._state()
+            if "_generator" in self.__dict__:
+                tensors = {**tensors, **generator_state(self._generator)}
+            # As it was given: "cuda" then means the current device of the process that loads it.
+            device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
+            write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
 
     @classmethod
     def load(
-        cls: type[_AnyStorage], path: str | os.PathLike[str], device: str | torch.device | None = None
+        cls: type[_AnyStorage],
+        path: str | os.PathLike[str],
+        device: str | torch.device | None = None,
+        folders: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> _AnyStorage:
         """Load the storage that was saved in a folder.
+
+        A snapshot is data: loading it runs no code that it chooses, reads and writes no other folder than those given
+        here, and allocates no more than a storage of its size needs.
 
         Args:
             path: The folder.
             device: The device of the data; None for the one that the storage was created with: "cuda" then means the
                 current CUDA device, "cuda:1" that one.
+            folders: The other folders that the storage uses, by the argument that it was created with: ``path`` for
+                ``memory="mapped"``, ``snapshot_dir`` for ``save_snapshot``. They may have moved since. What they hold
+                is replaced by the snapshot, as far as it is in the snapshot.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.
 
         Raises:
             SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
+            DoesNotFitError: (a MemoryError) if there is not enough memory for it.
         """
-        with SnapshotReader(path) as reader:
+        if device is not None:
+            check_device(cls.__name__, device)
+        with _refusing(path), SnapshotReader(path) as reader:
             kind = _saved_class(cls, reader)
             if device is None:
                 device = reader.device
@@ -231,11 +268,24 @@ class Storage(ABC):
                         f"the storage in {reader.folder} was saved on {device!r}, which is not available here. Give "
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
-            storage = kind._from_settings(reader.settings, device)
-            storage._set_state(reader.numbers, reader)
-            if "_generator" in storage.__dict__:
-                restore_generator(storage._generator, reader)
+            settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
+            storage = kind._from_settings(settings, device)
+            try:
+                storage._set_state(reader.numbers, reader)
+                if "_generator" in storage.__dict__:
+                    restore_generator(storage._generator, reader)
+            except BaseException:
+                storage._give_up()
+                raise
         return storage
+
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The folders that a storage of these settings would use, by the argument that names each."""
+        return {}
+
+    def _give_up(self) -> None:  # noqa: B027 - a storage need not hold anything
+        """The storage could not be loaded: release what it holds."""
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of :meth:`_from_settings`: plain values, dtypes, spaces; tuples, lists and dicts of them."""
@@ -316,6 +366,39 @@ def _saved_class(wanted: type[_AnyStorage], reader: SnapshotReader) -> type[_Any
             "its own class."
         )
     raise SnapshotError(f"{reader.folder} holds a {name}, and no class of that name is imported. Import it first.")
+
+
+@contextmanager
+def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise whatever else a damaged snapshot causes as a SnapshotError: nothing that it says is trusted."""
+    try:
+        yield
+    except (SnapshotError, DoesNotFitError, DiskFullError):
+        raise
+    except MemoryError as error:
+        raise DoesNotFitError(f"there is not enough memory to load the snapshot in {os.fspath(path)}") from error
+    except StorageError as error:
+        raise SnapshotError(
+            f"{Path(path).absolute() / NAME} cannot be loaded: its settings are refused. {error}"
+        ) from error
+    except Exception as error:
+        raise SnapshotError(f"{Path(path).absolute() / NAME} is damaged: it cannot be loaded ({error!r})") from error
+
+
+def _placed(
+    reader: SnapshotReader, used: Mapping[str, Any], given: Mapping[str, str | os.PathLike[str]]
+) -> Mapping[str, Any]:
+    """The settings, with the caller's folders in the place of those that the snapshot names."""
+    for name, folder in used.items():
+        if name not in given:
+            raise SnapshotError(
+                f"the storage in {reader.folder} also uses the folder {folder!r} (its {name}), and a snapshot cannot "
+                f"choose which folders are read and written. Name it, as in load(path, folders={{{name!r}: ...}})."
+            )
+    unknown = sorted(given.keys() - used.keys())
+    if unknown:
+        raise SnapshotError(f"folders has {unknown}; the storage in {reader.folder} uses {sorted(used) or 'none'}")
+    return {**reader.settings, **{name: os.fspath(folder) for name, folder in given.items()}}
 
 
 def _find_class(base: type[_AnyStorage], name: str) -> type[_AnyStorage] | None:

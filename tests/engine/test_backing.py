@@ -165,7 +165,7 @@ def test_rows_that_a_block_was_extended_by_are_found_again(tmp_path):
     table[3] = 9
     made.close()
     again = make("mapped", tmp_path)
-    assert again.zeros("table", (2, 2), torch.int64).tolist() == [[0, 0], [0, 0], [0, 0], [9, 9]]
+    assert again.zeros("table", (2, 2), torch.int64, grows=True).tolist() == [[0, 0], [0, 0], [0, 0], [9, 9]]
 
 
 def test_a_new_folder_is_said_to_be_new(tmp_path):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from rlstore.engine.guard import new_guard
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
@@ -265,7 +266,7 @@ def test_a_control_that_is_handed_on_has_the_same_lanes_peers_and_limit():
 
 
 def test_in_one_process_no_shared_memory_is_made():
-    control = LaneControl(2, shared=False)
+    control = LaneControl(2, guard=new_guard())
     assert control.segment is None
     control.claim(range(2), control.peers.join("writer"), nothing)
     enter(control, 0, DEADLINE)
@@ -276,7 +277,7 @@ def test_in_one_process_no_shared_memory_is_made():
 
 def test_a_lane_that_has_a_new_writer_is_not_taken_from_it():
     """Two processes find a writer dead; the slower one must not take lanes that the other has given to a new writer."""
-    control = LaneControl(2, shared=False)
+    control = LaneControl(2, guard=new_guard())
     dead, new = control.peers.join("writer", "dead"), control.peers.join("writer", "new")
     control.claim(range(2), dead, lambda lane: None)
 

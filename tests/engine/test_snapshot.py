@@ -15,8 +15,10 @@ import safetensors.torch
 import torch
 
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
-from rlstore.engine.disk import files, snapshot
-from rlstore.engine.disk.snapshot import SnapshotReader, chunks, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk import tensor_file
+from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk.tensor_file import chunks
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -50,7 +52,7 @@ def contents(folder):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 16)
 
 
 # ---------------------------------------------------------------------------------------------------- values
@@ -68,7 +70,7 @@ def test_what_goes_in_comes_out(tmp_path):
     assert_same(load(tmp_path / "a" / "b"), TENSORS)
 
 
-DTYPES = [*snapshot._CODES, torch.complex64, torch.complex128]
+DTYPES = [*tensor_file._CODES, torch.complex64, torch.complex128]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,8 +178,8 @@ def test_no_more_than_a_chunk_is_copied_at_a_time(tmp_path, monkeypatch, small_c
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    original = snapshot._bytes_of
-    monkeypatch.setattr(snapshot, "_bytes_of", watched)
+    original = tensor_file._bytes_of
+    monkeypatch.setattr(tensor_file, "_bytes_of", watched)
     tensors = {"t": torch.arange(40, dtype=torch.int32).reshape(10, 4)[:, 1:], "wide": torch.zeros(2, 30)}
     save(tmp_path, tensors)
     assert_same(load(tmp_path), tensors)
@@ -219,9 +221,9 @@ def fails_at(monkeypatch, point, error):
 
     for name in ("replace", "fsync", "posix_fallocate", "unlink", "mkdir"):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    for module in (snapshot, files):
-        monkeypatch.setattr(module, "open", failing(open), raising=False)
-    monkeypatch.setattr(snapshot, "_bytes_of", failing(snapshot._bytes_of))
+    monkeypatch.setattr(Directory, "create", failing(Directory.create))
+    monkeypatch.setattr(tensor_file, "open", failing(open), raising=False)
+    monkeypatch.setattr(tensor_file, "_bytes_of", failing(tensor_file._bytes_of))
     return calls
 
 
@@ -251,7 +253,7 @@ def test_an_error_at_any_point_leaves_one_whole(error, first, tmp_path):
 
 
 def test_an_error_leaves_nothing_lying_about(tmp_path, monkeypatch):
-    def fail(*args):
+    def fail(*args, **options):
         raise Crash
 
     save(tmp_path, OLD)

@@ -38,6 +38,12 @@ def strided(*shape: int) -> torch.Tensor:
     return torch.ones((*shape, 2))[..., 0]
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with a shape as before and no memory."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 # What a refused call must have left alone.
 OUT = [torch.full((3, 4), NAN) for _ in range(2)]
 MASK = torch.full((3, 2), True)
@@ -73,6 +79,7 @@ for place, argument in enumerate(NAMES):
         "too large": torch.ones((*width, 5), dtype=dtype),
         "of another width": torch.ones((*width, 4), dtype=torch.float64 if dtype == torch.float32 else torch.int32),
         "not contiguous": torch.ones((*width, 4, 2), dtype=dtype)[..., 0],
+        "freed": freed(torch.ones((*width, 4), dtype=dtype)),
         "no tensor": [1.0],
     }
     for how, wrong in wrongs.items():
@@ -213,6 +220,13 @@ misuse(
 )
 misuse("pad_segments: a mask too small", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, MASK[:, :1]))
 misuse("pad_segments: a mask without dimensions", "Exception", lambda: pad((SOURCE,), ZERO, ZERO, ZERO, TWO, flags()))
+MANY = torch.zeros(2**22, dtype=torch.int64)  # times the steps of this mask it is 2^64, which wraps to 0
+misuse(
+    "pad_segments: a mask of a size that wraps",
+    "ValueError",
+    lambda: pad((), MANY, MANY, MANY, (), torch.empty(2**42, 0, dtype=torch.uint8)),
+)
+misuse("pad_segments: a freed source", "ValueError", lambda: pad((freed(f32(3, 2)),), ZERO, ZERO, ZERO, TWO))
 misuse("pad_segments: fewer targets", "Exception", lambda: pad((SOURCE, SOURCE), ZERO, ZERO, ZERO, TWO))
 
 LANES_OUT = torch.full((3, 2, 4), NAN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from misuse import EDGES, NAN, OUTPUTS, at_the_edge, flags, misuse, rows
+from misuse import EDGES, NAN, OUTPUTS, at_the_edge, flags, freed, misuse, rows
 
 from rlstore.kernels import _native as native
 
@@ -101,6 +101,7 @@ raises(
             "a leaf of fewer rows": {"leaves": leaf(torch.zeros(LANES, 4, 1, 2))},
             "a leaf of one dimension": {"leaves": leaf(torch.zeros(9))},
             "a leaf whose rows are strided": {"leaves": leaf(torch.zeros(LANES, ROWS, 1, 4)[..., ::2])},
+            "a leaf that was freed": {"leaves": leaf(freed(torch.zeros(LANES, ROWS, 1, 2)))},
             "a leaf of a larger shape": {"leaves": leaf(shape=(2, 3))},
             "a leaf of a smaller shape": {"leaves": leaf(shape=(2, 1))},
             "a leaf of a shape that wraps": {"leaves": leaf(shape=(2**62, 4, 2, 2))},
@@ -133,6 +134,7 @@ raises(
             "episodes of three numbers": {"episodes": torch.zeros(SLOTS, 3, dtype=I64)},
             "episodes without dimensions": {"episodes": torch.zeros((), dtype=I64)},
             "episodes of int32": {"episodes": torch.zeros(SLOTS, 4, dtype=torch.int32)},
+            "episodes that were freed": {"episodes": freed(torch.zeros(SLOTS, 4, dtype=I64))},
             "fewer free slots": {"free_slots": torch.zeros(3, LANES, dtype=torch.int32)},
             "free slots of int64": {"free_slots": torch.zeros(4, LANES, dtype=I64)},
             "too few finals": {"finals": FINALS[:1]},
@@ -201,6 +203,7 @@ raises(
         "bounds without tables": lambda: Ring().ring.bounds(rows(0), FIVE[:1], FIVE[:1]),
         "windows into too little": lambda: GOOD.ring.windows(rows(8), 4, False, FIVE[:3]),
         "windows of a length that wraps": lambda: GOOD.ring.windows(rows(8, 9), 2**63, False, FIVE[:0]),
+        "windows of a size that wraps": lambda: GOOD.ring.windows(rows(8).repeat(2**13), 2**51, False, FIVE[:0]),
         "windows of a negative length": lambda: GOOD.ring.windows(rows(8), -1, False, FIVE),
         "windows without tables": lambda: Ring().ring.windows(rows(0), 1, False, FIVE[:1]),
     },
@@ -411,4 +414,38 @@ def draws_at_the_edge() -> None:
     native.draw_units(STATE.clone(), at_the_edge((7,), torch.float64))
 
 
-EDGES.update({"replay": replay_at_the_edge, "draws": draws_at_the_edge})
+def damaged_tables_at_the_edge() -> None:
+    """A first row that was never written, or older frames that were never stored: the step begins an episode."""
+    values = (*ZEROS, *ZEROS, rows(0, 0), torch.ones(LANES), *[flags(LANES)] * 2, None, None, None, None)
+    for start in (3, 2**40, 2**63 - 1):
+        for padding in (0, -1, -2, 7):
+            ring = Ring(make=at_the_edge).bind().write(2)
+            ring.tables["episodes"][:, 0], ring.tables["episodes"][:, 3] = start, padding
+            assert ring.ring.write(values) == -4
+    for padding in (0, 7):
+        ring = Ring(make=at_the_edge).bind(starts=(None, None)).write(2)
+        ring.tables["episodes"][:, 3] = padding
+        assert ring.ring.write(values) == -4
+
+
+def damaged_windows_at_the_edge() -> None:
+    """Windows that begin where no row can be: they are dropped, and the windows of the newest row alone count."""
+    for start in (-(2**63), -(2**62), -(2**61) + 12345, -(2**55) + 7, -1):
+        ring = Ring().bind().write(7)
+        index = windows(
+            ring=ring, starts=torch.full((LANES, STEPS), start, dtype=I64), tails=rows(2, 2), seen=rows(6, 6)
+        )
+        tree = native.Priorities(ring.ring, tuple(at_the_edge(tuple(t.shape), t.dtype) for t in priority_memory()))
+        index.follow()
+        tree.follow_windows(index)
+        assert tree.total() == LANES
+
+
+EDGES.update(
+    {
+        "replay": replay_at_the_edge,
+        "draws": draws_at_the_edge,
+        "damaged tables": damaged_tables_at_the_edge,
+        "damaged windows": damaged_windows_at_the_edge,
+    }
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from misuse import EDGES, OUT, at_the_edge, f32, misuse, native, rows, strided
+from misuse import EDGES, OUT, at_the_edge, f32, freed, misuse, native, rows, strided
 
 SLOTS = f32(5, 3, 2)  # five slots of three rows; two of them fill OUT[0]
 for name, wrong in {"beyond the end": rows(0, 5), "negative": rows(0, -1), "far away": rows(2**62, 0)}.items():
@@ -30,6 +30,7 @@ for name, wrong in {
     )
 for name, wrong in {
     "of one dimension": f32(12),
+    "that was freed": freed(f32(5, 3, 2)),
     "whose slots are not contiguous": f32(5, 2, 3).transpose(1, 2),
     "whose slots overlap": f32(20).as_strided((5, 3, 2), (2, 2, 1)),
     "that runs backwards": f32(20).as_strided((5, 3, 2), (0, 2, 1)),

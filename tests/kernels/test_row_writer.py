@@ -380,3 +380,38 @@ def test_row_writer_copies_one_row_of_a_block_to_another(size):
         expected[target] = expected[source]
         assert write_one(block, target, block[source]) == -1
         assert torch.equal(block, expected)
+
+
+class Meddling(torch.Tensor):
+    """A tensor whose methods do something else: is_neg() is called while a row is read."""
+
+    meddle = staticmethod(lambda: None)
+
+    def is_neg(self) -> bool:
+        self.meddle()
+        return False
+
+
+def test_row_writer_reads_no_memory_that_a_value_has_freed_meanwhile():
+    block, last = torch.zeros(2, 500), torch.zeros(2, 1)
+    writer = native("RowWriter")([(block, 0, False, False), (last, 0, False, False)])
+    value, meddling = torch.ones(500), torch.ones(1).as_subclass(Meddling)
+    meddling.meddle = lambda: value.untyped_storage().resize_(0)
+    misfit = writer.write(0, (value, meddling))
+    assert misfit == 0  # it does not fit any more
+    assert not block.any()
+    assert not last.any()
+    meddling.meddle = lambda: block.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        writer.write(0, (torch.ones(500), meddling))
+    assert not last.any()
+
+
+def test_row_writer_writes_its_own_row_where_a_value_has_written_another_meanwhile():
+    block, last = torch.zeros(2, 3), torch.zeros(2, 1)
+    writer = native("RowWriter")([(block, 0, False, False), (last, 0, False, False)])
+    meddling = torch.ones(1).as_subclass(Meddling)
+    meddling.meddle = lambda: writer.write(1, (torch.tensor([4.0, 5.0, 6.0]), torch.tensor([7.0])))
+    assert writer.write(0, (torch.tensor([1.0, 2.0, 3.0]), meddling)) == -1
+    assert block.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert last.tolist() == [[1], [7]]

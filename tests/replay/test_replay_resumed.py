@@ -66,7 +66,7 @@ def test_kept_episodes_outlive_the_load_of_a_snapshot(tmp_path):
     play(storage, 100, 5)
     storage.save(tmp_path / "saved")
     storage.close()
-    loaded = Storage.load(tmp_path / "saved")
+    loaded = Storage.load(tmp_path / "saved", folders={"snapshot_dir": tmp_path / "episodes"})
     play(loaded, 5, 5, begin=100)
     loaded.close()
     assert held(kept()) == [float(step) for step in range(85, 105)]
@@ -78,7 +78,7 @@ def test_a_snapshot_of_few_episodes_is_loaded_into_a_folder_that_has_room_for_mo
     storage.save(tmp_path / "saved")
     play(storage, 50, 1, begin=5)
     storage.close()
-    loaded = Storage.load(tmp_path / "saved")
+    loaded = Storage.load(tmp_path / "saved", folders={"path": tmp_path / "rows"})
     assert held(loaded) == [0.0, 1.0, 2.0, 3.0, 4.0]
     play(loaded, 58, 1, begin=5)
     assert held(loaded) == [float(step) for step in range(3, 63)]
@@ -99,7 +99,7 @@ def test_a_snapshot_without_starts_is_loaded_into_a_folder_that_has_some(tmp_pat
     storage.save(tmp_path / "saved")
     add(3, 9, True)  # neither a repeat nor zeros before it: kept in a table of its own
     storage.close()
-    storage = Storage.load(tmp_path / "saved")
+    storage = Storage.load(tmp_path / "saved", folders={"path": tmp_path / "rows"})
     assert storage.sample(4).observations.flatten().tolist() == [5, 5] * 4
     add(7, 20, True)
     assert {tuple(stack) for stack in storage.sample(64).observations.flatten(1).tolist()} == {(5, 5), (7, 20)}

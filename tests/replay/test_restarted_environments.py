@@ -71,7 +71,8 @@ def begin(storage):
 def reloaded(storage, tmp_path):
     storage.save(tmp_path / "saved")
     storage.close()
-    return Storage.load(tmp_path / "saved")
+    mapped = (tmp_path / "rows").exists()
+    return Storage.load(tmp_path / "saved", folders={"path": tmp_path / "rows"} if mapped else None)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

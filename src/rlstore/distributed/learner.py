@@ -17,6 +17,7 @@ from rlstore.distributed.actor import check_version
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.engine.batches.staging import Staging, received
+from rlstore.engine.guard import guarded, new_guard
 from rlstore.engine.processes.handoff import Member
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 
@@ -38,6 +39,7 @@ class _Collector:
         self, memory: RolloutMemory, member: Member, batch_size: int, prefetch: int, device: torch.device
     ) -> None:
         self.member, self._batch_size, self._stopped = member, batch_size, False
+        self._guard = new_guard()
         self._gather, self._structure = RolloutGather(memory, pin_memory=device.type == "cuda"), memory.fields.structure
         self._staging = None if device.type == "cpu" else Staging(device)
         self._ready: queue.Queue[_Collected | BaseException] = queue.Queue()
@@ -63,6 +65,7 @@ class _Collector:
         self._room.release()
         return found
 
+    @guarded
     def _collect(self, seconds: float) -> _Collected:
         slots = self.member.collect(self._batch_size, seconds, self._check)
         tensors, states, versions = self._gather(slots)
@@ -98,8 +101,8 @@ class Learner:
     """An endless iterator over batches of rollouts, in the order in which they were committed.
 
     ``DistributedStorage.learner`` creates it. The slots of a batch are copied and free again before the batch is
-    returned. A learner is for one thread. Several of them, in one process or in many, share the rollouts: each rollout
-    goes to one learner. (A rollout whose learner was killed while reading it goes to another.)
+    returned. Several learners, in one process or in many, share the rollouts: each rollout goes to one of them, and to
+    one of the threads that iterate over it. (A rollout whose learner was killed while reading it goes to another.)
 
     Attributes:
         batch_size: Rollouts in a batch.
@@ -114,7 +117,7 @@ class Learner:
         self._memory, self.batch_size, self.device = memory, batch_size, device
         self.prefetch, self.timeout = prefetch, timeout
         self._collector: _Collector | None = None
-        self._pid, self._closed = 0, False
+        self._pid, self._closed, self._guard = 0, False, new_guard()
         self._end: Finalize | None = None
 
     def __iter__(self) -> Iterator[RolloutBatch]:
@@ -142,6 +145,7 @@ class Learner:
             self._stop()  # the thread has ended; the next call starts another
             raise
 
+    @guarded
     def _started(self) -> _Collector:
         """The collector of this process."""
         if self._collector is None or self._pid != os.getpid():
@@ -151,6 +155,7 @@ class Learner:
             self._end = Finalize(self, self._collector.stop, exitpriority=20)  # before the member's own finalizer
         return self._collector
 
+    @guarded
     def _stop(self) -> None:
         if self._end is not None and self._pid == os.getpid():
             self._end()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlstore.distributed.fields import RolloutFields
 from rlstore.engine.batches.gather import gather_slots
+from rlstore.engine.guard import guarded, new_guard
 from rlstore.engine.memory.capacity import free_ram
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import Recycler, allocate_huge
@@ -112,8 +113,6 @@ class Gathered(NamedTuple):
 class RolloutGather:
     """Copies the rollouts of slots into batches; large outputs reuse memory that is no longer referenced.
 
-    Not thread-safe.
-
     Args:
         memory: The slots.
         pin_memory: Whether the outputs are page-locked.
@@ -121,8 +120,9 @@ class RolloutGather:
 
     def __init__(self, memory: RolloutMemory, *, pin_memory: bool = False) -> None:
         self._memory, self._pin_memory = memory, pin_memory
-        self._outputs, self._calls = Recycler(allocate_huge), 0
+        self._outputs, self._calls, self._guard = Recycler(allocate_huge), 0, new_guard()
 
+    @guarded
     def __call__(self, slots: Sequence[int]) -> Gathered:
         """The rollouts of some slots, with states and versions."""
         self._calls += 1

@@ -20,6 +20,7 @@ from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, chec
 from rlstore.distributed.trainer_slots import TrainerSlots
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
@@ -316,6 +317,7 @@ class DistributedStorage(Storage):
             closed=handoff.closed,
         )
 
+    @guarded
     def close(self) -> None:
         """End the hand-off for all peers: actors that wait raise StorageClosedError, and learners stop iterating."""
         if self._slots is None:
@@ -374,6 +376,7 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
+    @guarded
     def init_tensors(self, sample: Sample) -> None:
         """Allocate the slots for samples like this one. If they are allocated already, the sample must fit them."""
         if self._slots is not None:
@@ -384,6 +387,7 @@ class DistributedStorage(Storage):
         Step.of_sample(fields, sample)  # before anything is allocated for it
         self._allocate(fields)
 
+    @guarded
     def insert_transition(self, sample: Sample) -> None:
         """Store one step of N environments, in the vocabulary of :mod:`rlstore.storage`.
 
@@ -408,6 +412,7 @@ class DistributedStorage(Storage):
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Does nothing: off-policy targets depend on the learner's own policy."""
 
+    @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -424,6 +429,7 @@ class DistributedStorage(Storage):
         info["storage_size"] = len(self)
         return info
 
+    @guarded_steps
     def generate_batches(
         self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
     ) -> Iterator[BatchDict]:
@@ -447,6 +453,7 @@ class DistributedStorage(Storage):
         slots, device = self._open_slots(), self._torch_device
         yield from slots.batches(num_mini_batch, mini_batch_size, num_epochs, shuffle, self._generator, device)
 
+    @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of all complete rollouts, ``[num_steps, rollouts, ...]``, in the vocabulary.
 
@@ -459,6 +466,7 @@ class DistributedStorage(Storage):
             return {}
         return self._open_slots().everything(torch.device("cpu") if data_to_cpu else self._torch_device)
 
+    @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
         """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` returns.
 
@@ -476,12 +484,14 @@ class DistributedStorage(Storage):
             rows = rows_of(self._open_slots().memory.fields, self.max_size, new_data)
         self._open_slots().replace(rows)
 
+    @guarded
     def reset(self) -> None:
         """Make the storage empty and its counts zero. What actors are writing at the moment stays theirs."""
         if self._slots is not None:
             self._slots.clear()
             self._slots.memory.handoff.set_counts(0, 0, 0)
 
+    @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change ``batch_size``, ``timeout``, ``num_steps`` or ``num_storages``.
 
@@ -519,6 +529,7 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving, copying
 
+    @guarded
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that is needed to resume exactly; see :meth:`rlstore.Storage.save`.
 
@@ -556,6 +567,7 @@ class DistributedStorage(Storage):
         if self._slots is not None:
             self._slots.set_state(numbers, reader.read_into, read)
 
+    @guarded
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_slots", "_views", "_learners")}
         copied = None if self._slots is None else (self._slots.memory.fields, self._slots.copied())

@@ -4,7 +4,7 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone.
+operation on tensors: it exists in C++ alone. So does :class:`Guard`, the lock of a storage.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 from rlstore.kernels import _native, portable, protocol
 from rlstore.kernels._native import (
+    Guard,
     Limiter,
     SlotTable,
     add_to_word,
@@ -27,6 +28,7 @@ from rlstore.kernels._native import (
 )
 
 __all__ = [
+    "Guard",
     "Limiter",
     "SlotTable",
     "add_to_word",

@@ -30,7 +30,7 @@ from torch import Tensor
 FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 # What EpisodeRing.write() returns, besides the index of a value that does not fit.
-WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK = -1, -2, -3, -4
+WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY = -1, -2, -3, -4, -5
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
 
@@ -263,6 +263,13 @@ class FillTrajectories(Protocol):
 # ---------------------------------------------------------------------------------------------------- replay
 
 
+class Guard(Protocol):
+    """The lock of a storage, which one thread at a time has, and may take again. It exists in C++ alone."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
+
+
 class EpisodeRing(Protocol):
     """A ring of lanes whose rows belong to episodes.
 
@@ -316,6 +323,22 @@ class EpisodeRing(Protocol):
             written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
             more episode indices are needed (on CUDA asked for ahead of the need), or ``NEEDS_STARTS`` if tables of
             starts are.
+        """
+
+    def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
+        """Let :meth:`append` write while no thread has the guard; False in a version that cannot.
+
+        Args:
+            guard: That of the storage.
+            windows: Windows of the rows, which follow each step. The caller keeps them as long as it appends.
+            priorities: Priorities of the rows, likewise.
+        """
+
+    def append(self, values: tuple[object, ...]) -> int:
+        """:meth:`write`, and what follows from it, in one step as other threads see it.
+
+        Returns:
+            What :meth:`write` does; or ``BUSY``, having written nothing, if a thread has the guard.
         """
 
     def watch(self, written: Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlstore.kernels.protocol import FLAG_DTYPES, Column, Leaf
+from rlstore.kernels.protocol import BUSY, FLAG_DTYPES, Column, Guard, Leaf, Priorities, WindowIndex
 
 # How an episode ended, as bits; and what was before its first frame.
 TERMINATED, TRUNCATED = 1, 2
@@ -112,6 +112,14 @@ class RingMemory:
         for leaf, final, start in zip(self.leaves, finals, starts, strict=True):
             leaf.set_tables(final, start, count)
         self._episodes, self._free_slots = episodes, free_slots[:, self._first : self._first + self.lanes]
+
+    def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
+        """False: a step is many calls here, which other threads may interrupt."""
+        return False
+
+    def append(self, values: tuple[object, ...]) -> int:
+        """Nothing: see :meth:`guard_with`."""
+        return BUSY
 
     @property
     def episodes(self) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from rlstore.engine.disk.files import write_whole
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
 from rlstore.ray.calls import Changed, Deadline, was_restarted
@@ -341,7 +341,8 @@ class Ledger:
         """Save the counts of the limiter."""
         if self._file is not None:
             counts = {"inserted": self._inserts.granted, "sampled": self._samples.granted}
-            write_whole(self._file, json.dumps(counts).encode())
+            with Directory(self._file.parent) as folder:
+                folder.write_whole(self._file.name, json.dumps(counts).encode())
 
     def _load(self) -> None:
         if self._file is None or not self._file.exists():

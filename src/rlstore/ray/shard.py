@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlstore import HindsightReplayStorage
-from rlstore.engine.disk.files import write_whole
+from rlstore.engine.disk.directory import Directory
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.ray.calls import this_node, was_restarted
 from rlstore.ray.ledger import NAMESPACE, ShardState, ledger_name
@@ -415,7 +415,8 @@ class _Snapshots:
         shutil.rmtree(self._folder / name, ignore_errors=True)  # left by a crash
         storage.save(self._folder / name)
         newest = {"folder": name, "count": count + 1, "numbers": {"inserted": inserted}}
-        write_whole(self._file, json.dumps(newest).encode())
+        with Directory(self._folder) as folder:
+            folder.write_whole(self._file.name, json.dumps(newest).encode())
         for other in self._folder.glob("snapshot-*"):
             if other.name != name:
                 shutil.rmtree(other, ignore_errors=True)
@@ -437,6 +438,8 @@ class _Snapshots:
             return None
         try:
             newest = json.loads(self._file.read_bytes())
+            if newest["folder"] != f"snapshot-{newest['count']}":
+                raise ValueError(f"folder is {newest['folder']!r}, and count {newest['count']!r}")
             return newest["folder"], newest["count"], newest["numbers"]["inserted"]
         except (ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"{self._file} does not name a snapshot: {error}") from error

@@ -17,6 +17,7 @@ from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.checks import check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
@@ -87,6 +88,7 @@ class ReplayCore(Storage):
             self._fields.read_spaces(self.observation_space, self.action_space)
             self._allocate(int(self.num_envs or 0))
 
+    @guarded
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's random generator; None draws a seed from torch's default generator."""
         random = new_random(check_seed(type(self).__name__, seed))
@@ -97,6 +99,7 @@ class ReplayCore(Storage):
         if self._pipeline is not None:
             self._pipeline.clear()
 
+    @guarded
     def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Register the storage with a CUDA graph, so that each replay draws new numbers; call it before the capture.
 
@@ -129,9 +132,10 @@ class ReplayCore(Storage):
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
         sampler.bind(owner, ring)
-        appender = Appender(ring, fields)
+        appender = Appender(ring, fields, self._guard, sampler)
         if self._rows is not None:
             appender.added, appender.warned = self._appender.added, self._appender.warned
+            self._appender.close()  # a thread may be about to use it
         self._appender = appender
         self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
         self._random = moved_random(self._random, ring.device)
@@ -170,6 +174,8 @@ class ReplayCore(Storage):
             batch_size=self.batch_size,
             max_age=self.fetch_every,
         )
+        prefetch = self._pipeline.prefetch
+        self._appender.settle = None if prefetch is None else prefetch.settle
 
     def _not_ready(self) -> NotReadyError:
         problem = "is closed" if self._closed else "waits for its first sample: call init_tensors() or insert one"
@@ -190,13 +196,14 @@ class ReplayCore(Storage):
 
     def _shared(self) -> Sharing:
         if self._sharing is None:
-            self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout)
+            self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout, self._guard)
         return self._sharing
 
     def _catch_up(self) -> None:
         """Take in what writers have added."""
         if self._sharing is not None and not self._closed and self._sharing.is_own:
-            self._sharing.catch_up()
+            with self._guard:
+                self._sharing.catch_up()
 
     def _paused(self) -> AbstractContextManager[None]:
         """Holds all writers back, and takes in what they have added."""
@@ -205,6 +212,8 @@ class ReplayCore(Storage):
     def _leave_to_parent(self) -> None:
         """In a forked child: what lies in RAM is a copy, and everything else is still the parent's."""
         self._kept, ring = None, self._rows
+        if ring is not None:
+            self._appender.keep = None
         is_own = self._sharing is None or self._sharing.is_own  # else the parent was forked, too
         if ring is not None and ring.backing.kind != "ram" and is_own and not self._closed:
             self._sharing = Inherited(type(self).__name__, ring)
@@ -213,6 +222,7 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_own()
 
+    @guarded
     def close(self) -> None:
         """Stop prefetching, release folders and close all writers. The storage cannot be used afterwards."""
         if self._kept is not None:
@@ -222,7 +232,8 @@ class ReplayCore(Storage):
         if self._pipeline is not None:
             self._pipeline.close()
         if self._rows is not None:
-            self._rows.backing.close()
+            self._appender.close()
+            self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
     # ---------------------------------------------------------------------------------------------- attributes
@@ -233,6 +244,7 @@ class ReplayCore(Storage):
         return 0 if self._rows is None else self._rows.size
 
     @property
+    @guarded
     def draw_total(self) -> float:
         """The total that draws are proportional to: transitions, or windows; with priorities, their sum."""
         self._catch_up()
@@ -323,22 +335,18 @@ class ReplayCore(Storage):
                 them.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
         """
-        pipeline = self._pipeline
-        if pipeline is None:
+        if self._pipeline is None:
             raise self._not_ready()
-        if pipeline.prefetch is not None:
-            pipeline.prefetch.settle()
         if self._sharing is None:
             self._appender.append(
                 observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
             )
         else:
             step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
-            self._sharing.append(self._appender, step, mask)
-        self._sampler.follow()
-        if self._kept is not None:
-            self._kept.follow()
+            with self._guard:
+                self._sharing.append(self._appender, step, mask)
 
+    @guarded
     def writer(self, lanes: int | range | None = None, name: str | None = None) -> ReplayWriter:
         """Create a handle that appends the steps of some environments, while this storage samples.
 
@@ -362,10 +370,12 @@ class ReplayCore(Storage):
         return self._shared().writer(self._fields, lanes, name)
 
     @property
+    @guarded
     def lost_writers(self) -> int:
         """Writers that died, and whose environments were reclaimed."""
         return 0 if self._sharing is None else self._sharing.lost_writers
 
+    @guarded
     def set_rate_limit(self, limit: RateLimit | None) -> None:
         """Change the limit on samples per insert, also while other processes run; None removes it.
 
@@ -382,6 +392,7 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- reading
 
+    @guarded
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         size = self.batch_size
@@ -392,6 +403,7 @@ class ReplayCore(Storage):
             raise self._not_ready()
         return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
+    @guarded
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``; without priorities it accepts anything and does nothing.
 
@@ -433,6 +445,7 @@ class ReplayCore(Storage):
 
         return create
 
+    @guarded
     def init_tensors(self, sample: Sample) -> None:
         """Allocate memory for samples like this one. If it was allocated already, the sample must fit it."""
         check_sample(sample, self._fields, type(self).__name__)
@@ -468,6 +481,7 @@ class ReplayCore(Storage):
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
         """Does nothing: targets are computed when a batch is read."""
 
+    @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -482,6 +496,7 @@ class ReplayCore(Storage):
         info["storage_size"] = len(self)
         return info
 
+    @guarded_steps
     def generate_batches(
         self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1
     ) -> Iterator[BatchDict]:
@@ -502,6 +517,7 @@ class ReplayCore(Storage):
             drawn, tensors = self._pipeline.read(size, self._sharing)
             yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
 
+    @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of everything held, ``[steps, envs, ...]`` with the keys of the vocabulary, oldest step first.
 
@@ -512,6 +528,7 @@ class ReplayCore(Storage):
                 return {}
             return whole_data(self._ring_of(), self._fields, "cpu" if data_to_cpu else self._torch_device)
 
+    @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
         """Append data in the form of ``get_all_buffer_data``, ``[steps, envs, ...]``, oldest step first."""
         if not isinstance(new_data, Mapping):
@@ -533,24 +550,17 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_no_writers()
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
-        pipeline = self._pipeline
-        if pipeline is None:
-            raise self._not_ready()
-        if pipeline.prefetch is not None:
-            pipeline.prefetch.settle()
         before = ring.total_written
         for step in range(steps):
             row = tuple(None if value is None else value[step] for value in values)
             # None of these is a reset step, and they need not continue what is held.
             ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = RESUMED
             self._appender.write((*row, *row[count : 2 * count], None))
-            self._sampler.follow()
-            if self._kept is not None:
-                self._kept.follow()
         ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)
 
+    @guarded
     def reset(self) -> None:
         """Remove all data."""
         if self._rows is None:
@@ -565,6 +575,7 @@ class ReplayCore(Storage):
             if self._sharing is not None:
                 self._sharing.control.limiter.set_counts(0, 0)
 
+    @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a parameter; ``storage_size`` only while the storage is empty."""
         parameters: dict[str, Check] = {
@@ -610,6 +621,7 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving
 
+    @guarded
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything needed to resume exactly; writers are paused. See :meth:`Storage.save`."""
         with self._paused():
@@ -627,8 +639,8 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
-        given = {name: value for name, value in settings.items() if name not in ("options", "learnt")}
-        options = dict(settings["options"])
+        given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
+        options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
         make: Any = cls
@@ -637,6 +649,14 @@ class ReplayCore(Storage):
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
         return storage
+
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    def _give_up(self) -> None:
+        self.close()
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {

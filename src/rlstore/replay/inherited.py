@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from rlstore.engine.guard import new_guard
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -30,7 +31,7 @@ class Inherited(Sharing):
 
     def __init__(self, owner: str, ring: EpisodeRing) -> None:
         self._owner, self._ring = owner, ring
-        self.control = LaneControl(ring.lanes, shared=False)  # without any writer, and without a limit
+        self.control = LaneControl(ring.lanes, guard=new_guard())  # without any writer, and without a limit
         self._parent, self._at_fork = os.getppid(), ring.counters[:2].clone()
 
     def require_own(self) -> NoReturn:
@@ -81,7 +82,3 @@ class Inherited(Sharing):
     def may_prefetch(self) -> bool:
         """False: what has changed is found when a batch is drawn."""
         return False
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Nothing is held back; a row that was overwritten is noticed."""
-        return nullcontext()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Gather, Part, Request
-from rlstore.engine.disk.episode_files import EpisodeFiles
+from rlstore.engine.disk.episode_files import Entry, EpisodeFiles
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.step_fields import StepFields
+from rlstore.errors import InvalidInputError
 
 
 class KeptEpisodes:
@@ -45,20 +46,37 @@ class KeptEpisodes:
         """Append the episodes on disk that the ring can hold; those that it cannot hold are removed."""
         ring = self._ring
         room = [ring.steps] * ring.lanes
-        entries = self._files.entries()
-        wanted = []
-        for entry in reversed(entries):
-            lane = entry.lane % ring.lanes
-            if room[lane] > 0:
-                wanted.append(entry.number)
-            room[lane] -= entry.steps
-        for number, _, lane in entries:
-            if number not in wanted:
-                self._files.remove(number)
-                continue
-            self._append(appender, self._files.read(number), lane % ring.lanes)
-            self._stops[lane % ring.lanes].append((int(ring.written[lane % ring.lanes]), number))
+        try:
+            entries = self._files.entries()
+            wanted = set()
+            for entry in reversed(entries):
+                lane = entry.lane % ring.lanes
+                if room[lane] > 0:
+                    wanted.add(entry.number)
+                room[lane] -= entry.steps
+            for entry in entries:
+                if entry.number in wanted:
+                    lane = entry.lane % ring.lanes
+                    self._restore(appender, entry, lane)
+                    self._stops[lane].append((int(ring.written[lane]), entry.number))
+        except BaseException:
+            self.close()
+            raise
+        for entry in entries:  # once all others are known to be whole
+            if entry.number not in wanted:
+                self._files.remove(entry.number)
         self.mark()
+
+    def _restore(self, appender: Appender, entry: Entry, lane: int) -> None:
+        rows = {field.name: entry.steps + 1 for field in self._fields.observations}
+        fields = [*self._fields.observations, *self._fields.columns]
+        forms = {field.name: ((rows.get(field.name, entry.steps), *field.shape), field.dtype) for field in fields}
+        forms.update(dict.fromkeys(("terminated", "truncated"), ((entry.steps,), torch.bool)))
+        episode = self._files.read(entry, forms)
+        try:
+            self._append(appender, episode, lane)
+        except InvalidInputError as error:
+            raise self._files.damaged(entry.number, error) from error
 
     def _append(self, appender: Appender, episode: dict[str, Tensor], lane: int) -> None:
         """Append an episode ``[steps, ...]``, of observations one more, to a lane."""

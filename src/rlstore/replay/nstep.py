@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -145,9 +145,15 @@ class NStepReplayStorage(ReplayCore):
         """An infinite iterator over the batches of :meth:`sample`."""
         return ReplayIterator(self)
 
+    @classmethod
+    def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] else {}
+        return {**super()._used_folders(settings), **kept}
+
     def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:
             self._kept.close()
         if self.save_snapshot:
             self._kept = KeptEpisodes(type(self).__name__, self.snapshot_dir, ring, self._fields)
             self._kept.restore(appender)
+            appender.keep = self._kept.follow

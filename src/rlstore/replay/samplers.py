@@ -13,6 +13,7 @@ from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError
@@ -66,6 +67,11 @@ class Sampler:
     def schema(self) -> dict[str, Any]:
         """What it keeps in a mapped folder beside the rows, as JSON."""
         return {"priorities": None}
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return None, None
 
     def follow(self) -> None:
         """Take in the rows that were written since."""
@@ -215,6 +221,11 @@ class PrioritySampler(Sampler):
         self._drawn += 1
         return Drawn(rows, weights), tensors
 
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return None, None if self.tree is None else self.tree.kernel
+
     def follow(self) -> None:
         """New rows take the largest priority, and overwritten ones lose theirs."""
         if self.tree is not None:
@@ -338,6 +349,11 @@ class WindowSampler(PrioritySampler):
     def total(self) -> float:
         """What draws are in proportion to: windows, or the sum of their priorities."""
         return float(len(self._windows)) if self.tree is None else self.tree.total
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        return self._windows.kernel, super().kernels[1]
 
     def follow(self) -> None:
         """Take in the rows that were written since."""

@@ -6,10 +6,11 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rlstore.engine.checks import check_name
+from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
@@ -31,6 +32,7 @@ class Sharing:
         ring: The rows.
         sampler: What has to follow what is written.
         timeout: Seconds after which a wait is given up.
+        guard: That of the storage. All methods are called with it; waits release it.
 
     Attributes:
         control: Which lanes have writers.
@@ -39,8 +41,9 @@ class Sharing:
 
     is_own = True
 
-    def __init__(self, owner: str, ring: EpisodeRing, sampler: Sampler, timeout: float) -> None:
-        self.control = LaneControl(ring.lanes, shared=ring.is_shared)
+    def __init__(self, owner: str, ring: EpisodeRing, sampler: Sampler, timeout: float, guard: Guard) -> None:
+        self.control = LaneControl(ring.lanes, guard=None if ring.is_shared else guard)
+        self._guard = guard
         self._owner, self._ring, self._sampler, self._timeout = owner, ring, sampler, timeout
         self._swept = 0.0
         self._had_writers = False  # since the storage itself last added
@@ -54,7 +57,7 @@ class Sharing:
         control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
         free = control.free_lanes(lanes)
         self._had_writers = True
-        part = Appender(ring.part(free), fields)
+        part = Appender(ring.part(free), fields, control.turn)
         return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
     @property
@@ -66,11 +69,12 @@ class Sharing:
     def _sweep(self) -> None:
         """Find dead writers, and reclaim their lanes."""
         control, ring = self.control, self._ring
-        self._swept = time.monotonic()
-        control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))
-        # Those that another process found and reclaimed are reported here as well.
-        new = [peer for peer in control.peers.lost("writer") if peer not in control.reported]
-        control.reported.update(new)
+        with self._guard:
+            self._swept = time.monotonic()
+            control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))
+            # Those that another process found and reclaimed are reported here as well.
+            new = [peer for peer in control.peers.lost("writer") if peer not in control.reported]
+            control.reported.update(new)
         for peer in new:
             warnings.warn(
                 f"the {control.peers.describe(peer)} of this {self._owner} died. What it had finished is kept, "
@@ -114,7 +118,9 @@ class Sharing:
         """Append a step of the storage itself as soon as the rate limit lets it."""
         self.require_no_writers()
         count, limiter = count_of(mask, self._ring.lanes), self.control.limiter
-        if not limiter.insert(count, self._timeout):
+        with released(self._guard):  # others have to sample meanwhile
+            may_insert = limiter.insert(count, self._timeout)
+        if not may_insert:
             raise self._late("added", "sampled")
         before = self._ring.total_written
         try:
@@ -135,12 +141,8 @@ class Sharing:
 
     @property
     def may_prefetch(self) -> bool:
-        """False if threads of this process write rows while others are read: in memory that is not shared."""
+        """False if threads of this process write rows, in memory where nothing may be read meanwhile."""
         return self._ring.is_shared or not self.control.has_writers
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Holds back writers whose rows cannot be read while they write."""
-        return nullcontext() if self.may_prefetch else self.paused()
 
     def admit(self, count: int) -> None:
         """Wait until a batch of ``count`` may be drawn, and take in what was added."""
@@ -167,18 +169,24 @@ class Sharing:
                 "wait for each other. Nothing was drawn."
             )
         lost, end = control.peers.lost_count("writer"), time.monotonic() + self._timeout
-        while control.limiter.sample(count, max(end - time.monotonic(), 0.0), self._sweep):
+        while self._admits(count, max(end - time.monotonic(), 0.0)):
             self.catch_up()
             if self._ring.size or not control.has_writers or time.monotonic() > end:
                 return
             # Inserts are counted before they are written: the very first may not be there yet.
             control.limiter.take_back_samples(count)
-            control.limiter.await_insert(_FIRST_SECONDS)
+            with released(self._guard):
+                control.limiter.await_insert(_FIRST_SECONDS)
         died = control.peers.lost("writer")
         if control.peers.lost_count("writer") > lost or (died and not control.peers.here("writer")):
             names = ", ".join(control.peers.describe(peer) for peer in died[-3:])
             raise PeerLostError(f"nothing was added for {self._timeout} seconds, and these writers died: {names}")
         raise self._late("sampled", "added")
+
+    def _admits(self, count: int, seconds: float) -> bool:
+        """Wait until the limit lets ``count`` be sampled, and count them; False after so many seconds."""
+        with released(self._guard):  # others have to add meanwhile
+            return self.control.limiter.sample(count, seconds, self._sweep)
 
     def _late(self, done: str, awaited: str) -> WaitTimeoutError:
         limiter, peers = self.control.limiter, self.control.peers
@@ -190,8 +198,8 @@ class Sharing:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold all writers back, and take in what they have added."""
-        with self.control.pause(self._timeout, self._sweep):
+        """Hold the writers of other processes back, and take in what was added."""
+        with self.control.pause(self._timeout, self._sweep) if self._ring.is_shared else nullcontext():
             self.catch_up()
             yield
 

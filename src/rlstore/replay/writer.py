@@ -176,7 +176,8 @@ class ReplayWriter:
         leaves, columns, steps, lanes, autoreset = state["ring"]
         blocks, board = state["segments"]
         whole = EpisodeRing(leaves, columns, steps, lanes, Backing.attach(self._kind, blocks), autoreset)
-        self._part, self._control = Appender(whole.part(self.lanes), state["fields"]), LaneControl(lanes, board)
+        self._control = LaneControl(lanes, board)
+        self._part = Appender(whole.part(self.lanes), state["fields"], self._control.turn)
         self._process, self._looked, self._use = 0, 0.0, _Use()
 
 
@@ -214,7 +215,8 @@ def count_of(mask: Any, lanes: int) -> int:
 def _finish(control: LaneControl, ring: EpisodeRing, peer: int, use: _Use) -> None:
     """End a writer: cut its episodes off and free its lanes. One that was not used has begun no episodes."""
     if use.is_used:
-        control.give_back(peer, ring.recover)
+        with control.turn:
+            control.give_back(peer, ring.recover)
         control.peers.leave(peer)
         return
     control.offer(peer)

@@ -19,6 +19,7 @@ from rlstore.engine.batches.gather import gather_batches
 from rlstore.engine.batches.select import epoch_orders, epoch_rows
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
@@ -120,7 +121,8 @@ class BlockAttribute:
     def __set__(self, storage: RolloutCore, value: Tensor) -> None:
         if storage._ring is None or self._name not in storage._ring.blocks:
             raise AttributeError(f"this {type(storage).__name__} has no {self._name!r}")
-        storage._ring.bind(self._name, value)
+        with storage._guard:
+            storage._ring.bind(self._name, value)
 
 
 class ObservationAttribute:
@@ -131,15 +133,17 @@ class ObservationAttribute:
             return self
         if storage._ring is None:
             raise AttributeError(f"this {owner.__name__} has no observations before its first sample")
-        if storage._observation_view is None:
-            blocks = [storage._ring.blocks[name] for name in storage._observations.names]
-            storage._observation_view = storage._observations.build(blocks, blocks[0].shape[:2])
-        return storage._observation_view
+        with storage._guard:
+            if storage._observation_view is None:
+                blocks = [storage._ring.blocks[name] for name in storage._observations.names]
+                storage._observation_view = storage._observations.build(blocks, blocks[0].shape[:2])
+            return storage._observation_view
 
     def __set__(self, storage: RolloutCore, value: Any) -> None:
-        storage._ready_ring().bind_all(storage._observations.names, storage._observations.leaves(value))
-        storage._observation_view = value
-        storage._follow_callers()
+        with storage._guard:
+            storage._ready_ring().bind_all(storage._observations.names, storage._observations.leaves(value))
+            storage._observation_view = value
+            storage._follow_callers()
 
 
 class RolloutCore(Storage):
@@ -322,12 +326,14 @@ class RolloutCore(Storage):
             for field, leaf in zip(fields, self._observations.leaves(value), strict=True)
         ]
 
+    @guarded
     def __getstate__(self) -> dict[str, Any]:
         self._follow_callers()
         return {**self.__dict__, "_observation_view": None, "_handed_lists": {}}
 
     # ---------------------------------------------------------------------------------------------- writing
 
+    @guarded
     def init_tensors(self, sample: Sample) -> None:
         """Allocate the blocks for samples like this one. If they exist already, the sample must fit them."""
         check_names(sample, "a sample", type(self).__name__, self._known_words(), ["observations"])
@@ -340,6 +346,7 @@ class RolloutCore(Storage):
             self.__dict__ = blank  # a sample that is refused leaves no shapes behind
             raise
 
+    @guarded
     def insert_transition(self, sample: Sample) -> None:
         """Store one step of all environments, given by the names of :mod:`rlstore.storage`.
 
@@ -425,6 +432,7 @@ class RolloutCore(Storage):
             dones=dones,
         )
 
+    @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -442,6 +450,7 @@ class RolloutCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- batches
 
+    @guarded_steps
     def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,
@@ -542,6 +551,7 @@ class RolloutCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- all data
 
+    @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
         """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`."""
         if self._ring is None or self._ring.size == 0:
@@ -558,6 +568,7 @@ class RolloutCore(Storage):
         """What ``get_all_buffer_data`` returns besides the columns."""
         return {}
 
+    @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
         """Replace everything held with ``new_data``, of the form that ``get_all_buffer_data`` returns.
 
@@ -582,7 +593,7 @@ class RolloutCore(Storage):
                 if name in new_data:
                     twin._restore_block(name, new_data[name], steps)
             twin._restore(new_data)
-        self.__dict__ = twin.__dict__
+        self.__dict__ = {**twin.__dict__, "_guard": self._guard}
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are not part of a row back into the first ``rows`` of a block."""
@@ -594,6 +605,7 @@ class RolloutCore(Storage):
             )
         block.copy_(given.reshape(block.shape))
 
+    @guarded
     def reset(self) -> None:
         """Remove all data and set all tensors to zero."""
         self._observation_view = None
@@ -601,6 +613,7 @@ class RolloutCore(Storage):
             self._ring.zero()
         self._spent = False
 
+    @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
         """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
         value = checked_parameter(type(self).__name__, self._parameters, parameter_name, new_parameter_value)

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlstore.engine import returns
 from rlstore.engine.batches.named import extended
 from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, describe_fields, described_fields, fields_of_example
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
@@ -226,14 +227,15 @@ class DecoupledRolloutStorage(RolloutCore):
         self._add(given)
 
     def _add(self, given: Mapping[str, Any]) -> None:
-        ring = self._ready_ring()
-        self._follow_callers()
-        row = self._row(given)
-        if ring.size == ring.steps:
-            row = ring.fit(row)  # before the old rollout is given up
-            self._start_rollout()
-        ring.write(row)
-        self._spent = False
+        with self._guard:
+            ring = self._ready_ring()
+            self._follow_callers()
+            row = self._row(given)
+            if ring.size == ring.steps:
+                row = ring.fit(row)  # before the old rollout is given up
+                self._start_rollout()
+            ring.write(row)
+            self._spent = False
 
     def _row(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         """The values of a step, by column, in the order of a row."""
@@ -247,6 +249,7 @@ class DecoupledRolloutStorage(RolloutCore):
         self._carry_flags()
         super()._start_rollout()
 
+    @guarded
     def update(self) -> None:
         """Copy the flags of the last step of a complete rollout to row 0, for the next one."""
         if self._ready_ring().size == self.max_size:
@@ -273,12 +276,14 @@ class DecoupledRolloutStorage(RolloutCore):
         """
         self._compute(last_values, self.discount, self.gae_lambda)
 
+    @guarded
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self._require_rows()
         ended, cut_off = returns.readable_flags(self.terminateds[1:]), returns.readable_flags(self.truncateds[1:])
         final_values = self._ready_ring().blocks["final_values"]
         self._fill_targets(last_values, ended, cut_off, final_values, gamma, lam, epsilon=1e-5)
 
+    @guarded_steps
     def sample(self, num_mini_batch: int = 8) -> Iterator[DecoupledBatch]:
         """Yield mini-batches of ``steps * envs // num_mini_batch`` rows, in a new random order.
 

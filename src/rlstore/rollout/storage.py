@@ -13,6 +13,7 @@ from torch import Tensor
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
 from rlstore.engine.checks import check_fraction, check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
     Field,
@@ -105,8 +106,9 @@ class BlockGroup:
             raise InvalidInputError(
                 f"{self._name} is {len(blocks)} tensors and cannot become {given}; it was not changed"
             )
-        storage._handed_lists.pop(self._name, None)
-        storage._ready_ring().bind_all(blocks, value)
+        with storage._guard:
+            storage._handed_lists.pop(self._name, None)
+            storage._ready_ring().bind_all(blocks, value)
 
 
 class RolloutStorage(RolloutCore):
@@ -335,10 +337,12 @@ class RolloutStorage(RolloutCore):
             "final_values": allocate((lanes, 1), torch.float32, self._torch_device, torch.nan),
         }
 
+    @guarded
     def clear(self) -> None:
         """Start a new rollout: the cursor moves back to the first step."""
         self._start_rollout()
 
+    @guarded
     def reset(self) -> None:
         """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
         if self._ring is not None:
@@ -358,19 +362,20 @@ class RolloutStorage(RolloutCore):
             RolloutFullError: (an OverflowError) if the rollout is full.
             InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read.
         """
-        ring = self._ready_ring()
-        if ring.size >= ring.steps:
-            raise RolloutFullError(
-                f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the update "
-                "(or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
-                "Nothing was written."
-            )
-        self._follow_callers()
-        values, new = self._row(transition)
-        if new:
-            values = self._extend(values, new)
-        ring.write(values)
-        self._spent, self._last_observations = False, None
+        with self._guard:
+            ring = self._ready_ring()
+            if ring.size >= ring.steps:
+                raise RolloutFullError(
+                    f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
+                    "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
+                    "Nothing was written."
+                )
+            self._follow_callers()
+            values, new = self._row(transition)
+            if new:
+                values = self._extend(values, new)
+            ring.write(values)
+            self._spent, self._last_observations = False, None
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
@@ -475,6 +480,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- targets
 
+    @guarded
     def compute_returns(
         self,
         last_values: Tensor,
@@ -515,6 +521,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- batches
 
+    @guarded_steps
     def generator(self) -> Iterator[RolloutStorage.Batch]:
         """Yield one batch for each written step, in order: observations, privileged actions, dones, extra fields."""
         self._require_mode("distillation")
@@ -523,6 +530,7 @@ class RolloutStorage(RolloutCore):
         for t in range(rows):
             yield build([leaf[t].clone() for leaf in leaves])
 
+    @guarded_steps
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: bool = False, reuse: bool = False
     ) -> Iterator[RolloutStorage.Batch]:
@@ -547,6 +555,7 @@ class RolloutStorage(RolloutCore):
         how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
         yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
 
+    @guarded_steps
     def recurrent_mini_batch_generator(
         self,
         num_mini_batches: int,
@@ -614,6 +623,7 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
+    @guarded_steps
     def generate_batches(  # type: ignore[override]
         self,
         num_mini_batch: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -170,10 +169,6 @@ class Gate(Protocol):
         """A batch that was admitted was not drawn."""
         ...
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Keeps rows as they are while they are read, where that needs a pause of the writers."""
-        ...
-
     def catch_up(self) -> None:
         """Take in what was written."""
         ...
@@ -291,21 +286,13 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.read(count, gate)
-        if gate is None:
-            drawn = self._sampler.draw(count, self._random)
-            return self._delivered(drawn, self._reader(drawn), None)
-        gate.admit(count)  # before the pause of writers that reading() may be: it may wait for them
-        with gate.reading():
-            drawn = self._draw_admitted(count, gate)
-            return self._delivered(drawn, self._reader(drawn), gate)
+        drawn = self._draw(count, gate)
+        return self._delivered(drawn, self._reader(drawn), gate)
 
     def _draw(self, count: int, gate: Gate | None) -> Drawn:
         if gate is None:
             return self._sampler.draw(count, self._random)
         gate.admit(count)
-        return self._draw_admitted(count, gate)
-
-    def _draw_admitted(self, count: int, gate: Gate) -> Drawn:
         try:
             return self._sampler.draw(count, self._random)
         except BaseException:

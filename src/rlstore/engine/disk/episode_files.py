@@ -1,27 +1,30 @@
 """Finished episodes, one file each, in a folder that one storage uses at a time.
 
 manifest.json                     see manifest.py; "schema": the shape and dtype of each tensor
-episode-000000000001.safetensors  the tensors of one episode, and in the metadata its "steps" and its "lane"
+episode-000000000001.safetensors  the tensors of one episode, and in the metadata its "steps" and "lane", its "number"
+                                  and "crc32", of these and of all tensors; older files do not have the last two
 lock
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+import torch
 from torch import Tensor
 
-from rlstore.engine.disk.files import raising_disk_full, write_whole
+from rlstore.engine.disk.files import raising_disk_full
 from rlstore.engine.disk.folder import Folder
+from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
 from rlstore.errors import SnapshotError
 
-_EPISODE = re.compile(r"episode-(\d+)\.safetensors")
+_EPISODE = re.compile(r"episode-([0-9]{12}|[1-9][0-9]{12,})\.safetensors")
 
 
 class Entry(NamedTuple):
@@ -46,53 +49,108 @@ class EpisodeFiles:
         is_foreign = lambda name: bool(_EPISODE.fullmatch(name))  # noqa: E731 - the user's other files may stay
         self._folder = Folder(owner, path, "episodes", {"schema": dict}, is_foreign, if_full)
         self._folder.match(schema)
-        self._last = max((number for number, _ in self._found()), default=0)
+        self._last = max(self._numbers(), default=0)
 
-    def _found(self) -> list[tuple[int, Path]]:
-        names = ((_EPISODE.fullmatch(entry.name), entry) for entry in self._folder.path.iterdir())
-        return sorted((int(match[1]), entry) for match, entry in names if match)
+    def _numbers(self) -> list[int]:
+        found = (_EPISODE.fullmatch(name) for name in self._folder.directory.names())
+        return sorted(int(match[1]) for match in found if match)
 
     def write(self, tensors: Mapping[str, Tensor], steps: int, lane: int) -> int:
         """Append an episode and return its number. It is on disk, complete, when this returns.
 
         Args:
-            tensors: By name, contiguous and on the CPU.
+            tensors: By name.
             steps: The number of its steps.
             lane: The environment it came from.
         """
-        content = save(dict(tensors), metadata={"steps": str(steps), "lane": str(lane)})
+        forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
+        metadata = {"steps": str(steps), "lane": str(lane), "number": str(self._last + 1)}
+        metadata["crc32"] = _checksum(metadata, forms)
+        directory, name = self._folder.directory, _name(self._last + 1)
         with raising_disk_full(self._folder.path, "Free some space, or create the storage without save_snapshot."):
-            write_whole(self._path(self._last + 1), content)
+            try:
+                write_tensors(directory.create(f"{name}.new"), forms, metadata)
+                directory.replace(f"{name}.new", name)
+            except BaseException:
+                directory.remove(f"{name}.new")
+                raise
         self._last += 1
         return self._last
 
-    def _path(self, number: int) -> Path:
-        return self._folder.path / f"episode-{number:012}.safetensors"
-
     def entries(self) -> list[Entry]:
         """The episodes on disk, the oldest first."""
-        return [_entry(number, path) for number, path in self._found()]
+        return [self._entry(number) for number in self._numbers()]
 
-    def read(self, number: int) -> dict[str, Tensor]:
-        """The tensors of an episode."""
-        with safe_open(self._path(number), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    def _entry(self, number: int) -> Entry:
+        with self._open(number) as file:
+            return _entry(number, file)
+
+    def _open(self, number: int) -> TensorFile:
+        path = self._folder.path / _name(number)
+        try:
+            return TensorFile(self._folder.directory.open(path.name), path)
+        except (OSError, SnapshotError) as error:
+            raise _damaged(path, error) from error
+
+    def read(self, entry: Entry, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """The tensors of an episode.
+
+        Args:
+            entry: The episode.
+            forms: By name the shape and the dtype that each of its tensors must have.
+
+        Raises:
+            SnapshotError: If it is not what was written, or of another form.
+        """
+        with self._open(entry.number) as file:
+            found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+            if found != dict(forms):
+                raise _damaged(file.path, f"it holds {found}, and {dict(forms)} is needed")
+            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
+            for name, tensor in tensors.items():
+                file.read_into(name, tensor, None)
+            expected, rest = file.metadata.get("crc32"), dict(file.metadata)
+            rest.pop("crc32", None)
+            if expected is not None and expected != _checksum(rest, tensors):
+                raise _damaged(file.path, "its checksum is not that of what it holds")
+        return tensors
+
+    def damaged(self, number: int, how: object) -> SnapshotError:
+        """The error of an episode that cannot be used."""
+        return _damaged(self._folder.path / _name(number), how)
 
     def remove(self, number: int) -> None:
         """Delete an episode."""
-        self._path(number).unlink(missing_ok=True)
+        self._folder.directory.remove(_name(number))
 
     def close(self) -> None:
         """Release the folder."""
         self._folder.release()
 
 
-def _entry(number: int, path: Path) -> Entry:
+def _name(number: int) -> str:
+    return f"episode-{number:012}.safetensors"
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of all that an episode holds."""
+    forms = {name: [str(tensor.dtype), list(tensor.shape), checksum_of(tensor)] for name, tensor in tensors.items()}
+    return str(zlib.crc32(json.dumps([metadata, forms], sort_keys=True).encode()))
+
+
+def _entry(number: int, file: TensorFile) -> Entry:
+    """What the metadata say of an episode; they are held against its tensors."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        return Entry(number, int(metadata["steps"]), int(metadata["lane"]))
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise SnapshotError(
-            f"{path} is damaged: {error!r}. Remove the file to continue without that episode."
-        ) from error
+        steps, lane = (int(file.metadata[name]) for name in ("steps", "lane"))
+    except (KeyError, ValueError) as error:
+        raise _damaged(file.path, repr(error)) from error
+    lengths = {shape[0] if shape else 0 for shape in file.shapes.values()}
+    if steps < 1 or lane < 0 or not lengths <= {steps, steps + 1}:
+        raise _damaged(file.path, f"it tells of {steps} steps of lane {lane}, and its tensors have {sorted(lengths)}")
+    if file.metadata.get("number", str(number)) != str(number):
+        raise _damaged(file.path, f"it is episode {file.metadata['number']}")
+    return Entry(number, steps, lane)
+
+
+def _damaged(path: Path, how: object) -> SnapshotError:
+    return SnapshotError(f"{path} is damaged: {how}. Remove the file to continue without that episode.")

@@ -1,4 +1,4 @@
-"""Files: atomic writes, reserved space, and errors of a full disk."""
+"""Disk space: how much is free, reserving it, and errors of a full disk."""
 
 from __future__ import annotations
 
@@ -35,32 +35,6 @@ def raising_disk_full(path: Path, advice: str) -> Iterator[None]:
             f"the disk is full: {free:,} bytes are free on it. {advice} What was there before is unchanged",
             str(path),
         ) from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash at any moment the old version or the new one is there, complete."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk, so that they survive a power failure."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def reserve(descriptor: int, start: int, end: int) -> None:

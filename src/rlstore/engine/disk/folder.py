@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlstore.engine.disk import manifest
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import raising_disk_full
 from rlstore.errors import InvalidInputError, SnapshotError
 
@@ -34,6 +35,7 @@ class Folder:
 
     Attributes:
         manifest: The manifest found when the folder was opened; None in a new folder.
+        directory: The open folder, until it is released.
 
     Raises:
         InvalidInputError: If the path is a file, holds something else, or another storage uses it. Nothing was changed.
@@ -50,34 +52,45 @@ class Folder:
     ) -> None:
         self.path, self._owner, self._kind, self._if_full = Path(path).absolute(), owner, kind, if_full
         self._fields, self._is_foreign = fields, is_foreign
-        if not (self.path / _LOCK).exists():
+        if not os.path.lexists(self.path / _LOCK):
             self._read()  # before anything is created in a folder that is not ours
         with raising_disk_full(self.path, if_full):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._descriptor = self._lock()
-        self._unlock = weakref.finalize(self, _unlock, self._descriptor)
+            self.directory = Directory(self.path)
+            try:
+                self._descriptor = self._lock()
+            except BaseException:
+                self.directory.close()
+                raise
+        self._unlock = weakref.finalize(self, _unlock, self._descriptor, self.directory)
         _LOCKED.add(self)
         try:
-            self.manifest = self._read()
+            self.manifest = self._manifest_in(self.directory)
         except BaseException:
             self.release()
             raise
 
     def _read(self) -> dict[str, Any] | None:
-        """The manifest, None if the folder is new; refuses a folder that is not ours."""
-        if not self.path.exists():
+        """The manifest, None if there is no folder yet; refuses a folder that is not ours."""
+        if not os.path.lexists(self.path):
             return None
         if not self.path.is_dir():
             raise InvalidInputError(f"{self.path} is a file; {self._owner} needs a folder. Nothing was changed.")
-        if (self.path / manifest.NAME).exists():
+        with Directory(self.path) as directory:
+            return self._manifest_in(directory)
+
+    def _manifest_in(self, directory: Directory) -> dict[str, Any] | None:
+        """The manifest, None if the folder is new; refuses a folder that is not ours."""
+        names = directory.names()
+        if manifest.NAME in names:
             try:
-                return manifest.read_manifest(self.path, self._kind, self._fields)
+                return manifest.read_manifest(directory, self._kind, self._fields)
             except SnapshotError as error:
                 raise InvalidInputError(
                     f"{error} {self._owner} cannot write to this folder; give another path. Nothing was changed."
                 ) from error
         ours = (_LOCK, f"{manifest.NAME}.new")
-        foreign = [name for name in sorted(os.listdir(self.path)) if name not in ours and self._is_foreign(name)]
+        foreign = [name for name in names if name not in ours and self._is_foreign(name)]
         if foreign:
             raise InvalidInputError(
                 f"the folder {self.path} has no {manifest.NAME} and holds other files: {foreign[:5]}. {self._owner} "
@@ -89,7 +102,12 @@ class Folder:
         """Lock the folder, and return the descriptor that holds the lock."""
         if fcntl is None:
             raise InvalidInputError(f"{self._owner} cannot lock the folder {self.path}: this system has no file locks")
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = self.directory.open(_LOCK, os.O_RDWR | os.O_CREAT)
+        except SnapshotError as error:
+            raise InvalidInputError(
+                f"{error}; {self._owner} cannot lock this folder. Give another path. Nothing was changed."
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -108,11 +126,12 @@ class Folder:
         """In a forked child: the lock is the parent's, and the child must neither release it nor keep it alive."""
         if self._unlock.detach():
             os.close(self._descriptor)
+            self.directory.close()
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Replace the manifest atomically."""
         with raising_disk_full(self.path, self._if_full):
-            manifest.write_manifest(self.path, self._kind, content)
+            manifest.write_manifest(self.directory, self._kind, content)
 
     def match(self, schema: Mapping[str, Any]) -> bool:
         """Compare what the folder holds with a schema; a new folder gets a manifest with it.
@@ -145,9 +164,10 @@ class Folder:
         return True
 
 
-def _unlock(descriptor: int) -> None:
+def _unlock(descriptor: int, directory: Directory) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that is being forked right now may have the file open, too
     os.close(descriptor)
+    directory.close()
 
 
 _LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()

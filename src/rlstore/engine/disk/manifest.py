@@ -17,51 +17,56 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlstore.engine.disk.files import write_whole
-from rlstore.errors import SnapshotError
+from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk.json_text import parse_json
+from rlstore.errors import InvalidInputError, SnapshotError
 
 NAME = "manifest.json"
 VERSION = 1
+_MOST_BYTES = 256 << 20
 _CHECKSUM, _END = b',\n "crc32": ', "\n}"
 # By name the type of each field, or the fields of an object.
 Fields = Mapping[str, Any]
-_JSON_TYPES = {dict: "an object", list: "a list", str: "a string", int: "an integer"}
+_JSON_TYPES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "true or false"}
 
 
-def write_manifest(folder: Path, kind: str, content: Mapping[str, Any]) -> None:
+def write_manifest(folder: Directory, kind: str, content: Mapping[str, Any], name: str = NAME) -> None:
     """Replace the manifest of a folder atomically.
 
     Args:
         folder: The folder.
         kind: "snapshot", "mapped storage" or "episodes".
         content: The fields of this kind, as JSON.
+        name: The name of the file.
     """
     manifest = {"format": f"rlstore {kind}", "version": VERSION, **content}
     text = json.dumps(manifest, indent=1, allow_nan=False).removesuffix(_END).encode()
-    write_whole(folder / NAME, text + _CHECKSUM + str(_checksum(text)).encode() + _END.encode())
+    whole = text + _CHECKSUM + str(_checksum(text)).encode() + _END.encode()
+    if len(whole) > _MOST_BYTES:
+        raise InvalidInputError(f"the {name} of this {kind} would have {len(whole):,} bytes; {_MOST_BYTES:,} are read")
+    folder.write_whole(name, whole)
 
 
-def read_manifest(folder: Path, kind: str, fields: Fields) -> dict[str, Any]:
+def read_manifest(folder: Directory, kind: str, fields: Fields, name: str = NAME) -> dict[str, Any]:
     """The manifest of a folder.
 
     Args:
         folder: The folder.
         kind: The kind that it must be.
         fields: The fields that it must have.
+        name: The name of the file.
 
     Raises:
         SnapshotError: If there is none, or it is damaged, of another kind, or of a newer version.
     """
-    path = folder / NAME
-    if not path.is_file():
-        raise SnapshotError(f"there is no {kind} in {folder}: it has no {NAME}")
-    text = path.read_bytes()
+    path = folder.path / name
     try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise SnapshotError(f"{path} is damaged: it is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != f"rlstore {kind}":
-        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        text = folder.read(name, _MOST_BYTES)
+    except FileNotFoundError as error:
+        raise SnapshotError(f"there is no {kind} in {folder.path}: it has no {name}") from error
+    manifest = parse_json(text, str(path))
+    if manifest.get("format") != f"rlstore {kind}":
+        found = manifest.get("format")
         raise SnapshotError(f'{path} is not the manifest of a {kind}: "format" is {found!r}, not "rlstore {kind}"')
     check_fields(path, manifest, {"version": int})
     if manifest["version"] > VERSION:
@@ -90,8 +95,9 @@ def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str
         field, expected = where + name, dict if isinstance(kind, Mapping) else kind
         if name not in part:
             raise SnapshotError(f'{path} is damaged: "{field}" is missing')
-        if not isinstance(part[name], expected) or isinstance(part[name], bool):
-            raise SnapshotError(f'{path} is damaged: "{field}" is {part[name]!r}, not {_JSON_TYPES[expected]}')
+        if type(part[name]) is not expected:
+            found = repr(part[name])[:80]
+            raise SnapshotError(f'{path} is damaged: "{field}" is {found}, not {_JSON_TYPES[expected]}')
         if isinstance(kind, Mapping):
             check_fields(path, part[name], kind, f"{field}.")
 

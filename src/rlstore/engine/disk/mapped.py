@@ -2,15 +2,19 @@
 
 manifest.json    see manifest.py; "schema": what the storage holds and in which form
 NAME.bin         the rows of one block, contiguous
+seal.json        see seal.py: checksums of what the files held when the folder was left
 lock             held while a storage uses the folder
 """
 
 from __future__ import annotations
 
+import atexit
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +23,10 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from rlstore.engine.disk.files import raising_disk_full, reserve, sync_folder
+from rlstore.engine.disk.files import raising_disk_full, reserve
 from rlstore.engine.disk.folder import Folder
+from rlstore.engine.disk.seal import RowFiles, Seal
+from rlstore.errors import DiskFullError, SnapshotError
 
 NEED_LESS = (
     "Give a smaller storage_size, store each frame once with frame_stack, keep pixels as uint8, or give "
@@ -39,74 +45,177 @@ class MappedFiles:
     def __init__(self, owner: str, path: str | os.PathLike[str]) -> None:
         self.path, self._owner = Path(path).absolute(), owner
         self._folder: Folder | None = None
+        self._seal: Seal | None = None
         self._mapped: set[str] = set()
+        self._has_rows = False  # of an earlier run
 
-    def open(self, schema: Mapping[str, Any]) -> bool:
+    def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
         """Lock the folder, created if it does not exist.
 
         Args:
             schema: See :meth:`rlstore.engine.disk.folder.Folder.match`.
+            rows: Which blocks hold rows, by the names that :meth:`map` is given; None if none do.
 
         Returns:
             True if it holds a storage of this schema: :meth:`map` then returns the blocks of that.
 
         Raises:
             InvalidInputError: If it holds anything else, or another storage uses it. Nothing was changed.
+            SnapshotError: If its files are not what they were when it was left. Nothing was changed.
         """
         if_full = "Give a path on a larger disk."
         folder = Folder(self._owner, self.path, "mapped storage", {"schema": dict}, lambda name: True, if_full)
         found = folder.match(schema)
-        self._folder = folder
+        if rows is not None:
+            row_bytes = {file_name(name): nbytes for name, nbytes in rows.row_bytes.items()}
+            rows = rows._replace(counters=file_name(rows.counters), row_bytes=row_bytes)
+        seal = Seal(folder.directory, rows)
+        try:
+            seal.open()
+            self._has_rows = any(seal.written())
+        except BaseException:
+            folder.release()
+            raise
+        self._folder, self._seal = folder, seal
+        self._leave = weakref.finalize(self, _leave, folder, seal)
+        self._leave.atexit = False
+        _OPEN.add(self)
         return found
 
-    def map(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The block of this name, with at least ``shape[0]`` rows: its file is extended with zeros if it is shorter."""
+    def map(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+    ) -> Tensor:
+        """The block of this name; a new file holds zeros.
+
+        Args:
+            name: The name.
+            shape: The shape.
+            dtype: The dtype.
+            grows: The file may have more rows than ``shape[0]``, which the block then has too; fewer are made up for
+                with zeros if :attr:`map` returned it before.
+            is_late: It may be made although there are rows already.
+
+        Raises:
+            SnapshotError: If there are rows, and the file is missing or of another size.
+        """
         if self._folder is None:
             raise RuntimeError(f"{self._owner} must open the folder {self.path} before it maps {name}")
-        path = self._file(name)
-        row = math.prod(shape[1:]) * dtype.itemsize
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file, row = file_name(name), math.prod(shape[1:]) * dtype.itemsize
+        descriptor = self._opened(file, shape[0] * row, is_late=is_late)
         try:
             held = os.fstat(descriptor).st_size
             if held < shape[0] * row:
-                self._extend(descriptor, path, held, shape[0] * row)
+                self._extend(descriptor, file, held, shape[0] * row)
+            elif held > shape[0] * row and not grows:
+                raise self._damaged(file, held, shape[0] * row)
             rows = max(shape[0], held // row) if row else shape[0]
             memory = mmap.mmap(descriptor, rows * row) if rows * row else None
         finally:
             os.close(descriptor)
-        self._mapped.add(path.name)
+        self._mapped.add(file)
         return tensor_over(memory, (rows, *shape[1:]), dtype)
 
-    def _extend(self, descriptor: int, path: Path, held: int, nbytes: int) -> None:
+    def _opened(self, file: str, nbytes: int, *, is_late: bool) -> int:
+        """The descriptor of a file, which is created if it may be missing."""
+        assert self._folder is not None
+        directory = self._folder.directory
+        try:
+            descriptor = directory.open(file, os.O_RDWR)
+        except FileNotFoundError:
+            if self._has_rows and not is_late:
+                raise self._damaged(file, 0, nbytes) from None
+            return self._created(file, nbytes)
+        held = os.fstat(descriptor).st_size
+        # Before there are rows it may be left over from a run that was killed before it had made all files.
+        if held < nbytes and self._has_rows and file not in self._mapped:
+            os.close(descriptor)
+            raise self._damaged(file, held, nbytes)
+        return descriptor
+
+    def _created(self, file: str, nbytes: int) -> int:
+        """A file of zeros. It has its name only once it is complete: one that is shorter was cut."""
+        assert self._folder is not None
+        directory = self._folder.directory
+        descriptor = directory.create(f"{file}.new")
+        try:
+            self._extend(descriptor, file, 0, nbytes)
+            directory.replace(f"{file}.new", file)
+        except BaseException:
+            os.close(descriptor)
+            directory.remove(f"{file}.new")
+            raise
+        return descriptor
+
+    def _extend(self, descriptor: int, file: str, held: int, nbytes: int) -> None:
         advice = f"{self._owner} needs {size_text(nbytes - held)} more for it. {NEED_LESS.format(larger='larger')}"
         try:
-            with raising_disk_full(path, advice):
-                reserve(descriptor, held, nbytes)
-                sync_folder(self.path)
+            with raising_disk_full(self.path / file, advice):
+                if nbytes > held:
+                    reserve(descriptor, held, nbytes)
         except BaseException:
-            if held:
-                os.ftruncate(descriptor, held)
-            else:
-                path.unlink()
+            os.ftruncate(descriptor, held)
             raise
+
+    def _damaged(self, file: str, held: int, nbytes: int) -> SnapshotError:
+        return SnapshotError(
+            f"{self.path / file} is damaged: it has {held:,} bytes and should have {nbytes:,}. Restore it from a copy, "
+            "or give another path."
+        )
 
     def holds(self, name: str) -> bool:
         """True if there is a file of this block."""
-        return self._file(name).exists()
+        return os.path.lexists(self.path / file_name(name))
 
     def unmapped_bytes(self) -> int:
         """The size of the files of an earlier run that :meth:`map` has not returned yet."""
-        return sum(file.stat().st_size for file in self.path.glob("*.bin") if file.name not in self._mapped)
+        return sum(file.lstat().st_size for file in self.path.glob("*.bin") if file.name not in self._mapped)
 
-    def close(self) -> None:
-        """Release the folder. The blocks stay mapped as long as they are referenced."""
-        if self._folder is not None:
-            self._folder.release()
-            self._folder = None
+    def break_seal(self) -> None:
+        """Rows are about to be written in another order than one after another."""
+        if self._seal is not None:
+            self._seal.remove()
 
-    def _file(self, name: str) -> Path:
-        quoted = quote(name, safe="")
-        return self.path / f"{quoted if len(quoted) < 200 else sha256(name.encode()).hexdigest()}.bin"
+    def close(self, *, still: bool = True) -> None:
+        """Seal and release the folder. The blocks stay mapped as long as they are referenced.
+
+        Args:
+            still: Nobody can write any more.
+        """
+        if self._folder is not None and self._seal is not None:
+            self._leave.detach()
+            _leave(self._folder, self._seal, still=still)
+            self._folder = self._seal = None
+
+    def seal_at_exit(self) -> None:
+        """The process ends; other threads, and what else is called at its end, may still write."""
+        if self._seal is not None:
+            _try_to_seal(self._seal, still=False)
+
+
+def _leave(folder: Folder, seal: Seal, *, still: bool = True) -> None:
+    _try_to_seal(seal, still=still)
+    folder.release()
+
+
+def _try_to_seal(seal: Seal, *, still: bool) -> None:
+    # The seal that is there, open, holds as well: a full disk is no reason to fail.
+    with suppress(OSError, DiskFullError, SnapshotError):
+        seal.close(still=still)
+
+
+_OPEN: weakref.WeakSet[MappedFiles] = weakref.WeakSet()
+
+
+@atexit.register
+def _seal_all() -> None:
+    for files in list(_OPEN):
+        files.seal_at_exit()
+
+
+def file_name(name: str) -> str:
+    """The file of a block."""
+    quoted = quote(name, safe="")
+    return f"{quoted if len(quoted) < 200 else sha256(name.encode()).hexdigest()}.bin"
 
 
 def tensor_over(memory: mmap.mmap | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

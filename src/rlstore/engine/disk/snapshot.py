@@ -14,29 +14,25 @@ new one, complete; what an unfinished save leaves is removed by the next.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlstore.engine.disk import manifest
-from rlstore.engine.disk.files import raising_disk_full, reserve, sync_folder
+from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk.files import raising_disk_full
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.space_json import from_json, to_json
+from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
 from rlstore.engine.rows.schema import dtype_name
-from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.errors import SnapshotError
 
-CHUNK_BYTES = 64 << 20
-
-_TENSOR_FILE = re.compile(r"tensors-(\d+)\.safetensors")
+_TENSOR_FILE = re.compile(r"tensors-([0-9]{6,})\.safetensors")
 _FIELDS = {
     "contents": str,
     "class": str,
@@ -48,26 +44,6 @@ _FIELDS = {
 }
 _TENSOR_FIELDS = {"dtype": str, "shape": list, "crc32": int}
 _IF_FULL = "Save to a larger disk."
-
-# What the safetensors format calls each dtype.
-_CODES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
 
 # ---------------------------------------------------------------------------------------------------- writing
 
@@ -101,99 +77,40 @@ def write_snapshot(
         "settings": to_json(settings),
         "numbers": to_json(numbers, "numbers"),
     }
-    forms = {name: _storable(name, tensor) for name, tensor in tensors.items()}
+    forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
     folder = Folder("save()", path, "snapshot", _FIELDS, lambda name: not _TENSOR_FILE.fullmatch(name), _IF_FULL)
+    directory = folder.directory
     try:
         with raising_disk_full(folder.path, _IF_FULL):
-            file = folder.path / f"tensors-{_last_save(folder.path) + 1:06}.safetensors"
+            file = f"tensors-{_last_save(directory) + 1:06}.safetensors"
             try:
-                checksums = _write_tensors(file, forms)
-                content["file"] = {"name": file.name, "bytes": file.stat().st_size}
+                checksums = write_tensors(directory.create(file), forms)
+                directory.sync()
+                content["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
                 content["tensors"] = {
                     name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
                     for name, tensor in tensors.items()
                 }
                 folder.write_manifest(content)
             finally:
-                _remove_unnamed(folder.path)
+                _remove_unnamed(directory)
     finally:
         folder.release()
 
 
-def _last_save(folder: Path) -> int:
-    found = (_TENSOR_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+def _last_save(directory: Directory) -> int:
+    found = (_TENSOR_FILE.fullmatch(name) for name in directory.names())
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def _remove_unnamed(folder: Path) -> None:
+def _remove_unnamed(directory: Directory) -> None:
     """Remove what the manifest does not name: the tensors of the previous save, or of one that did not finish."""
-    path = folder / manifest.NAME
-    named = json.loads(path.read_bytes())["file"]["name"] if path.exists() else None
-    for entry in folder.iterdir():
-        if entry.name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(entry.name) and entry.name != named):
-            entry.unlink()
-
-
-def _storable(name: str, tensor: Tensor) -> Tensor:
-    """The tensor as a safetensors file can hold it."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    if plain.dtype not in _CODES or plain.layout != torch.strided:
-        raise InvalidInputError(f"{name} is a {plain.layout} tensor of {plain.dtype}, which cannot be saved")
-    return plain
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file, chunk by chunk, and give each tensor's checksum."""
-    # The largest elements first: so each tensor begins at a multiple of its element's size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    checksums = {}
-    with open(path, "wb") as file:
-        reserve(file.fileno(), 0, 8 + len(text) + end)
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in ordered.items():
-            checksum = 0
-            for index in chunks(tensor.shape, tensor.element_size()):
-                content = _bytes_of(tensor[index].cpu())
-                checksum = zlib.crc32(content, checksum)
-                file.write(content)
-            checksums[name] = checksum
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
-    return checksums
-
-
-def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a tensor of this shape into parts of at most 64 MiB, in the order of contiguous memory."""
-    nbytes = math.prod(shape) * itemsize
-    if nbytes == 0:
-        return
-    if nbytes <= CHUNK_BYTES or not shape:
-        yield tuple(slice(0, size) for size in shape)
-        return
-    rows = CHUNK_BYTES // (nbytes // shape[0])
-    for begin in range(0, shape[0], max(rows, 1)):
-        part = slice(begin, min(begin + max(rows, 1), shape[0]))
-        # A row that is itself too large is cut in turn.
-        rest = [tuple(slice(0, size) for size in shape[1:])] if rows else chunks(shape[1:], itemsize)
-        for inner in rest:
-            yield (part, *inner)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    # A tensor of one element counts as contiguous whatever its strides, and a view as bytes wants a stride of 1.
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    names, named = directory.names(), None
+    if manifest.NAME in names:
+        named = manifest.read_manifest(directory, "snapshot", _FIELDS)["file"]["name"]
+    for name in names:
+        if name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(name) and name != named):
+            directory.remove(name)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -201,6 +118,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 class SnapshotReader:
     """A snapshot, open for reading; use it in a ``with`` statement.
+
+    A save that replaces it meanwhile changes nothing: what is open stays readable until it is closed.
 
     Args:
         path: The folder.
@@ -211,35 +130,51 @@ class SnapshotReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.folder = Path(path).absolute()
-        found = manifest.read_manifest(self.folder, "snapshot", _FIELDS)
-        path = self.folder / manifest.NAME
-        if found["contents"] != "whole":
-            raise manifest.newer_version(path, "contents", found["contents"], "whole")
-        manifest.check_fields(path, found["tensors"], dict.fromkeys(found["tensors"], _TENSOR_FIELDS), "tensors.")
-        self.class_name: str = found["class"]
-        self.device: str = found["device"]
-        self.settings, self.numbers = (self._decoded(field, found[field]) for field in ("settings", "numbers"))
-        self._tensors: dict[str, Any] = found["tensors"]
-        self._file = self.folder / found["file"]["name"]
-        self._expect_size(found["file"]["bytes"])
+        if not self.folder.is_dir():
+            raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
+        with Directory(self.folder) as directory:
+            found, descriptor = _open_newest(directory)
+        self.manifest, file = self.folder / manifest.NAME, found["file"]
+        self._file = TensorFile(descriptor, self.folder / file["name"])
         try:
-            self._opened: Any = safe_open(self._file, framework="pt")
-        except SafetensorError as error:
-            raise self._damaged(str(error)) from error
+            if self._file.nbytes != file["bytes"]:
+                raise self._file.damaged(f"it has {self._file.nbytes:,} bytes and should have {file['bytes']:,}")
+            self._tensors: dict[str, Any] = found["tensors"]
+            self._check_tensors()
+            self.class_name: str = found["class"]
+            self.device: str = found["device"]
+            self.settings, self.numbers = (self._decoded(field, found[field]) for field in ("settings", "numbers"))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _check_tensors(self) -> None:
+        """Hold what the manifest says of the tensors against the header of the file."""
+        shapes, dtypes = self._file.shapes, self._file.dtypes
+        manifest.check_fields(self.manifest, self._tensors, dict.fromkeys(self._tensors, _TENSOR_FIELDS), "tensors.")
+        if shapes.keys() != self._tensors.keys():
+            other = sorted(shapes.keys() ^ self._tensors.keys())[0]
+            raise self._file.damaged(f"{other} is in the file or in {manifest.NAME}, and not in both")
+        for name, entry in self._tensors.items():
+            dtype = getattr(torch, entry["dtype"], None)
+            if not isinstance(dtype, torch.dtype):
+                raise self.damaged(f"tensors.{name}.dtype", entry["dtype"])
+            form = (dtype.to_real(), (*entry["shape"], 2)) if dtype.is_complex else (dtype, tuple(entry["shape"]))
+            if (dtypes[name], shapes[name]) != form:
+                raise self._file.damaged(f"{name} is not of the form that was saved")
 
     def _decoded(self, field: str, form: Any) -> dict[str, Any]:
         try:
-            decoded: dict[str, Any] = from_json(form)
-        except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            path = self.folder / manifest.NAME
-            raise SnapshotError(f'{path} is damaged: "{field}" cannot be read ({error!r})') from error
+            decoded: dict[str, Any] = from_json(form, self._file.nbytes)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
+            raise SnapshotError(f'{self.manifest} is damaged: "{field}" cannot be read ({error!r})') from error
         return decoded
 
     def __enter__(self) -> SnapshotReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._opened.__exit__(*error)
+        self._file.close()
 
     @property
     def names(self) -> list[str]:
@@ -274,36 +209,41 @@ class SnapshotReader:
                 f"{name} was saved as {self.shape(name)} {entry['dtype']} in {self.folder}, and is to be read into "
                 f"{tuple(target.shape)} {dtype_name(target.dtype)}"
             )
-        plain = torch.view_as_real(target) if target.is_complex() else target
-        checksum = 0
-        try:
-            # A tensor without dimensions has no slices.
-            source = self._opened.get_slice(name) if plain.dim() else {(): self._opened.get_tensor(name)}
-            for index in chunks(plain.shape, plain.element_size()):
-                part = source[index]
-                if (part.dtype, part.shape) != (plain.dtype, plain[index].shape):
-                    raise self._damaged(f"{name} is not of the form that was saved")
-                checksum = zlib.crc32(_bytes_of(part), checksum)
-                plain[index].copy_(part)
-        except SafetensorError as error:
-            raise self._damaged(str(error)) from error
-        if checksum != entry["crc32"]:
-            raise self._damaged(f"{name} is not what was saved (its checksum differs)")
+        self._file.read_into(name, target, entry["crc32"])
+
+    def check_numbers(self, numbers: Mapping[str, Any], fields: manifest.Fields) -> None:
+        """Refuse numbers that lack a field, or have one of another type; see :func:`manifest.check_fields`."""
+        manifest.check_fields(self.manifest, numbers, fields, "numbers.")
+
+    def damaged(self, field: str, found: object) -> SnapshotError:
+        """The error for a field of the manifest whose value cannot be."""
+        return SnapshotError(f'{self.manifest} is damaged: "{field}" is {str(found)[:80]!r}')
 
     def _entry(self, name: str) -> Any:
         if name not in self._tensors:
             raise SnapshotError(f"the snapshot in {self.folder} has no tensor {name!r}; it has {self.names}")
         return self._tensors[name]
 
-    def _expect_size(self, nbytes: int) -> None:
-        if not self._file.is_file():
-            raise SnapshotError(f"the snapshot in {self.folder} is not complete: {self._file.name} is missing")
-        found = self._file.stat().st_size
-        if found != nbytes:
-            raise self._damaged(f"it has {found:,} bytes and should have {nbytes:,}")
 
-    def _damaged(self, how: str) -> SnapshotError:
-        return SnapshotError(f"{self._file} is damaged: {how}. Load another snapshot.")
+def _open_newest(directory: Directory) -> tuple[dict[str, Any], int]:
+    """The manifest, and the descriptor of the file of tensors that it names.
+
+    A save may replace the manifest and remove that file in between. Then there is a newer manifest: it is read instead.
+    """
+    missing = None
+    while True:
+        found = manifest.read_manifest(directory, "snapshot", _FIELDS)
+        if found["contents"] != "whole":
+            raise manifest.newer_version(directory.path / manifest.NAME, "contents", found["contents"], "whole")
+        name = found["file"]["name"]
+        if not _TENSOR_FILE.fullmatch(name):
+            raise SnapshotError(f'{directory.path / manifest.NAME} is damaged: "file.name" is {name!r}')
+        if name == missing:
+            raise SnapshotError(f"the snapshot in {directory.path} is not complete: {name} is missing")
+        try:
+            return found, directory.open(name)
+        except FileNotFoundError:
+            missing = name
 
 
 def generator_state(generator: torch.Generator) -> dict[str, Tensor]:
@@ -321,4 +261,4 @@ def restore_generator(generator: torch.Generator, reader: SnapshotReader) -> Non
     if name == f"generator[{generator.device.type}]":
         generator.set_state(state)
     else:
-        generator.manual_seed(zlib.crc32(_bytes_of(state)))
+        generator.manual_seed(checksum_of(state))

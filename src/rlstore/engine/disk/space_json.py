@@ -18,6 +18,8 @@ from gymnasium import spaces
 from rlstore.engine.rows.schema import dtype_name
 from rlstore.errors import InvalidInputError
 
+_LEAST_ROOM = 64 << 20
+
 
 def to_json(value: Any, name: str = "settings") -> Any:
     """A value in a form that ``json.dumps`` takes and :func:`from_json` turns back.
@@ -53,21 +55,89 @@ def to_json(value: Any, name: str = "settings") -> Any:
     raise InvalidInputError(f"{name} is a {type(value).__name__}, which cannot be saved")
 
 
-def from_json(value: Any) -> Any:
-    """The value that :func:`to_json` was given. A numpy dtype becomes torch's, a mapping a dict."""
-    if isinstance(value, list):
-        return [from_json(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "$float" in value:
-        return float(value["$float"])
-    if "$dtype" in value:
-        return getattr(torch, value["$dtype"])
-    if "$tuple" in value:
-        return tuple(from_json(part) for part in value["$tuple"])
-    if "$space" in value:
-        return _space_from_json(value)
-    return {key: from_json(part) for key, part in value.items()}
+def from_json(value: Any, nbytes: int = _LEAST_ROOM) -> Any:
+    """The value that :func:`to_json` was given. A numpy dtype becomes torch's, a mapping a dict.
+
+    Args:
+        value: The form.
+        nbytes: The bytes of the data that the settings are of. The bounds of a space may be one number in the form and
+            an array in memory; all arrays together may have so many entries, or 64 million if that is more.
+
+    Raises:
+        ValueError: If it is no form of a value; or a LookupError, TypeError, AttributeError or AssertionError.
+    """
+    return _Decoder(max(nbytes, _LEAST_ROOM)).decode(value)
+
+
+class _Decoder:
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        marked = next((key for key in value if key.startswith("$")), None)
+        if marked is None:
+            return {key: self.decode(part) for key, part in value.items()}
+        if marked == "$space":
+            return self._space(value)
+        (content,) = value.values()
+        if marked == "$float" and content in ("inf", "-inf", "nan"):
+            return float(content)
+        if marked == "$dtype" and isinstance(content, str):
+            return _torch_dtype(content)
+        if marked == "$tuple" and isinstance(content, list):
+            return tuple(self.decode(part) for part in content)
+        raise ValueError(f"{marked} is {str(content)[:40]!r}")
+
+    def _space(self, form: Mapping[str, Any]) -> spaces.Space[Any]:
+        kind = form["$space"]
+        if kind == "Box":
+            low, high = (self._array(form[bound], form) for bound in ("low", "high"))
+            if (low > high).any():
+                raise ValueError("a Box whose low is above its high")
+            return spaces.Box(low, high, tuple(form["shape"]), _numpy_dtype(form["dtype"]).type)
+        if kind == "MultiDiscrete":
+            nvec, start = (self._array(form[part], form) for part in ("nvec", "start"))
+            return spaces.MultiDiscrete(nvec, dtype=_numpy_dtype(form["dtype"]).type, start=start)
+        if kind == "Discrete":
+            # Older versions of gymnasium have no other dtype.
+            dtype: dict[str, Any] = {} if form["dtype"] == "int64" else {"dtype": _numpy_dtype(form["dtype"]).type}
+            return spaces.Discrete(form["n"], start=form["start"], **dtype)
+        if kind == "MultiBinary":
+            return spaces.MultiBinary(self.decode(form["n"]))
+        if kind == "Dict":  # gymnasium sorts the keys of a plain dict
+            return spaces.Dict(OrderedDict((key, self.decode(part)) for key, part in form["spaces"]))
+        if kind == "Tuple":
+            return spaces.Tuple([self.decode(part) for part in form["spaces"]])
+        raise ValueError(f"unknown space {str(kind)[:40]!r}")
+
+    def _array(self, entries: Any, space: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        shape = space["shape"]
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"a space of shape {str(shape)[:40]}")
+        self._room -= math.prod(shape)
+        if self._room < 0:
+            raise ValueError(f"a space of shape {shape}, which is larger than the data")
+        value = np.array(self.decode(entries), dtype=_numpy_dtype(space["dtype"]))
+        return value.reshape(shape) if value.ndim else np.full(shape, value)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name[:40]!r}")
+    return dtype
+
+
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
+    """A dtype of numbers: an object in an array would be anything."""
+    dtype = np.dtype(name) if isinstance(name, str) else None
+    if dtype is None or dtype.kind not in "biuf":
+        raise ValueError(f"unknown dtype {str(name)[:40]!r}")
+    return dtype
 
 
 # ---------------------------------------------------------------------------------------------------- spaces
@@ -93,35 +163,9 @@ def _space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     raise InvalidInputError(f"a space of type {type(space).__name__} cannot be saved: {space}")
 
 
-def _space_from_json(form: Mapping[str, Any]) -> spaces.Space[Any]:
-    kind = form["$space"]
-    if kind == "Box":
-        low, high = (_array_from_json(form[bound], form) for bound in ("low", "high"))
-        return spaces.Box(low, high, tuple(form["shape"]), np.dtype(form["dtype"]).type)
-    if kind == "MultiDiscrete":
-        nvec, start = (_array_from_json(form[part], form) for part in ("nvec", "start"))
-        return spaces.MultiDiscrete(nvec, dtype=np.dtype(form["dtype"]).type, start=start)
-    if kind == "Discrete":
-        # Older versions of gymnasium have no other dtype.
-        dtype = {} if form["dtype"] == "int64" else {"dtype": np.dtype(form["dtype"]).type}
-        return spaces.Discrete(form["n"], start=form["start"], **dtype)
-    if kind == "MultiBinary":
-        return spaces.MultiBinary(from_json(form["n"]))
-    if kind == "Dict":  # gymnasium sorts the keys of a plain dict
-        return spaces.Dict(OrderedDict((key, from_json(part)) for key, part in form["spaces"]))
-    if kind == "Tuple":
-        return spaces.Tuple([from_json(part) for part in form["spaces"]])
-    raise ValueError(f"unknown space {kind!r}")
-
-
 def _array_to_json(array: np.ndarray[Any, Any]) -> Any:
     """One number if all entries are equal, else a flat list."""
     flat = array.reshape(-1)
     if flat.size and (flat == flat[0]).all():
         return to_json(flat[0])
     return [to_json(entry) for entry in flat]
-
-
-def _array_from_json(entries: Any, space: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    value = np.array(from_json(entries), dtype=space["dtype"])
-    return value.reshape(space["shape"]) if value.ndim else np.full(space["shape"], value)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, size_text, tensor_over
+from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.memory.capacity import free_device, free_ram
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
@@ -92,20 +93,23 @@ class Backing:
                 f"Nothing was allocated. {advice}"
             )
 
-    def zeros(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def zeros(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+    ) -> Tensor:
         """A block of zeros, whose pages are committed when they are first written. It is never an inference tensor.
 
-        If :meth:`open` returned True, a "mapped" block is what its file holds: at least ``shape[0]`` rows, and more if
-        it was extended.
+        If :meth:`open` returned True, a "mapped" block is what its file holds.
 
         Args:
             name: The block's name, unique among the blocks of this backing.
             shape: Its shape, time first.
             dtype: Its dtype.
+            grows: It may be extended: then a "mapped" block has at least ``shape[0]`` rows, and more if it was.
+            is_late: It may be allocated when there are rows already.
         """
         shape = tuple(shape)
         if self._files is not None:
-            return self._files.map(name, shape, dtype)
+            return self._files.map(name, shape, dtype, grows=grows, is_late=is_late)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes == 0 or self.device.type != "cpu":
@@ -133,27 +137,36 @@ class Backing:
         """
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
-        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
+        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype, grows=True)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)
-        return longer
+        return longer[:rows]  # a file may have more, of a run that was killed when it had extended only some
 
-    def open(self, schema: Mapping[str, Any]) -> bool:
+    def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
         """Lock the folder of "mapped"; see :meth:`rlstore.engine.disk.mapped.MappedFiles.open`.
 
         Returns:
             True if a storage of this schema is there: :meth:`zeros` then returns its blocks.
         """
-        return self._files is not None and self._files.open(schema)
+        return self._files is not None and self._files.open(schema, rows)
+
+    def break_seal(self) -> None:
+        """Rows of "mapped" are about to be written in another order than one after another."""
+        if self._files is not None:
+            self._files.break_seal()
 
     def holds(self, name: str) -> bool:
         """True if :meth:`zeros` would return a block of this name from an earlier run."""
         return self._files is not None and self._files.holds(name)
 
-    def close(self) -> None:
-        """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced."""
+    def close(self, *, still: bool = True) -> None:
+        """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced.
+
+        Args:
+            still: Nobody can write any more.
+        """
         if self._files is not None:
-            self._files.close()
+            self._files.close(still=still)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Backing, (self.owner, "ram", self.device)

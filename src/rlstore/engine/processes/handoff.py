@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import Slots, State
@@ -157,7 +158,7 @@ class Member:
 
     def __init__(self, handoff: Handoff, role: str, name: str | None, timeout: float) -> None:
         self.handoff, self.role, self.name, self.timeout = handoff, role, name, timeout
-        self._number, self._pid = 0, 0
+        self._number, self._pid, self._guard = 0, 0, new_guard()
         self._end: Finalize | None = None
         # The lost peers that do not explain a wait, since it got slots after they died; and how many had been lost.
         self._excluded, self._lost = set[int](), 0
@@ -167,10 +168,15 @@ class Member:
     def number(self) -> int:
         """This peer's number, in this process."""
         if self._pid != os.getpid():
-            self._number = self.handoff.peers.join(self.role, self.name)
-            self._pid = os.getpid()
-            self._end = Finalize(self, _leave, (self.handoff, self._number), exitpriority=10)
+            with self._guard:
+                self._join()
         return self._number
+
+    def _join(self) -> None:
+        if self._pid != os.getpid():  # no other thread has done it
+            self._number = self.handoff.peers.join(self.role, self.name)
+            self._end = Finalize(self, _leave, (self.handoff, self._number), exitpriority=10)
+            self._pid = os.getpid()
 
     def leave(self) -> None:
         """Remove this peer. What it was writing is free, and what it was reading is full again."""

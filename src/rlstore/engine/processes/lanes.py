@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
 import torch
 
+from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.limiter import Limiter
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
-from rlstore.kernels import await_event, event_count, exchange_word, make_event
+from rlstore.kernels import Guard, await_event, event_count, exchange_word, make_event
 
 _PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
@@ -35,16 +35,19 @@ class LaneControl:
     Args:
         lanes: Lanes of the ring.
         segment: The memory, in a process that is handed the control; None makes it.
-        shared: Whether the memory is one that other processes can have.
+        guard: That of a storage which other processes cannot write to; None if they can.
+
+    Attributes:
+        turn: Threads of one process write one after another. Without other processes nothing is read meanwhile: tables
+            may grow, and the rows of a lane are not all its own.
     """
 
-    def __init__(self, lanes: int, segment: SharedMemory | None = None, *, shared: bool = True) -> None:
+    def __init__(self, lanes: int, segment: SharedMemory | None = None, guard: Guard | None = None) -> None:
         pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
         self.reported: set[int] = set()  # the dead writers that this process has warned of
-        # Threads of one process write one after another: tables may grow, and the rows of a lane are not all its own.
-        self.turn: AbstractContextManager[Any] = nullcontext() if shared else threading.Lock()
-        if shared and segment is None:
+        self.turn = new_guard() if guard is None else guard
+        if guard is None and segment is None:
             self.segment = SharedMemory.create(SharedMemory.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
         self.peers, self.limiter = Peers(carve(*pieces[0])), Limiter(carve(*pieces[1]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +13,55 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
-from rlstore.kernels import protocol
-from rlstore.kernels.protocol import NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.errors import NotReadyError
+from rlstore.kernels import Guard, protocol
+from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
+
+Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
+
+
+class Follower(Protocol):
+    """What has to know of every row."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that do all of :meth:`follow`."""
+        ...
+
+    def follow(self) -> None:
+        """Take in the rows that were written since."""
+        ...
 
 
 class Appender:
     """Appends steps to a ring, one step of all its lanes at a time.
 
+    Several threads may append: a step and what follows from it is one call of a kernel, which nothing can interrupt, or
+    (where that call cannot do it) several calls with the guard.
+
     Args:
         ring: The ring, or a part of it.
         fields: What a step consists of.
+        guard: That of the storage.
+        sampler: What draws from the ring; None for a part of it.
 
     Attributes:
         added: Steps that were appended.
         warned: True once it has warned of observations that do not continue their episode.
+        settle: Called before rows change; None if there is nothing to wait for.
+        keep: Called after rows were written; None if they are kept nowhere else.
     """
 
-    def __init__(self, ring: EpisodeRing, fields: StepFields) -> None:
+    def __init__(self, ring: EpisodeRing, fields: StepFields, guard: Guard, sampler: Follower | None = None) -> None:
         self.added, self.warned = 0, False
         self.ring, self.fields = ring, fields
+        self.settle: Callable[[], None] | None = None
+        self.keep: Callable[[], None] | None = None
+        self._guard, self._sampler = guard, sampler
         self._kernel: protocol.EpisodeRing | None = None
+        self._direct: protocol.EpisodeRing | None = None  # the same, once it may append alone
+        self._followers: Kernels = (None, None)  # what it refers to then
+        self._closed = False
         self._watches = ring.is_shared
         self._is_plain = fields.structure.is_leaf and not fields.named  # one tensor each, and nothing by name
         self._no_final = (None,) * (len(fields.observations) + 1)
@@ -73,13 +102,26 @@ class Appender:
             values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
         if infos or type(infos) is not dict:
             values = self._with_final(values, infos)
-        outcome = (self._kernel or self._bind()).write(values)
-        if outcome != WRITTEN and self._complete(values, outcome) and not self.warned:
+        kernel = self._direct
+        outcome = BUSY if kernel is None else kernel.append(values)
+        if outcome in (WRITTEN, WRITTEN_WITH_BREAK):
+            self.added += 1  # threads are switched at calls and jumps, not within this line
+        else:
+            with self._guard:
+                if outcome == BUSY:
+                    self._find_direct()
+                outcome = self.write(values)
+        if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self.warned = True
             warnings.warn(_BROKEN, stacklevel=3)
-        self.added += 1
-        if self._watches:
-            self.ring.catch_up()
+
+    def _find_direct(self) -> None:
+        """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
+        if self._sampler is None or self.ring.is_part or self.settle is not None or self.keep is not None:
+            return
+        kernel, self._followers = self._bind(), self._sampler.kernels
+        if kernel.guard_with(self._guard, *self._followers):
+            self._direct = kernel
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
         """The values of a step with the final observations that its infos hold."""
@@ -91,8 +133,8 @@ class Appender:
         fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
         return (*values[: -len(fitted)], *fitted)
 
-    def write(self, values: tuple[Any, ...]) -> bool:
-        """Write one step of all lanes; every value fits, or nothing is written.
+    def write(self, values: tuple[Any, ...]) -> int:
+        """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
 
         Args:
             values: The observation leaves, those of the next observations, the columns; whether the episode terminated
@@ -100,31 +142,42 @@ class Appender:
                 observations, each None if there are none, and which lanes have one (None: all that end).
 
         Returns:
-            True if an episode was broken off: its observations did not continue, and no end was flagged.
+            ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and
+            no end was flagged.
 
         Raises:
             InvalidInputError: If a value does not fit.
         """
-        outcome = (self._kernel or self._bind()).write(values)
-        broken = outcome != WRITTEN and self._complete(values, outcome)
+        kernel = self._kernel or self._bind()
+        if self.settle is not None:
+            self.settle()
+        outcome = kernel.write(values)
+        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+            outcome = self._complete(kernel, values, outcome)
         self.added += 1
         if self._watches:
             self.ring.catch_up()
-        return broken
+        if self._sampler is not None:
+            self._sampler.follow()
+        if self.keep is not None:
+            self.keep()
+        return outcome
 
     def _bind(self) -> protocol.EpisodeRing:
         """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
+        if self._closed:
+            raise NotReadyError("this storage is closed. Nothing was written.")
         kernel = self.ring.writing_kernel()
         self._kernel, self._watches = None if self.ring.is_part else kernel, self.ring.is_shared
         return kernel
 
-    def _complete(self, values: tuple[Any, ...], outcome: int) -> bool:
-        """Bring a write to its end that has written nothing yet: convert values, and make room in tables.
+    def close(self) -> None:
+        """Append nothing any more."""
+        self._closed, self._kernel, self._direct = True, None, None
 
-        Returns:
-            True if an episode was broken off.
-        """
-        kernel, fitted = self._kernel or self._bind(), -1
+    def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
+        """Bring a write to its end that has written nothing yet: convert values, and make room in tables."""
+        fitted = -1
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if possible, else refuse it.
@@ -135,7 +188,7 @@ class Appender:
             else:
                 self.ring.extend(episodes=outcome == NEEDS_EPISODES)
             outcome = kernel.write(values)
-        return outcome == WRITTEN_WITH_BREAK
+        return outcome
 
     def _place(self, index: int) -> Field:
         if self._places is None:
@@ -159,7 +212,7 @@ class Appender:
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None}
+        return {**self.__dict__, "_kernel": None, "_direct": None, "_followers": (None, None), "keep": None}
 
 
 _BROKEN = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
@@ -70,7 +71,7 @@ class EpisodeRing:
             backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
         if shared:
             backing.reserve(self._layout.nbytes(lanes, self.rows, (self.kept + 1) * lanes))
-        self.reopened = backing.open({**self._schema(), **(beside or {})})
+        self.reopened = backing.open({**self._schema(), **(beside or {})}, self._row_files())
         self._allocate()
 
     def _expected_bytes(self) -> int:
@@ -82,20 +83,26 @@ class EpisodeRing:
         described = {f.name: [list(f.shape), str(f.dtype), stack, axis] for f, stack, axis in fields}
         return {"steps": self.steps, "lanes": self.lanes, "fields": described}
 
+    def _row_files(self) -> RowFiles:
+        """Which blocks of a mapped folder hold rows."""
+        apart = {name: bytes_of(shape, dtype) for name, shape, dtype in self._layout.apart}
+        return RowFiles("counters", self.lanes, self.rows, {"records": self._layout.record_bytes, **apart})
+
     def _allocate(self) -> None:
         make = self.backing.zeros
+        # In a mapped folder the counters are there first: without them nothing was ever written.
+        self.counters = make("counters", (5, self.lanes), torch.int64)
         records = make("records", (self.lanes, self.rows, self._layout.record_bytes), torch.uint8)
         self.blocks = self._layout.views(records)
         for name, shape, dtype in self._layout.apart:
             self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
         self._records = records
-        self.counters = make("counters", (5, self.lanes), torch.int64)
         shared = self.backing.kind == "shared"
         first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
         slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
-        self.episodes = make("episodes", (slots, 4), torch.int64)
-        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32)
-        self.finals = [make(*table) for table in self._layout.tables(slots)[: len(self.leaves)]]
+        self.episodes = make("episodes", (slots, 4), torch.int64, grows=True)
+        self.free_slots = make("free_slots", (slots // self.lanes, self.lanes), torch.int32, grows=True)
+        self.finals = [make(*table, grows=True) for table in self._layout.tables(slots)[: len(self.leaves)]]
         self.starts: list[Tensor | None] = [None for _ in self.leaves]
         if shared:
             self._make_starts()
@@ -357,7 +364,8 @@ class EpisodeRing:
 
     def _make_starts(self) -> None:
         """Make the tables of starts, which only unusual frame stacks need."""
-        made = iter([self.backing.zeros(*table) for table in self._layout.tables(self.slots)[len(self.leaves) :]])
+        tables = self._layout.tables(self.slots)[len(self.leaves) :]
+        made = iter([self.backing.zeros(*table, grows=True, is_late=True) for table in tables])
         self.starts = [next(made)[: self.slots] if leaf.stack > 1 else None for leaf in self.leaves]
 
     # ---------------------------------------------------------------------------------------------- saving
@@ -379,6 +387,7 @@ class EpisodeRing:
         self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
     ) -> None:
         """Hold what :meth:`state` returned, given its names, shapes and a function that fills a tensor."""
+        self.backing.break_seal()
         slots = shape("episodes")[0]
         if slots > self.slots:
             self._extend_tables(slots)

@@ -73,7 +73,7 @@ class Layout:
         lanes, rows = records.shape[:2]
         inner = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         strides = (whole.stride(0), whole.stride(1), *inner)
-        return whole.as_strided((lanes, rows, *shape), strides, offset // item)
+        return whole.as_strided((lanes, rows, *shape), strides, whole.storage_offset() + offset // item)
 
     def tables(self, slots: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """The tables of final observations and, where frames are stacked, of starts, for ``slots`` episodes."""

@@ -1,0 +1,128 @@
+// One thread at a time uses a storage.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+
+namespace rlstore {
+
+namespace nb = nanobind;
+
+// A reentrant lock. Its state is read and written only while the GIL is held, so that taking a free guard is a comparison and
+// two stores, a fraction of what threading.RLock costs. Threads that wait get it in the order in which they came: one that
+// releases it and takes it again in a loop cannot keep the others out.
+class Guard {
+ public:
+  bool is_taken() const { return depth_ > 0; }
+
+  void enter(int64_t depth = 1) {
+    const unsigned long thread = PyThread_get_thread_ident();
+    if (depth_ == 0) {
+      owner_ = thread, depth_ = depth;
+    } else if (owner_ == thread) {
+      depth_ += depth;
+    } else {
+      wait(thread, depth);
+    }
+  }
+
+  void exit() {
+    require_owner();
+    if (--depth_ == 0) pass_on();
+  }
+
+  // Releases the guard however often it was entered, for a wait; enter(depth) takes it back.
+  int64_t leave() {
+    require_owner();
+    const int64_t depth = depth_;
+    depth_ = 0;
+    pass_on();
+    return depth;
+  }
+
+  // In a forked child the threads that waited do not exist. The forking thread holds the guard and releases it afterwards.
+  void forget_waiting() { waiting_.clear(); }
+
+ private:
+  struct Waiting {
+    unsigned long thread;
+    int64_t depth;
+    bool granted = false;
+    std::mutex mutex = {};
+    std::condition_variable changed = {};
+  };
+
+  void require_owner() const {
+    if (depth_ == 0 || owner_ != PyThread_get_thread_ident()) throw std::runtime_error("a guard is released by the thread that holds it");
+  }
+
+  void pass_on() {
+    if (waiting_.empty()) return;
+    Waiting* next = waiting_.front();
+    waiting_.pop_front();
+    owner_ = next->thread, depth_ = next->depth;
+    const std::lock_guard<std::mutex> locked(next->mutex);  // while notifying, because the waiting thread owns the memory
+    next->granted = true;
+    next->changed.notify_one();
+  }
+
+  void wait(unsigned long thread, int64_t depth) {
+    Waiting own{thread, depth};
+    waiting_.push_back(&own);
+    while (!own.granted) {
+      {
+        nb::gil_scoped_release released;
+        std::unique_lock<std::mutex> locked(own.mutex);
+        own.changed.wait_for(locked, std::chrono::milliseconds(50), [&] { return own.granted; });
+      }
+      if (!own.granted && PyErr_CheckSignals()) {  // as Ctrl-C; a signal handler may have granted it meanwhile
+        if (own.granted) {
+          exit();
+        } else {
+          waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &own));
+        }
+        throw nb::python_error();
+      }
+    }
+  }
+
+  unsigned long owner_ = 0;
+  int64_t depth_ = 0;
+  std::deque<Waiting*> waiting_;
+};
+
+// `with guard:` by methods of plain C, in half the time of bound ones.
+inline PyObject* guard_enter(PyObject* self, PyObject*) {
+  try {
+    nb::inst_ptr<Guard>(self)->enter();
+  } catch (nb::python_error& error) {
+    error.restore();
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+inline PyObject* guard_exit(PyObject* self, PyObject* const*, Py_ssize_t) {
+  try {
+    nb::inst_ptr<Guard>(self)->exit();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+inline PyMethodDef guard_methods[] = {
+    {"__enter__", guard_enter, METH_NOARGS, nullptr},
+    {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guard_exit)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+inline PyType_Slot guard_slots[] = {{Py_tp_methods, guard_methods}, {0, nullptr}};
+
+}  // namespace rlstore

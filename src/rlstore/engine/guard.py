@@ -1,0 +1,107 @@
+"""One thread at a time uses a storage: the guard that each of them has, and the methods that take it."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from rlstore.kernels import Guard as Guard
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Guarded(Protocol):
+    """What has a guard."""
+
+    @property
+    def _guard(self) -> Guard: ...
+
+
+_Owner = TypeVar("_Owner", bound=Guarded)
+
+
+def new_guard() -> Guard:
+    """A guard that no other thread holds in a process that is forked: the fork waits for what is being done."""
+    guard = Guard()
+    _GUARDS.add(guard)
+    return guard
+
+
+copyreg.pickle(Guard, lambda guard: (new_guard, ()))  # a copy of a storage has a guard of its own
+
+
+def guarded(method: Callable[Concatenate[_Owner, _P], _R]) -> Callable[Concatenate[_Owner, _P], _R]:
+    """A method that runs with the guard of its object."""
+
+    @wraps(method)
+    def with_guard(self: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._guard:
+            return method(self, *args, **kwargs)
+
+    return with_guard
+
+
+def guarded_steps(
+    method: Callable[Concatenate[_Owner, _P], Iterator[_R]],
+) -> Callable[Concatenate[_Owner, _P], Iterator[_R]]:
+    """A generator that runs with the guard of its object, except while its consumer has an item."""
+
+    @wraps(method)
+    def with_guard(self: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
+        items, guard = method(self, *args, **kwargs), self._guard
+        while True:
+            with guard:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
+    return with_guard
+
+
+@contextmanager
+def released(guard: Guard) -> Iterator[None]:
+    """Releases a guard that this thread holds, while it waits for what others do."""
+    depth = guard.leave()
+    try:
+        yield
+    finally:
+        guard.enter(depth)
+
+
+# ---------------------------------------------------------------------------------------------------- forks
+
+_GUARDS: weakref.WeakSet[Any] = weakref.WeakSet()
+_held: list[Guard] = []  # by the thread that is forking
+
+
+def _before_fork() -> None:
+    _FORKING.__enter__()  # two threads that fork would wait for each other
+    _held.extend(_GUARDS)
+    for guard in _held:
+        guard.__enter__()
+
+
+def _after_fork() -> None:
+    for guard in _held:
+        guard.__exit__(None, None, None)
+    _held.clear()
+    _FORKING.__exit__(None, None, None)
+
+
+def _after_fork_in_child() -> None:
+    for guard in (_FORKING, *_held):
+        guard.forget_waiting()
+    _after_fork()
+
+
+_FORKING = Guard()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
