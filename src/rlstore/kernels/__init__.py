@@ -4,7 +4,8 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone. So does :class:`Guard`, the lock of a storage.
+operation on tensors: it exists in C++ alone. So does :class:`Guard`, the lock of a storage, and ``is_in_memory``, which is
+False for a tensor that has elements but no memory.
 """
 
 from __future__ import annotations
