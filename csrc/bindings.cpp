@@ -83,7 +83,7 @@ void draw_units(nb::handle generator, nb::handle units) {
   int64_t* state = typed<int64_t>(generator, 2);
   double* out = typed<double>(units, count);
   for (size_t i = 0; i < count; i++) out[i] = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
-  state[1] += static_cast<int64_t>(count);
+  advance(state, count);
 }
 
 // ---------------------------------------------------------------------------------------------------- scans
@@ -352,6 +352,7 @@ NB_MODULE(_native, m) {
   m.def("event_count", &event_count);
   m.def("await_event", &await_event);
   m.def("make_event", &make_event);
+  m.def("restore_tables", &restore_tables);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gather_slots", &gather_slots_binding);

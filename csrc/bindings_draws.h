@@ -40,6 +40,8 @@ class WindowIndex {
   }
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
   void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
+  int64_t seen(int64_t lane) const { return windows_.seen(lane); }
+  const EpisodeRing* ring() const { return ring_; }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -54,7 +56,7 @@ class WindowIndex {
     for (size_t i = 0; i < 4; i++) bound[i] = typed<int64_t>(memory_[i + 1], count);
     for (size_t lane = 0; lane < count; lane++) {
       const int64_t head = bound[0][lane], tail = bound[1][lane];
-      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0)
+      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0 || bound[3][lane] < 0)
         throw nb::value_error("windows: a queue that cannot be");
     }
     return Windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
@@ -84,17 +86,22 @@ class Priorities {
   void follow() {
     const Lanes& lanes = ring_->lanes();
     indices_.clear();
+    written_.assign(lanes.written, lanes.written + lanes.lanes);
     for (int64_t lane = 0; lane < lanes.lanes; lane++)
-      for (; seen_[lane] < lanes.written[lane]; seen_[lane]++) indices_.push_back(leaf_of(lane, seen_[lane]));
+      for (int64_t time = seen_[lane]; time < written_[static_cast<size_t>(lane)]; time++) indices_.push_back(leaf_of(lane, time));
     const float largest = tree_.maximum();
     set_all(largest > 0 ? largest : 1.0f);
+    // Only now: in a mapped file rows that were not seen have no priority yet, should the process be killed.
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) seen_[lane] = std::max(seen_[lane], written_[static_cast<size_t>(lane)]);
   }
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
   void follow_windows(const WindowIndex& windows) {
+    if (windows.ring() != ring_) throw nb::value_error("follow_windows: the windows of another ring");
     const float largest = tree_.maximum();
     set_rows(windows.dropped(), 0.0f);
     set_rows(windows.added(), largest > 0 ? largest : 1.0f);
+    for (int64_t lane = 0; lane < ring_->lanes().lanes; lane++) seen_[lane] = windows.seen(lane);
   }
 
   // Draws one row from each of `rows` equal parts of the total, with its weight (P(i) * size)^-beta / the largest weight.
@@ -110,7 +117,7 @@ class Priorities {
       const double unit = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
       targets_[i] = (static_cast<double>(i) + unit) / static_cast<double>(count) * total;
     }
-    state[1] += static_cast<int64_t>(count);
+    advance(state, count);
     tree_.find(targets_.data(), rows, count);
     weigh(rows, weights, count, static_cast<float>(beta));
     for (size_t i = 0; i < count; i++) rows[i] = row_of(rows[i]);
@@ -205,7 +212,7 @@ class Priorities {
   EpisodeRing* ring_;
   int64_t* seen_ = nullptr;  // bound with the tree
   SumTree tree_;
-  std::vector<int64_t> indices_;
+  std::vector<int64_t> indices_, written_;
   std::vector<float> values_;
   std::vector<double> targets_;
 };

@@ -4,8 +4,13 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone. So does :class:`Guard`, the lock of a storage, and ``is_in_memory``, which is
-False for a tensor that has elements but no memory.
+<<<<<<< HEAD
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``is_in_memory``,
+which is False for a tensor that has elements but no memory.
+=======
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``restore_tables``, which
+reads what came from a disk.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from rlstore.kernels._native import (
     is_in_memory,
     make_event,
     process_start,
+    restore_tables,
 )
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "kernel",
     "make_event",
     "process_start",
+    "restore_tables",
 ]
 
 # What a device has besides the portable version; that for CUDA is imported when it is first asked for.

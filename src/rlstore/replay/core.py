@@ -15,17 +15,19 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
-from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.calls import check_keywords, explained
+from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
@@ -38,6 +40,8 @@ from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
+_MUCH = 1 << 26  # bytes of batches from which on it is asked whether they fit into memory
+_SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
 class ReplayCore(Storage):
@@ -126,6 +130,7 @@ class ReplayCore(Storage):
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
         view.bind(self._fields, self.dtype, self._torch_device)
+        self._require_batches(view, self.batch_size, self.num_workers)
         on_device = options.memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
         backing = Backing(owner, "ram" if on_device else options.memory, place, options.path)
@@ -154,6 +159,15 @@ class ReplayCore(Storage):
                 f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
                 f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
             )
+
+    def _require_batches(self, view: View, size: int, ahead: int = 0) -> None:
+        """Refuse batches of ``size`` that do not fit into memory together with those that are prefetched."""
+        nbytes = view.nbytes * size * (1 + ahead)
+        if nbytes > _MUCH:
+            what = f"{1 + ahead:,} batches of {size:,}" if ahead else f"a batch of {size:,}"
+            place = self._torch_device if self._options.memory == "device" else torch.device("cpu")
+            advice = "Give a smaller batch_size or, of batches ahead, a smaller num_workers."
+            require_memory(type(self).__name__, nbytes, what, place, advice)
 
     def _connect(self) -> None:
         """Make the pipeline, with the parameters as they are now."""
@@ -401,6 +415,8 @@ class ReplayCore(Storage):
             size = int(batch_size)
         if self._pipeline is None:
             raise self._not_ready()
+        if size * self._view.nbytes > _MUCH and batch_size is not None:
+            self._require_batches(self._view, size)
         return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
     @guarded
@@ -422,6 +438,7 @@ class ReplayCore(Storage):
     # ---------------------------------------------------------------------------------------------- the ten methods
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -435,6 +452,7 @@ class ReplayCore(Storage):
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword.
         """
+        check_keywords(cls, arguments)
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
@@ -514,6 +532,7 @@ class ReplayCore(Storage):
         for _ in range(num_mini_batch * num_epochs):
             if self._pipeline is None:
                 raise self._not_ready()
+            self._require_batches(self._view, size)
             drawn, tensors = self._pipeline.read(size, self._sharing)
             yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
 
@@ -599,7 +618,8 @@ class ReplayCore(Storage):
             if self._rows is not None:
                 try:
                     self._check_longest(self._rows.steps, self._rows.lanes)
-                except InvalidInputError:
+                    self._require_batches(self._view, self.batch_size, self.num_workers)
+                except (InvalidInputError, DoesNotFitError):
                     setattr(part, parameter_name, before)
                     raise
                 self._connect()
@@ -628,7 +648,7 @@ class ReplayCore(Storage):
             super().save(path)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", *self._own_settings)
+        names = (*_SETTINGS, *self._own_settings)
         options, ring = self._options.settings(), self._rows
         if ring is not None and ring.backing.kind == "ram" and options["memory"] == "mapped":
             options.update(memory="ram", path=None)  # a copy of such a storage is in RAM
@@ -639,6 +659,10 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
+        required = (*_SETTINGS, *cls._own_settings, "options", "learnt")
+        missing = [name for name in required if name not in settings]
+        if missing:  # their defaults would be another storage
+            raise InvalidInputError(f"the settings of {cls.__name__} lack {missing}")
         given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
         options = {**settings["options"], "path": settings.get("path")}
         if options.get("rate_limit") is not None:
@@ -671,11 +695,11 @@ class ReplayCore(Storage):
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
-            self._random = reader.tensor("random", "cpu")
+            reader.read_into("random", self._random)
             return
         reader.read_into("random", self._random)
-        self._appender.added = numbers["added"]
-        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
+        self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)

@@ -11,12 +11,12 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
-from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.trainer import Check, fraction
 
 _STRATEGIES = ("future", "final", "episode")
@@ -240,7 +240,7 @@ class PrioritySampler(Sampler):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``: all of them, or if one is refused none."""
         if len(args) != 2:
-            raise TypeError(f"update() takes rows and priorities; {len(args)} arguments were given")
+            raise InvalidCallError(f"update() takes rows and priorities; {len(args)} arguments were given")
         if self.tree is None:
             raise InvalidInputError(f"this {self._owner} draws uniformly: alpha is 0, and there are no priorities")
         self.tree.update(*args)
@@ -291,11 +291,12 @@ class PrioritySampler(Sampler):
 
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
-        self._drawn = numbers["drawn"]
+        self._drawn = check_count(self._owner, "drawn", numbers["drawn"])
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
+            self.tree.restore(reader.unusable)
             self.tree.rebuild()
-            self.tree.stale = numbers["stale"]
+            self.tree.stale = check_count(self._owner, "stale", numbers["stale"])
 
 
 class WindowSampler(PrioritySampler):

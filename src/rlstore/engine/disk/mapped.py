@@ -26,7 +26,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import raising_disk_full, reserve
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.seal import RowFiles, Seal
-from rlstore.errors import DiskFullError, SnapshotError
+from rlstore.errors import SnapshotError
 
 NEED_LESS = (
     "Give a smaller storage_size, store each frame once with frame_stack, keep pixels as uint8, or give "
@@ -77,13 +77,13 @@ class MappedFiles:
             folder.release()
             raise
         self._folder, self._seal = folder, seal
-        self._leave = weakref.finalize(self, _leave, folder, seal)
+        self._leave = weakref.finalize(self, _leave, folder, seal, self._mapped)
         self._leave.atexit = False
         _OPEN.add(self)
         return found
 
     def map(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, most: int = 0, is_late: bool = False
     ) -> Tensor:
         """The block of this name; a new file holds zeros.
 
@@ -91,8 +91,8 @@ class MappedFiles:
             name: The name.
             shape: The shape.
             dtype: The dtype.
-            grows: The file may have more rows than ``shape[0]``, which the block then has too; fewer are made up for
-                with zeros if :attr:`map` returned it before.
+            most: The file of an earlier run may have up to so many rows; the block then has as many. A block that was
+                mapped before is extended with zeros.
             is_late: It may be made although there are rows already.
 
         Raises:
@@ -101,13 +101,11 @@ class MappedFiles:
         if self._folder is None:
             raise RuntimeError(f"{self._owner} must open the folder {self.path} before it maps {name}")
         file, row = file_name(name), math.prod(shape[1:]) * dtype.itemsize
-        descriptor = self._opened(file, shape[0] * row, is_late=is_late)
+        descriptor = self._opened(file, shape[0] * row, most * row, is_late=is_late)
         try:
             held = os.fstat(descriptor).st_size
             if held < shape[0] * row:
                 self._extend(descriptor, file, held, shape[0] * row)
-            elif held > shape[0] * row and not grows:
-                raise self._damaged(file, held, shape[0] * row)
             rows = max(shape[0], held // row) if row else shape[0]
             memory = mmap.mmap(descriptor, rows * row) if rows * row else None
         finally:
@@ -115,10 +113,12 @@ class MappedFiles:
         self._mapped.add(file)
         return tensor_over(memory, (rows, *shape[1:]), dtype)
 
-    def _opened(self, file: str, nbytes: int, *, is_late: bool) -> int:
-        """The descriptor of a file, which is created if it may be missing."""
+    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int:
+        """The descriptor of a file of ``nbytes``, or of up to ``most``; it is created if it may be missing."""
         assert self._folder is not None
+        assert self._seal is not None
         directory = self._folder.directory
+        self._seal.check_use(file)
         try:
             descriptor = directory.open(file, os.O_RDWR)
         except FileNotFoundError:
@@ -127,7 +127,8 @@ class MappedFiles:
             return self._created(file, nbytes)
         held = os.fstat(descriptor).st_size
         # Before there are rows it may be left over from a run that was killed before it had made all files.
-        if held < nbytes and self._has_rows and file not in self._mapped:
+        is_short = held < nbytes and self._has_rows
+        if file not in self._mapped and (is_short or held > max(nbytes, most)):
             os.close(descriptor)
             raise self._damaged(file, held, nbytes)
         return descriptor
@@ -166,6 +167,12 @@ class MappedFiles:
         """True if there is a file of this block."""
         return os.path.lexists(self.path / file_name(name))
 
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a block whose file holds what cannot be."""
+        return SnapshotError(
+            f"{self.path / file_name(name)} is damaged: {how}. Load a snapshot into another folder, or begin a new one."
+        )
+
     def unmapped_bytes(self) -> int:
         """The size of the files of an earlier run that :meth:`map` has not returned yet."""
         return sum(file.lstat().st_size for file in self.path.glob("*.bin") if file.name not in self._mapped)
@@ -183,24 +190,24 @@ class MappedFiles:
         """
         if self._folder is not None and self._seal is not None:
             self._leave.detach()
-            _leave(self._folder, self._seal, still=still)
+            _leave(self._folder, self._seal, self._mapped, still=still)
             self._folder = self._seal = None
 
     def seal_at_exit(self) -> None:
         """The process ends; other threads, and what else is called at its end, may still write."""
         if self._seal is not None:
-            _try_to_seal(self._seal, still=False)
+            _try_to_seal(self._seal, self._mapped, still=False)
 
 
-def _leave(folder: Folder, seal: Seal, *, still: bool = True) -> None:
-    _try_to_seal(seal, still=still)
+def _leave(folder: Folder, seal: Seal, files: set[str], *, still: bool = True) -> None:
+    _try_to_seal(seal, files, still=still)
     folder.release()
 
 
-def _try_to_seal(seal: Seal, *, still: bool) -> None:
+def _try_to_seal(seal: Seal, files: set[str], *, still: bool) -> None:
     # The seal that is there, open, holds as well: a full disk is no reason to fail.
-    with suppress(OSError, DiskFullError, SnapshotError):
-        seal.close(still=still)
+    with suppress(OSError, SnapshotError):
+        seal.close(files, still=still)
 
 
 _OPEN: weakref.WeakSet[MappedFiles] = weakref.WeakSet()

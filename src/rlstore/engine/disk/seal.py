@@ -72,6 +72,7 @@ class Seal:
     def __init__(self, directory: Directory, rows: RowFiles | None) -> None:
         self._directory, self._rows, self._process = directory, rows, os.getpid()
         self._found: dict[str, Any] | None = None
+        self._planted: frozenset[str] = frozenset()  # files that came while the folder was closed
 
     # ---------------------------------------------------------------------------------------------- counters
 
@@ -116,9 +117,8 @@ class Seal:
         for name in found["files"]:
             if name not in there:
                 raise self._damaged(name, "it is missing")
-        if found["closed"] and len(there) > len(found["files"]):
-            other = next(name for name in there if name not in found["files"])
-            raise self._damaged(other, "it was not there when the folder was closed")
+        if found["closed"]:
+            self._planted = frozenset(there) - found["files"].keys()
         now = None if found["closed"] else self.written()
         for name, sealed in found["files"].items():
             self._verify(name, sealed, found, now)
@@ -126,6 +126,11 @@ class Seal:
             found["closed"] = False
             self._write(found)
         self._found = found
+
+    def check_use(self, name: str) -> None:
+        """Refuse a file that was not there when the folder was closed."""
+        if name in self._planted:
+            raise self._damaged(name, "it was not there when the folder was closed")
 
     def _verify(self, name: str, sealed: Mapping[str, Any], found: Mapping[str, Any], now: list[int] | None) -> None:
         """Hold a file against its entry; ``now`` are the rows written, if there were writes since."""
@@ -176,10 +181,11 @@ class Seal:
 
     # ---------------------------------------------------------------------------------------------- leaving
 
-    def close(self, *, still: bool) -> None:
-        """Seal what the files hold now.
+    def close(self, names: Iterable[str], *, still: bool) -> None:
+        """Seal what files hold now.
 
         Args:
+            names: The files that are in use.
             still: Nobody can write any more: the seal is closed. Otherwise it is open, and tells what rows were.
         """
         if os.getpid() != self._process:  # a forked child: the folder is the parent's
@@ -188,7 +194,7 @@ class Seal:
         if self._rows is not None and not written:  # the folder was not even completed
             return
         extent = 0 if self._rows is None else min(max(written, default=-1) + 1, self._rows.rows)
-        files = {name: self._entry(name, extent, written, still=still) for name in _files(self._directory)}
+        files = {name: self._entry(name, extent, written, still=still) for name in sorted(names)}
         self._write({"closed": still, "written": written, "files": files})
 
     def _entry(self, name: str, extent: int, written: list[int], *, still: bool) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, size_text, tensor_over
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.memory.capacity import free_device, free_ram
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
-from rlstore.errors import DoesNotFitError, InvalidInputError
+from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
 
 KINDS = ("ram", "shared", "mapped")
 
@@ -73,28 +73,19 @@ class Backing:
         Raises:
             DoesNotFitError: (a MemoryError) with the bytes needed, the bytes free, and what to do.
         """
-        if self._files is not None:
-            nbytes -= self._files.unmapped_bytes()  # they need no new space
-            free, where = free_disk(self._files.path), f"free on the disk of {self._files.path}"
-        elif self.device.type == "cpu":
-            ram = free_ram()
-            if ram is None:
-                return
-            free, where = ram[0], f"free in RAM ({ram[1]})"
-        else:
-            on_device = free_device(self.device)
-            if on_device is None:
-                return
-            free, where = on_device, f"free on {self.device}"
+        if self._files is None:
+            require_memory(self.owner, nbytes, what, self.device, NEED_LESS.format(larger="large enough"))
+            return
+        nbytes -= self._files.unmapped_bytes()  # they need no new space
+        free = free_disk(self._files.path)
         if nbytes > free:
-            advice = NEED_LESS.format(larger="larger" if self.kind == "mapped" else "large enough")
             raise DoesNotFitError(
-                f"{self.owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are {where}. "
-                f"Nothing was allocated. {advice}"
+                f"{self.owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are free on the disk of "
+                f"{self._files.path}. Nothing was allocated. {NEED_LESS.format(larger='larger')}"
             )
 
     def zeros(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, grows: bool = False, is_late: bool = False
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, most: int = 0, is_late: bool = False
     ) -> Tensor:
         """A block of zeros, whose pages are committed when they are first written. It is never an inference tensor.
 
@@ -104,12 +95,12 @@ class Backing:
             name: The block's name, unique among the blocks of this backing.
             shape: Its shape, time first.
             dtype: Its dtype.
-            grows: It may be extended: then a "mapped" block has at least ``shape[0]`` rows, and more if it was.
+            most: To how many rows it may be extended. A "mapped" block has more than ``shape[0]`` rows if it was.
             is_late: It may be allocated when there are rows already.
         """
         shape = tuple(shape)
         if self._files is not None:
-            return self._files.map(name, shape, dtype, grows=grows, is_late=is_late)
+            return self._files.map(name, shape, dtype, most=most, is_late=is_late)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes == 0 or self.device.type != "cpu":
@@ -137,7 +128,7 @@ class Backing:
         """
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
-        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype, grows=True)
+        longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)
         return longer[:rows]  # a file may have more, of a run that was killed when it had extended only some
@@ -158,6 +149,12 @@ class Backing:
     def holds(self, name: str) -> bool:
         """True if :meth:`zeros` would return a block of this name from an earlier run."""
         return self._files is not None and self._files.holds(name)
+
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a block from an earlier run that holds what cannot be."""
+        if self._files is None:
+            raise RuntimeError(f"{name} of {self.owner} is not in a file")
+        return self._files.unusable(name, how)
 
     def close(self, *, still: bool = True) -> None:
         """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced.
