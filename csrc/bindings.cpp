@@ -351,6 +351,7 @@ NB_MODULE(_native, m) {
   m.def("event_count", &event_count);
   m.def("await_event", &await_event);
   m.def("make_event", &make_event);
+  m.def("restore_tables", &restore_tables);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
   m.def("gather_slots", &gather_slots_binding);

@@ -40,6 +40,7 @@ class WindowIndex {
   }
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
   void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
+  int64_t seen(int64_t lane) const { return windows_.seen(lane); }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -84,10 +85,13 @@ class Priorities {
   void follow() {
     const Lanes& lanes = ring_->lanes();
     indices_.clear();
+    written_.assign(lanes.written, lanes.written + lanes.lanes);
     for (int64_t lane = 0; lane < lanes.lanes; lane++)
-      for (; seen_[lane] < lanes.written[lane]; seen_[lane]++) indices_.push_back(leaf_of(lane, seen_[lane]));
+      for (int64_t time = seen_[lane]; time < written_[static_cast<size_t>(lane)]; time++) indices_.push_back(leaf_of(lane, time));
     const float largest = tree_.maximum();
     set_all(largest > 0 ? largest : 1.0f);
+    // Only now: in a mapped file rows that were not seen have no priority yet, should the process be killed.
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) seen_[lane] = std::max(seen_[lane], written_[static_cast<size_t>(lane)]);
   }
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
@@ -95,6 +99,7 @@ class Priorities {
     const float largest = tree_.maximum();
     set_rows(windows.dropped(), 0.0f);
     set_rows(windows.added(), largest > 0 ? largest : 1.0f);
+    for (int64_t lane = 0; lane < ring_->lanes().lanes; lane++) seen_[lane] = windows.seen(lane);
   }
 
   // Draws one row from each of `rows` equal parts of the total, with its weight (P(i) * size)^-beta / the largest weight.
@@ -205,7 +210,7 @@ class Priorities {
   EpisodeRing* ring_;
   int64_t* seen_ = nullptr;  // bound with the tree
   SumTree tree_;
-  std::vector<int64_t> indices_;
+  std::vector<int64_t> indices_, written_;
   std::vector<float> values_;
   std::vector<double> targets_;
 };

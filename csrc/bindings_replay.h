@@ -15,6 +15,7 @@
 #include "bindings_writer.h"
 #include "episodes.h"
 #include "replay.h"
+#include "restore.h"
 
 namespace rlstore {
 
@@ -359,5 +360,26 @@ class EpisodeRing {
   nb::object guard_owner_;
   std::function<void()> follow_;
 };
+
+// Restores tables that come from a disk; see restore.h. counters: int64 [5, lanes]; episode_of: int32 [lanes, rows], which may be
+// strided; the others as in EpisodeRing::set_tables. Returns (fault or 0, lane, time).
+inline std::tuple<int64_t, int64_t, int64_t> restore_tables(nb::handle counters, nb::handle episode_of, nb::handle episodes,
+                                                            nb::handle free_slots, int64_t kept, bool has_starts) {
+  Lanes lanes;
+  const Block slot_block = bind_block(episode_of, &lanes.lanes, &lanes.rows);
+  if (!(slot_block.dtype == DLDataType{kInt, 32, 1}) || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
+  const DLTensor described = describe(episodes);
+  if (lanes.lanes < 1 || lanes.rows < 1 || kept < 1 || described.ndim != 2 || described.shape[1] != 4 || described.shape[0] % lanes.lanes)
+    throw nb::value_error("a ring has lanes, rows and as many slots in each lane");
+  lanes.kept = kept, lanes.slots = described.shape[0], lanes.table_lanes = lanes.lanes, lanes.by_rows = Divider(lanes.rows);
+  lanes.episode_of = slot_block.base, lanes.lane_stride = slot_block.lane_stride, lanes.row_stride = slot_block.row_stride;
+  int64_t* counts = typed<int64_t>(counters, static_cast<size_t>(5 * lanes.lanes));
+  int64_t** bound[] = {&lanes.written, &lanes.begun, &lanes.current, &lanes.after_end, &lanes.free_count};
+  for (size_t i = 0; i < 5; i++) *bound[i] = counts + static_cast<int64_t>(i) * lanes.lanes;
+  lanes.episodes = reinterpret_cast<Episode*>(typed<int64_t>(episodes, static_cast<size_t>(lanes.slots * 4)));
+  lanes.free_slots = typed<int32_t>(free_slots, static_cast<size_t>(lanes.slots));
+  const Finding found = restore_lanes(lanes, has_starts);
+  return {static_cast<int64_t>(found.fault), found.lane, found.time};
+}
 
 }  // namespace rlstore

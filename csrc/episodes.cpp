@@ -143,24 +143,26 @@ void free_oldest(const Lanes& lanes, int64_t lane) {
 void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Step& step,
                ResetSteps resets, int64_t lane, Move move) {
   const int64_t count = lanes.written[lane], place = lanes.by_rows.remainder(count);
+  int64_t slot = lanes.current[lane];
   if (move == Move::kBreak) {
     // The expected next observation is where the new one will be written: it becomes the final observation.
-    const int64_t slot = lanes.current[lane];
     for (const Observation& leaf : leaves)
       memcpy(leaf.finals + slot * leaf.frame_bytes(), leaf.block.at(lane, place), leaf.frame_bytes());
     __atomic_store_n(&lanes.episodes[slot].stop, count, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that reads the new observation also sees that the episode was closed
   }
-  if (count - lanes.begun[lane] >= lanes.kept) free_oldest(lanes, lane);
+  if (count - lanes.begun[lane] >= lanes.kept) {
+    lanes.current[lane] = kWriting;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);  // before anything of the oldest row is overwritten
+    free_oldest(lanes, lane);
+  }
   if (move != Move::kContinue) {
-    const int64_t slot = lanes.free_slot(lane, --lanes.free_count[lane]);
+    slot = lanes.free_slot(lane, --lanes.free_count[lane]);
     const Padding padding = padding_of_all(leaves, step, lane);
     if (padding == kKept) keep_start(leaves, step, lane, slot);
     lanes.episodes[slot] = Episode{count, -1, 0, padding};
-    lanes.current[lane] = slot;
   }
   lanes.after_end[lane] = -1;
-  const int64_t slot = lanes.current[lane];
   for (size_t k = 0; k < leaves.size(); k++)
     take_newest(leaves[k].block.at(lane, place), step.observations[k] + lane * leaves[k].stack_bytes(), leaves[k]);
   for (size_t k = 0; k < columns.size(); k++) copy_row(columns[k].at(lane, place), step.columns[k] + lane * columns[k].bytes, columns[k].bytes);
@@ -179,11 +181,11 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     __atomic_store_n(&lanes.episodes[slot].stop, count + 1, __ATOMIC_RELEASE);
-    lanes.current[lane] = -1;
     lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
   }
   __atomic_store_n(lanes.written + lane, count + 1, __ATOMIC_RELEASE);
-  __atomic_thread_fence(__ATOMIC_RELEASE);  // published before the next row overwrites anything
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // published before the next row overwrites anything, and before the oldest row counts as whole
+  lanes.current[lane] = ended ? -1 : slot;
 }
 
 }  // namespace

@@ -14,6 +14,9 @@ enum EpisodeEnd : int64_t { kTerminated = 1, kTruncated = 2 };
 // The older frames of the first frame stack of an episode; 0 and above: stored in the table of starts.
 enum Padding : int64_t { kKept = 0, kRepeated = -1, kZeros = -2 };
 
+// In Lanes::current while a write overwrites parts of the oldest row: in a mapped file it shows that a process was killed there.
+constexpr int64_t kWriting = -2;
+
 // One entry of the table of episodes. Rows are counted from the first row of the lane and never wrap.
 struct Episode {
   int64_t start;
@@ -55,7 +58,7 @@ struct Lanes {
   int64_t* written = nullptr;    // [lanes] rows ever written; a write changes it last, with release order
   const int64_t* written_now = nullptr;  // [lanes] the count of the writers, or null if no other process writes
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
-  int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1
+  int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1; kWriting during a write
   // [lanes] The slot of the episode that ended in the previous row, if a reset step may follow; kResumed if the next row may begin an
   // episode although one is open.
   int64_t* after_end = nullptr;

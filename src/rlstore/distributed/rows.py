@@ -166,6 +166,18 @@ class Step:
         return {key: after[key] for key in STEP_KEYS}
 
 
+def carried_rows(fields: RolloutFields, read: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """What :meth:`Step.write` returned before it was saved: nothing, or the :data:`STEP_KEYS` of some environments."""
+    found = {key: value for key, value in read.items() if value is not None}
+    for key, value in found.items():
+        like = _zeros(fields.columns[key], (len(found["reward"]),))
+        if (value.shape, value.dtype) != (like.shape, like.dtype) or len(found) != len(read):
+            raise InvalidInputError(
+                f"carried {key} is {tuple(value.shape)} {value.dtype}; {tuple(like.shape)} is needed"
+            )
+    return found
+
+
 def _put(memory: RolloutMemory, slots: list[int], row: int, values: Mapping[str, Tensor]) -> None:
     index = torch.tensor(slots)
     for key, value in values.items():

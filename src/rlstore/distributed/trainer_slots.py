@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rlstore.distributed.fields import STEP_KEYS
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
-from rlstore.distributed.rows import Rows, Step, batch_of, slice_of
+from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
+from rlstore.engine.checks import check_count
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
@@ -258,12 +259,20 @@ class TrainerSlots:
             read_into: Copies the tensor of a name into another.
             read: Returns the tensor of a name, or None.
         """
-        slots = [self._inserter.reserve(0.0) for _ in range(numbers["rollouts"] + numbers["lanes"])]
+        names = ("rollouts", "held", "lanes", "step", "published")
+        rollouts, held, lanes, step, _ = (check_count("a snapshot", name, numbers[name]) for name in names)
+        memory = self.memory
+        if rollouts + lanes > memory.count or held > rollouts or step >= memory.steps:
+            raise InvalidInputError(
+                f"{held} of {rollouts} rollouts held and {lanes} begun, of {step} steps each, are not those of "
+                f"{memory.count} slots of {memory.steps} steps"
+            )
+        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + lanes)]
         for index, slot in enumerate(slots):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
-        carried = {key: read(f"carried {key}") for key in STEP_KEYS}
-        self._resume(numbers, slots, {key: value for key, value in carried.items() if value is not None})
+        carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
+        self._resume({**numbers, "spent": bool(numbers["spent"])}, slots, carried)
 
     def _resume(self, numbers: Mapping[str, Any], slots: list[int], carried: dict[str, Tensor]) -> None:
         """Go on with what reserved slots hold: complete rollouts, oldest first, and those that were begun."""

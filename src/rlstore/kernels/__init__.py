@@ -4,7 +4,8 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone. So does :class:`Guard`, the lock of a storage.
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``restore_tables``, which
+reads what came from a disk.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlstore.kernels._native import (
     exchange_word,
     make_event,
     process_start,
+    restore_tables,
 )
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "kernel",
     "make_event",
     "process_start",
+    "restore_tables",
 ]
 
 # What a device has besides the portable version; that for CUDA is imported when it is first asked for.

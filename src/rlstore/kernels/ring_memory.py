@@ -244,6 +244,11 @@ class WindowQueues:
         self._starts[lane, torch.arange(len(lane), device=ring.home) - (count.cumsum(0) - count)[lane]] = starts
         self._seen.copy_(ring.written)
 
+    @property
+    def seen(self) -> Tensor:
+        """Rows of each lane that were taken in, int64 ``[lanes]``."""
+        return self._seen
+
     def count(self) -> int:
         """The number of windows."""
         return int((self._tails - self._heads).sum())

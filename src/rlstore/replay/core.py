@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
-from rlstore.engine.checks import check_positive, check_seed
+from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
@@ -676,11 +676,11 @@ class ReplayCore(Storage):
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
-            self._random = reader.tensor("random", "cpu")
+            reader.read_into("random", self._random)
             return
         reader.read_into("random", self._random)
-        self._appender.added = numbers["added"]
-        self._rows.set_state(reader.shape, reader.read_into, reader.names)
+        self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
+        self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)

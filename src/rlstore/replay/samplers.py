@@ -11,7 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
-from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -291,11 +291,12 @@ class PrioritySampler(Sampler):
 
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
-        self._drawn = numbers["drawn"]
+        self._drawn = check_count(self._owner, "drawn", numbers["drawn"])
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
+            self.tree.restore(reader.unusable)
             self.tree.rebuild()
-            self.tree.stale = numbers["stale"]
+            self.tree.stale = check_count(self._owner, "stale", numbers["stale"])
 
 
 class WindowSampler(PrioritySampler):

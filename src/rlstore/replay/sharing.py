@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from rlstore.engine.checks import check_name
+from rlstore.engine.checks import check_count, check_name
 from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
@@ -221,5 +221,7 @@ class Sharing:
     def set_limit_state(self, state: list[Any]) -> None:
         """Put back what :meth:`limit_state` returned."""
         inserted, sampled, rule = state
+        for name, count in (("inserted", inserted), ("sampled", sampled)):
+            check_count(self._owner, name, count)
         self.control.limiter.set_counts(inserted, sampled)
         self.control.limiter.set(None if rule is None else RateLimit(*rule))

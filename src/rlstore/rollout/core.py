@@ -639,7 +639,7 @@ class RolloutCore(Storage):
         return {"spent": self._spent, "ring": self._ring.counters()}, dict(self._ring.blocks)
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
-        self._spent = numbers["spent"]
+        self._spent = bool(numbers["spent"])
         if self._ring is not None:
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():

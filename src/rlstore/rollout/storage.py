@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
-from rlstore.engine.checks import check_fraction, check_positive, check_shape
+from rlstore.engine.checks import check_count, check_fraction, check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
@@ -750,6 +750,8 @@ class RolloutStorage(RolloutCore):
         if self._ring is not None:
             late = {}
             for name, count in numbers["groups"].items():
+                if check_count("a snapshot", name, count) > len(reader.names):
+                    raise reader.unusable(name, f"{count} tensors of it are not there")
                 nested = self._columns[name].form == "nest"
                 blocks = [f"{name}[{index}]" for index in range(count)] if nested else [name]
                 late[name] = tuple(torch.zeros(reader.shape(b)[1:], dtype=reader.dtype(b)) for b in blocks)
@@ -757,7 +759,9 @@ class RolloutStorage(RolloutCore):
         super()._set_state(numbers, reader)
         if numbers["following"]:
             names = [f"last_observations[{index}]" for index in range(len(self._observations.paths))]
-            self._last_observations = [reader.tensor(name, self._torch_device) for name in names]
+            leaves = [reader.tensor(name, self._torch_device) for name in names]
+            lanes = self._ready_ring().lanes
+            self._last_observations = self._fit_observations(self._observations.build(leaves, (lanes,)))
 
 
 # What a transition or a batch of either mode has: no names for extra fields.

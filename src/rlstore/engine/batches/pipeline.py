@@ -14,6 +14,8 @@ from torch import Tensor
 from rlstore.engine.batches.gather import LARGE_BYTES
 from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Casts, Staged, Staging, converted, launched
+from rlstore.engine.checks import check_count
+from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel, protocol
@@ -241,6 +243,7 @@ class Pipeline:
         max_age: int,
     ) -> None:
         self._sampler, self._random, self._batch_size = sampler, random, batch_size
+        self._requests, self._others, self._casts = tuple(requests), tuple(others), casts
         on_host = ring.device.type == "cpu"
         moves = on_host and device.type != "cpu"
         pin = pin_memory and moves and device.type == "cuda"
@@ -334,18 +337,34 @@ class Pipeline:
             tensors.update({f"prepared {index} {name}": value for name, value in parts.items()})
         return [{"added": added, "tensors": len(batch)} for _, added, batch in read], tensors
 
-    def set_state(self, jobs: Sequence[dict[str, int]], reader: Any, device: torch.device) -> None:
+    def set_state(self, jobs: Sequence[dict[str, int]], reader: SnapshotReader, device: torch.device) -> None:
         """Put back what :meth:`state` returned; ``reader`` is that of a snapshot."""
         for index, job in enumerate(jobs):
+            added = check_count("a prepared batch", "added", job["added"])
             fields = {
                 name: reader.tensor(f"prepared {index} {name}", self._random.device)
                 for name in Drawn._fields
                 if f"prepared {index} {name}" in reader.names
             }
-            names = [f"prepared {index} {k}" for k in range(job["tensors"])]
+            drawn = Drawn(**fields)
+            forms = self._forms(drawn)
+            names = [f"prepared {index} {k}" for k in range(len(forms))]
             batch = tuple(reader.tensor(name, device) for name in names)
+            for name, tensor, form in zip(names, batch, forms, strict=True):
+                if (tuple(tensor.shape), tensor.dtype) != form or len(drawn.rows) != self._batch_size:
+                    raise reader.unusable(name, f"it is {tuple(tensor.shape)} {tensor.dtype}, and {form} is needed")
             if self.prefetch is not None:
-                self.prefetch.put(Drawn(**fields), job["added"], batch)
+                self.prefetch.put(drawn, added, batch)
+
+    def _forms(self, drawn: Drawn) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each tensor of a batch of these rows."""
+        asked = [(drawn.rows, request) for request in self._requests]
+        asked += [(drawn.rows if drawn.others is None else drawn.others, request) for request in self._others]
+        casts = self._casts or (None,) * len(asked)
+        return [
+            ((*rows.shape, *request.shape), cast or request.dtype)
+            for (rows, request), cast in zip(asked, casts, strict=True)
+        ]
 
 
 def _would_admit(count: int, gate: Gate | None) -> bool:

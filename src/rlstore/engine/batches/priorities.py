@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.kernels import kernel, protocol
 
 
@@ -38,10 +39,16 @@ class Priorities:
         self._leaves = make("priorities", (leaves,), torch.float32)
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
+        # Rows that were followed. In a mapped folder it is a file too: a process may be killed between a row and its
+        # priority. Older folders have none.
+        is_known = ring.reopened and ring.backing.holds("priorities seen")
+        self._seen = make("priorities seen", (ring.lanes,), torch.int64, is_late=True)
+        if ring.reopened:
+            self.restore(ring.backing.unusable, is_known=is_known)
+        else:
+            self._seen.copy_(ring.written)
         if windows is not None:
             windows.keep_priorities(self._leaves)
-        with torch.inference_mode(False):
-            self._seen = ring.written.clone()
         self._kernel: protocol.Priorities | None = None
         self.kernel.rebuild()
 
@@ -96,6 +103,47 @@ class Priorities:
         """Every sum from the leaves, as they are now."""
         self._seen.copy_(self._ring.written)
         self.kernel.rebuild()
+
+    def restore(self, damaged: Callable[[str, str], SnapshotError], *, is_known: bool = False) -> None:
+        """The leaves come from a disk: leave a priority to every row that can be drawn, and to no other.
+
+        Args:
+            damaged: Makes the error from the name of a tensor and what is wrong with it.
+            is_known: Whether it is known which rows were followed; the others get their first priority. Else all were.
+        """
+        ring, steps = self._ring, self._ring.steps
+        if not bool((self._leaves.isfinite() & (self._leaves >= 0)).all()):
+            raise damaged("priorities", "one is not a finite number of at least 0")
+        self._leaves[ring.lanes * steps :] = 0
+        by_lane = self._leaves[: ring.lanes * steps].view(ring.lanes, steps)
+        # A count that cannot be is from before a snapshot was loaded into the folder.
+        can_be = (self._seen >= 0) & (self._seen <= ring.written)
+        followed = torch.where(can_be, self._seen, 0) if is_known else ring.written
+        counts = zip(*(count.tolist() for count in (ring.written, ring.held(), followed)), strict=True)
+        new = [
+            self._restore_lane(by_lane[lane], lane, written - held, written, seen)
+            for lane, (written, held, seen) in enumerate(counts)
+        ]
+        largest = self._leaves.max()
+        for lane, places in enumerate(new):
+            by_lane[lane, places] = torch.where(largest > 0, largest, 1.0)
+        self._seen.copy_(ring.written)
+
+    def _restore_lane(self, leaves: Tensor, lane: int, oldest: int, written: int, seen: int) -> Tensor:
+        """Drop what is no row's, and find the places of rows that have no priority yet."""
+        if self._windows is None:
+            starts = torch.arange(oldest, written, device=leaves.device)
+            is_new = starts >= seen
+        else:
+            starts, known_since = self._windows.of_lane(lane)
+            is_new = known_since >= seen
+            if not bool((leaves[starts % len(leaves)][~is_new] > 0).any()):
+                # The oldest row was lost, and windows that begin every so many rows begin at others now.
+                is_new = torch.ones_like(is_new)
+        gone = torch.ones_like(leaves, dtype=torch.bool)
+        gone[starts % len(leaves)] = False
+        leaves.masked_fill_(gone, 0)
+        return starts[is_new] % len(leaves)
 
     def draw(self, count: int, beta: float, random: Tensor) -> tuple[Tensor, Tensor]:
         """``count`` rows, one drawn in each of as many equal parts of the total, and their weights.

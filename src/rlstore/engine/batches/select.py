@@ -151,6 +151,18 @@ class Windows:
         """Take in the rows of some lanes from the beginning at the next follow(): what is known may be wrong."""
         self._counters[2, lanes] = 0
 
+    def of_lane(self, lane: int) -> tuple[Tensor, Tensor]:
+        """The windows of a lane, int64 ``[n]`` each: the time at which each begins, and that at which it was known."""
+        ring, (head, tail) = self._ring, self._counters[:2, lane].tolist()
+        starts = self._queue[lane, torch.arange(head, tail, device=ring.device) % ring.steps]
+        if self._across:
+            return starts, starts + self.length - 1
+        start, stop, end, _ = ring.episodes[ring.blocks["episode"][lane, starts % ring.rows].long()].unbind(1)
+        stop = torch.where(stop < 0, ring.written[lane], stop)
+        is_full = (starts + self.length <= stop) & ((starts - start) % self._stride == 0)
+        # One more, which ends with its episode: that it was broken off was known with the row after it.
+        return starts, torch.where(is_full, starts + self.length - 1, torch.where(end == 0, stop, stop - 1))
+
     def draw(self, count: int, random: Tensor) -> Tensor:
         """The first rows of ``count`` windows, each as likely as any other."""
         rows = allocate_empty((count,), torch.int64, self._ring.device)

@@ -167,6 +167,12 @@ class MappedFiles:
         """True if there is a file of this block."""
         return os.path.lexists(self.path / file_name(name))
 
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a block whose file holds what cannot be."""
+        return SnapshotError(
+            f"{self.path / file_name(name)} is damaged: {how}. Load a snapshot into another folder, or begin a new one."
+        )
+
     def unmapped_bytes(self) -> int:
         """The size of the files of an earlier run that :meth:`map` has not returned yet."""
         return sum(file.lstat().st_size for file in self.path.glob("*.bin") if file.name not in self._mapped)

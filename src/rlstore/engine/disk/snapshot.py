@@ -219,6 +219,10 @@ class SnapshotReader:
         """The error for a field of the manifest whose value cannot be."""
         return SnapshotError(f'{self.manifest} is damaged: "{field}" is {str(found)[:80]!r}')
 
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a tensor that holds what cannot be."""
+        return self._file.damaged(f"{name}: {how}")
+
     def _entry(self, name: str) -> Any:
         if name not in self._tensors:
             raise SnapshotError(f"the snapshot in {self.folder} has no tensor {name!r}; it has {self.names}")

@@ -17,7 +17,7 @@ from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.memory.capacity import free_device, free_ram
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
-from rlstore.errors import DoesNotFitError, InvalidInputError
+from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
 
 KINDS = ("ram", "shared", "mapped")
 
@@ -158,6 +158,12 @@ class Backing:
     def holds(self, name: str) -> bool:
         """True if :meth:`zeros` would return a block of this name from an earlier run."""
         return self._files is not None and self._files.holds(name)
+
+    def unusable(self, name: str, how: str) -> SnapshotError:
+        """The error for a block from an earlier run that holds what cannot be."""
+        if self._files is None:
+            raise RuntimeError(f"{name} of {self.owner} is not in a file")
+        return self._files.unusable(name, how)
 
     def close(self, *, still: bool = True) -> None:
         """Release the folder of "mapped": another storage may open it. The blocks stay valid while referenced.

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.disk.seal import RowFiles
+from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
-from rlstore.kernels import kernel, protocol
+from rlstore.errors import SnapshotError
+from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
@@ -25,6 +27,14 @@ _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is kn
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
+# What restore_tables() finds: the table, and what is wrong with it.
+_FAULTS = {
+    1: ("counters", "the rows written by environment {lane} cannot be so many or so few"),
+    2: ("episode", "row {time} of environment {lane} has an episode index that is not one of its environment"),
+    3: ("episodes", "the episode of row {time} of environment {lane} is not where the row is"),
+    4: ("episodes", "what was before the episode of row {time} of environment {lane} is not known"),
+    5: ("counters", "environment {lane} awaits a reset step, and no episode has just ended"),
+}
 
 
 class EpisodeRing:
@@ -125,20 +135,37 @@ class EpisodeRing:
             self._make_starts()
             self.starts = [None if table is None else table[:slots] for table in self.starts]
         self.after_end.fill_(-1)
-        self.rebuild()
+        tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
+        has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
+        self._restore(tables, self.kept, has_starts, self._damaged)
         self.resume()
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
         self.after_end.masked_fill_(self.current >= 0, RESUMED)
 
-    def rebuild(self) -> None:
-        """Derive the episodes that are not over and the free episode indices from the rows that are there."""
-        for lane in range(self.lanes):
-            newest = self._rebuild(lane)
-            if newest is not None and not 0 <= self.episodes[newest, 1] <= self.counters[0, lane]:  # it is not over
-                self.episodes[newest, 1], self.episodes[newest, 2] = -1, 0
-                self.current[lane] = newest
+    def _damaged(self, name: str, how: str) -> SnapshotError:
+        return self.backing.unusable("records" if name == "episode" else name, how)
+
+    def _restore(
+        self,
+        tables: tuple[Tensor, Tensor, Tensor, Tensor],
+        kept: int,
+        has_starts: bool,
+        damaged: Callable[[str, str], SnapshotError],
+    ) -> None:
+        """Check tables that come from a disk, and derive what follows from the newest ``kept`` rows of each lane.
+
+        Args:
+            tables: ``counters``, the ``episode`` of each row, ``episodes``, and ``free_slots``, which is only written.
+            kept: Rows of each lane that are there.
+            has_starts: Whether there are tables of starts, or no leaf needs one.
+            damaged: Makes the error from the name of a table and what is wrong with it.
+        """
+        fault, lane, time = restore_tables(*tables, kept, has_starts)
+        if fault:
+            name, how = _FAULTS[fault]
+            raise damaged(name, how.format(lane=lane, time=time))
 
     def _rebuild(self, lane: int) -> int | None:
         """Derive the free episode indices of a lane; returns the episode index of its newest row."""
@@ -385,46 +412,73 @@ class EpisodeRing:
         own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
         return {**blocks, **tables, **own}
 
-    def set_state(
-        self, shape: Callable[[str], Sequence[int]], read_into: Callable[[str, Tensor], None], names: Sequence[str]
-    ) -> None:
-        """Hold what :meth:`state` returned, given its names, shapes and a function that fills a tensor."""
+    def set_state(self, reader: SnapshotReader) -> None:
+        """Hold what :meth:`state` returned.
+
+        Raises:
+            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
+        """
+        counters, episodes, free_slots, extent = self._read_tables(reader)
+        slots, written = len(episodes), counters[0].tolist()
         self.backing.break_seal()
-        slots = shape("episodes")[0]
         if slots > self.slots:
             self._extend_tables(slots)
-        if any(name.startswith("start ") for name in names):
+        if any(name.startswith("start ") for name in reader.names):
             self._make_starts()
-        read_into("counters", self.counters)
-        moved = [self._read_block(name, block, shape(name)[1], read_into) for name, block in self.blocks.items()]
+        self.begun.copy_(self.counters[0])  # a mapped folder holds nothing until it holds everything
+        for name, block in self.blocks.items():
+            self._read_block(name, block, extent, written, reader)
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for leaf, table in zip(self.leaves, tables, strict=True):
-                if table is not None and f"{kind} {leaf.field.name}" in names:
-                    read_into(f"{kind} {leaf.field.name}", table[:slots])
-        read_into("episodes", self.episodes[:slots])
-        read_into("free_slots", self.free_slots[: slots // self.lanes])
+                name = f"{kind} {leaf.field.name}"
+                if table is not None and (kind == "final" or name in reader.names):
+                    reader.read_into(name, table[:slots])
+        self.episodes[:slots].copy_(episodes)
+        self.free_slots[: slots // self.lanes].copy_(free_slots)
+        self.counters.copy_(counters)
         self._free_from(slots // self.lanes)  # a folder that was reopened, or shared memory, may have more
-        if any(moved):
-            after_end = self.after_end.clone()
-            self.rebuild()
-            self.after_end.copy_(after_end)
         self.resume()
         self._known = 0
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()
 
-    def _read_block(self, name: str, block: Tensor, extent: int, read_into: Callable[[str, Tensor], None]) -> bool:
-        """Fill a block; True if its rows lay elsewhere, in a ring of ``extent`` rows, as in another kind of memory."""
-        if extent == min(int(self.counters[0].max()) + 1, self.rows):
-            read_into(name, block[:, :extent])
-            return False
+    def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
+        counters = torch.empty((5, self.lanes), dtype=torch.int64)
+        reader.read_into("counters", counters)
+        extents = {name: (*reader.shape(name), 0, 0)[1] for name in self.blocks}
+        extent, deepest, newest = extents["episode"], max(leaf.stack for leaf in self.leaves), int(counters[0].max())
+        # Either all rows that were ever written, or those of a ring that has wrapped.
+        is_whole = newest < extent
+        if extent < 1 or (not is_whole and extent < self.steps + deepest) or set(extents.values()) != {extent}:
+            raise reader.unusable("episode", f"fields have {extents} rows, and {newest} were written")
+        episode_of = torch.empty((self.lanes, extent), dtype=torch.int32)
+        reader.read_into("episode", episode_of)
+        slots = (*reader.shape("episodes"), 0)[0]
+        if slots < 1 or slots % self.lanes:
+            raise reader.unusable("episodes", f"{slots} entries are not as many for each of {self.lanes} environments")
+        episodes = torch.empty((slots, 4), dtype=torch.int64)
+        reader.read_into("episodes", episodes)
+        free_slots = torch.empty((slots // self.lanes, self.lanes), dtype=torch.int32)
+        has_starts = all(leaf.stack == 1 or f"start {leaf.field.name}" in reader.names for leaf in self.leaves)
+        kept = self.kept if is_whole else min(self.kept, extent - deepest)
+        tables = (counters, episode_of, episodes, free_slots)
+        self._restore(tables, kept, has_starts, reader.unusable)
+        return counters, episodes, free_slots, extent
+
+    def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
+        """Fill a block from one of ``extent`` rows, which lie elsewhere in a ring of another size."""
+        if extent == min(max(written) + 1, self.rows):
+            reader.read_into(name, block[:, :extent])
+            return
         there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
-        read_into(name, there)
-        for lane, written in enumerate(self.counters[0].tolist()):
-            times = torch.arange(max(0, written + 1 - min(extent, self.rows)), written + 1)
+        reader.read_into(name, there)
+        if name == "episode":
+            block.fill_(-1)  # rows that were not saved belong to no episode
+        for lane, count in enumerate(written):
+            times = torch.arange(max(0, count + 1 - min(extent, self.rows)), count + 1)
             block[lane, times % self.rows] = there[lane, times % extent].to(block.device)
-        return True
 
     def __getstate__(self) -> dict[str, Any]:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_count
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_real
 from rlstore.errors import InvalidInputError
@@ -170,8 +171,10 @@ class Ring:
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Continue from the counters of another ring."""
-        self.written = int(counters["written"][0])
-        self._begin = int(counters["begin"])
+        written, begin = list(counters["written"]), check_count("a rollout", "begin", counters["begin"])
+        if written != [written[0]] * self.lanes or check_count("a rollout", "written", written[0]) < begin:
+            raise InvalidInputError(f"written is {written} for {self.lanes} environments, and begin is {begin}")
+        self.written, self._begin = written[0], begin
         self.size = min(self.written - self._begin, self.steps)
 
     def _make_writer(self) -> Any:

@@ -209,6 +209,7 @@ class Priorities:
         first, lanes = self._first_value(), self._ring.lanes
         for rows, value in ((windows.dropped, torch.zeros_like(first)), (windows.added, first)):
             self._set(torch.unique(self._leaf_of(rows % lanes, rows // lanes)), value)
+        self._seen.copy_(windows.seen)
 
     def settle(self) -> None:
         """Nothing is left undone by :meth:`follow`."""
