@@ -137,8 +137,12 @@ def _replaced(nest: Any, path: tuple[Any, ...], value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- loading
 
 
-def judge(name: str, chosen: Callable[[list[Forgery]], list[Forgery]], seed: int = 0) -> dict[str, int]:
+def judge(name: str, forge: Callable[[State], list[Forgery]]) -> dict[str, int]:
     """Load forged snapshots of a storage in forked processes, and use what was loaded.
+
+    Args:
+        name: One of FORGED.
+        forge: From what the storage saves to what it is made to be.
 
     Returns:
         How many were refused with an error of rlstore, and how many could be used.
@@ -153,7 +157,7 @@ def judge(name: str, chosen: Callable[[list[Forgery]], list[Forgery]], seed: int
     numbers, tensors = storage._state()
     if "_generator" in storage.__dict__:
         tensors = {**tensors, **generator_state(storage._generator)}
-    cases = chosen(list(forgeries((numbers, tensors), random.Random(seed))))
+    cases = forge((numbers, tensors))
     saved = f"rlstore.{type(storage).__name__}", storage._settings()
     folder = Path(tempfile.mkdtemp())
     counts = {"refused": 0, "used": 0}
