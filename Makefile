@@ -8,7 +8,7 @@ BENCH_PY := $(BENCH_VENV)/bin/python
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture bench lint learn clean always
+.PHONY: demo quick test torture sanitize bench lint learn clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
 # with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
@@ -49,6 +49,18 @@ test: $(VENV)/ready
 
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture
+
+# The tests that reach most of the C++ with the most hostile input, and those in which threads use it, with sanitizers of GCC.
+# The last lines: what processes share without a lock, in threads of one process and without Python.
+NATIVE := $(wildcard tests/kernels tests/engine tests/test_golden.py tests/replay/test_*_machine.py tests/test_*threads*.py) \
+	$(foreach kind,mutants forged threads,$(wildcard tests/*/test_*$(kind)*.py))
+SHARED := $(addprefix csrc/,episodes.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
+
+sanitize: $(VENV)/ready
+	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup $(NATIVE)
+	tools/sanitize/run.sh thread $(PY) $(wildcard tests/test_*threads*.py tests/*/test_*threads*.py)
+	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan tests/sanitize/threads.cpp $(SHARED) -o build/sanitize/threads
+	build/sanitize/threads
 
 # The libraries that we compare with have a separate environment, so that they cannot change the versions that the tests use.
 $(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt

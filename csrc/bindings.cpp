@@ -83,7 +83,7 @@ void draw_units(nb::handle generator, nb::handle units) {
   int64_t* state = typed<int64_t>(generator, 2);
   double* out = typed<double>(units, count);
   for (size_t i = 0; i < count; i++) out[i] = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
-  state[1] += static_cast<int64_t>(count);
+  advance(state, count);
 }
 
 // ---------------------------------------------------------------------------------------------------- scans

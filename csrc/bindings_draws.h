@@ -41,6 +41,7 @@ class WindowIndex {
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
   void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
   int64_t seen(int64_t lane) const { return windows_.seen(lane); }
+  const EpisodeRing* ring() const { return ring_; }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -55,7 +56,7 @@ class WindowIndex {
     for (size_t i = 0; i < 4; i++) bound[i] = typed<int64_t>(memory_[i + 1], count);
     for (size_t lane = 0; lane < count; lane++) {
       const int64_t head = bound[0][lane], tail = bound[1][lane];
-      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0)
+      if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0 || bound[3][lane] < 0)
         throw nb::value_error("windows: a queue that cannot be");
     }
     return Windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
@@ -96,6 +97,7 @@ class Priorities {
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
   void follow_windows(const WindowIndex& windows) {
+    if (windows.ring() != ring_) throw nb::value_error("follow_windows: the windows of another ring");
     const float largest = tree_.maximum();
     set_rows(windows.dropped(), 0.0f);
     set_rows(windows.added(), largest > 0 ? largest : 1.0f);
@@ -115,7 +117,7 @@ class Priorities {
       const double unit = random_unit(static_cast<uint64_t>(state[0]), static_cast<uint64_t>(state[1]) + i);
       targets_[i] = (static_cast<double>(i) + unit) / static_cast<double>(count) * total;
     }
-    state[1] += static_cast<int64_t>(count);
+    advance(state, count);
     tree_.find(targets_.data(), rows, count);
     weigh(rows, weights, count, static_cast<float>(beta));
     for (size_t i = 0; i < count; i++) rows[i] = row_of(rows[i]);

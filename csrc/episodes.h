@@ -92,6 +92,10 @@ struct Lanes {
     *lane = by_lanes.remainder(row, time);
     return true;
   }
+  // The id of a row; a time from a damaged file may wrap.
+  int64_t row(int64_t lane, int64_t time) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(time) * static_cast<uint64_t>(lanes) + static_cast<uint64_t>(lane));
+  }
   bool holds(int64_t lane, int64_t time) const { return time >= oldest(lane) && time < written[lane]; }
   bool has_slot(int64_t slot) const { return static_cast<uint64_t>(slot) < static_cast<uint64_t>(slots); }
 };

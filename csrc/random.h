@@ -1,6 +1,7 @@
 // Random numbers as a pure function of a seed and a counter, so that every device and thread draws the same numbers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace rlstore {
@@ -12,6 +13,9 @@ inline uint64_t random_bits(uint64_t seed, uint64_t counter) {
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
   return z ^ (z >> 31);
 }
+
+// Moves a generator {seed, counter} on by `count` numbers.
+inline void advance(int64_t* generator, size_t count) { generator[1] = static_cast<int64_t>(static_cast<uint64_t>(generator[1]) + count); }
 
 // Uniform over the multiples of 2^-53 in [0, 1).
 inline double random_unit(uint64_t seed, uint64_t counter) {

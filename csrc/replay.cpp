@@ -391,7 +391,7 @@ void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t cou
     const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
     rows[i] = (lanes.oldest(lane) + drawn - before) * lanes.lanes + lane;
   }
-  generator[1] += static_cast<int64_t>(count);
+  advance(generator, count);
 }
 
 void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {

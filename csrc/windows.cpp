@@ -10,7 +10,7 @@ namespace rlstore {
 void Windows::push(const Lanes& lanes, int64_t lane, int64_t start, int64_t oldest, std::vector<int64_t>* added) {
   if (start < oldest) return;
   start_at(lanes, lane, tails_[lane]++) = start;
-  added->push_back(start * lanes.lanes + lane);
+  added->push_back(lanes.row(lane, start));
 }
 
 // Closes the open episode, whose last row is the one before `stop`.
@@ -27,7 +27,7 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
   // Relative to everything written, not to this row: a window that this call would drop again must not be added.
   const int64_t stop = time + 1, oldest = lanes.oldest(lane);
   while (heads_[lane] < tails_[lane] && start_at(lanes, lane, heads_[lane]) < oldest)
-    dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
+    dropped->push_back(lanes.row(lane, start_at(lanes, lane, heads_[lane]++)));
   if (across_) {
     const int64_t start = stop - length_;
     if (start >= lanes.begun[lane] && (start - lanes.begun[lane]) % stride_ == 0) push(lanes, lane, start, oldest, added);
@@ -36,6 +36,7 @@ void Windows::take_in(const Lanes& lanes, int64_t lane, int64_t time, std::vecto
   const int64_t slot = lanes.slot_at(lane, lanes.by_rows.remainder(time));
   if (!lanes.has_slot(slot)) return;
   const Episode& episode = lanes.episodes[slot];
+  if (episode.start < 0 || episode.start > time) return;  // from a damaged file
   if (open_[lane] && open_[lane] - 1 != episode.start) finish(lanes, lane, time, oldest, added);  // it was closed as broken
   open_[lane] = episode.start + 1;
   const int64_t taken = stop - episode.start;
@@ -52,7 +53,7 @@ void Windows::follow(const Lanes& lanes, std::vector<int64_t>* added, std::vecto
 
 // More rows were written than are held: all known windows are overwritten.
 void Windows::begin_anew(const Lanes& lanes, int64_t lane, std::vector<int64_t>* dropped) {
-  while (heads_[lane] < tails_[lane]) dropped->push_back(start_at(lanes, lane, heads_[lane]++) * lanes.lanes + lane);
+  while (heads_[lane] < tails_[lane]) dropped->push_back(lanes.row(lane, start_at(lanes, lane, heads_[lane]++)));
   open_[lane] = 0;
   seen_[lane] = lanes.oldest(lane);
 }
@@ -85,8 +86,8 @@ void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t
     chosen[i] = {&start_at(lanes, lane, heads_[lane] + drawn - before), lane};
     __builtin_prefetch(chosen[i].first);
   }
-  for (size_t i = 0; i < count; i++) rows[i] = *chosen[i].first * lanes.lanes + chosen[i].second;
-  generator[1] += static_cast<int64_t>(count);
+  for (size_t i = 0; i < count; i++) rows[i] = lanes.row(chosen[i].second, *chosen[i].first);
+  advance(generator, count);
 }
 
 bool Windows::contains(const Lanes& lanes, int64_t row) const {

@@ -311,6 +311,7 @@ raises(
         "a head behind its tail": lambda: windows(heads=rows(1, 0)),
         "a tail beyond the queue": lambda: windows(tails=rows(4, 0)),
         "rows seen before the first": lambda: windows(seen=rows(-(2**62), 0)),
+        "an open episode before the first": lambda: windows(open=rows(-(2**63), 0)),
         "follow without tables": lambda: windows(ring=Ring()).follow(),
         "rebuild without tables": lambda: windows(ring=Ring()).rebuild(),
         "draw from nothing": lambda: windows().draw(STATE, FIVE),
@@ -365,6 +366,7 @@ raises(
         "update rows of int32": lambda: TREE.update(torch.zeros(1, dtype=torch.int32), torch.ones(1), 1.0, None),
         "update without windows where some are meant": lambda: TREE.update(rows(8), torch.ones(1), 1.0, GOOD.ring),
         "follow the windows of nothing": lambda: TREE.follow_windows(None),
+        "follow the windows of another ring": lambda: TREE.follow_windows(windows(ring=Ring().bind())),
     },
 )
 raises(
@@ -412,6 +414,10 @@ def draws_at_the_edge() -> None:
             tree.draw(STATE.clone(), 0.5, ids, weights)
             assert tree.update(ids, weights, 0.6, index)[0] == 0
     native.draw_units(STATE.clone(), at_the_edge((7,), torch.float64))
+    for draw in (ring.ring.draw, index.draw):
+        last = rows(3, 2**63 - 2)  # the counter of a generator goes on at the other end
+        draw(last, ids)
+        assert last.tolist() == [3, -(2**63) + 3]
 
 
 def damaged_tables_at_the_edge() -> None:
@@ -439,6 +445,12 @@ def damaged_windows_at_the_edge() -> None:
         index.follow()
         tree.follow_windows(index)
         assert tree.total() == LANES
+    for start in (-(2**63), -1, 7, 2**63 - 1):  # no row of an episode is before it begins
+        ring = Ring().bind().write(7)
+        ring.tables["episodes"][:, 0] = start
+        index = windows(ring=ring)
+        index.follow()
+        assert index.count() == 0
 
 
 EDGES.update(

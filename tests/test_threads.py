@@ -1,0 +1,222 @@
+"""Threads that use one storage at once, without a lock of their own: no crash, no wrong row, nobody is kept out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from thread_worlds import KINDS, REPLAY_KINDS, SCENARIOS, ReplayWorld, run
+
+from rlstore import DistributedStorage, NotReadyError, ReplayStorage
+from rlstore.engine.guard import new_guard
+
+TURNS = 10  # of each thread; those of make torture go on for a minute
+# Every scenario with some kinds, every kind with some scenarios; make torture runs all.
+PAIRS = [(kind, name) for i, kind in enumerate(KINDS) for j, name in enumerate(SCENARIOS) if (i + j) % 3 == 0]
+OTHER_MEMORY = [(kind, name) for i, kind in enumerate(REPLAY_KINDS) for j, name in enumerate(SCENARIOS) if j % 6 == i]
+
+
+def in_threads(*functions):
+    """Run functions at once, and raise the first error."""
+    errors = []
+
+    def call(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(("kind", "scenario"), PAIRS)
+def test_no_row_is_wrong(kind, scenario, tmp_path):
+    turns = run(kind, scenario, tmp_path, lambda turns: turns < TURNS)
+    assert set(turns.values()) == {TURNS}
+
+
+@pytest.mark.parametrize("memory", ["shared", "mapped"])
+@pytest.mark.parametrize(("kind", "scenario"), OTHER_MEMORY)
+def test_no_row_is_wrong_in_other_memory(kind, scenario, memory, tmp_path):
+    turns = run(kind, scenario, tmp_path, lambda turns: turns < TURNS, memory)
+    assert set(turns.values()) == {TURNS}
+
+
+def test_every_step_of_every_thread_is_counted(tmp_path):
+    world = ReplayWorld("prioritized", tmp_path, memory="ram")
+
+    def add(lane):
+        return lambda: [world.adding(lane)() for _ in range(150)]
+
+    in_threads(*map(add, range(4)))
+    assert world.storage._appender.added == 600
+    assert len(world.storage) == 600
+    assert world.storage.priority_total == 600  # each has the first priority, 1
+    data = world.storage.get_all_buffer_data()
+    assert data["actions"].tolist() == [[lane * (1 << 21) + t for lane in range(4)] for t in range(150)]
+
+
+def test_a_batch_that_one_thread_holds_is_not_written_by_another(tmp_path):
+    """Memory of outputs is used again only when nobody holds it, whichever thread that is."""
+    world = ReplayWorld("replay", tmp_path, memory="ram")
+    for _ in range(20):
+        for lane in range(4):
+            world.adding(lane)()
+    held = []
+
+    def hold():
+        for _ in range(8):
+            batch = world.storage.sample()
+            held.append((batch, copy.deepcopy(batch)))
+
+    in_threads(hold, hold, hold)
+    for batch, as_drawn in held:
+        assert all(torch.equal(now, then) for now, then in zip(batch, as_drawn, strict=True))
+    addresses = [batch.observations.data_ptr() for batch, _ in held]
+    assert len(set(addresses)) == len(addresses) == 24
+
+
+def test_a_thread_that_takes_the_guard_again_and_again_keeps_nobody_out():
+    guard, done = new_guard(), threading.Event()
+
+    def greedy():
+        while not done.is_set():
+            with guard:
+                sum(range(2000))
+
+    def patient():
+        for _ in range(50):
+            with guard:
+                pass
+        done.set()
+
+    in_threads(greedy, patient)
+
+
+def test_a_guard_is_reentrant_and_of_one_thread():
+    guard = new_guard()
+    with guard, guard:
+        assert guard.is_taken
+        with pytest.raises(RuntimeError, match="thread that holds it"):
+            in_threads(lambda: guard.__exit__(None, None, None))
+        depth = guard.leave()
+        assert (depth, guard.is_taken) == (2, False)
+        guard.enter(depth)
+    assert not guard.is_taken
+    with pytest.raises(RuntimeError, match="thread that holds it"):
+        guard.leave()
+
+
+def test_a_wait_for_the_guard_can_be_interrupted():
+    guard, taken, end = new_guard(), threading.Event(), threading.Event()
+
+    def hold():
+        with guard:
+            taken.set()
+            end.wait()
+
+    class StopWaitingError(Exception):
+        pass
+
+    def interrupt(number, frame):
+        raise StopWaitingError
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(StopWaitingError), guard:
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        end.set()
+        holder.join()
+    with guard:  # nothing is left of the wait that was given up
+        pass
+    assert not guard.is_taken
+
+
+def test_a_copy_has_a_guard_of_its_own(tmp_path):
+    storage = ReplayWorld("replay", tmp_path, memory="ram").storage
+    for twin in (copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))):
+        assert twin._guard is not storage._guard
+        assert twin._appender._guard is twin._guard
+        with storage._guard:
+            in_threads(lambda twin=twin: len(twin.sample().rewards) if len(twin) else twin.reset())
+
+
+def test_a_thread_that_adds_while_another_closes_gets_an_error(tmp_path):
+    world = ReplayWorld("replay", tmp_path, memory="mapped")
+    add, added = world.adding(0), threading.Event()
+
+    def add_on():
+        while True:
+            add()
+            added.set()
+
+    def until_closed():
+        with pytest.raises(NotReadyError, match="closed"):
+            add_on()
+
+    def close():
+        added.wait()
+        world.storage.close()
+
+    in_threads(until_closed, close)
+    reopened = ReplayWorld("replay", tmp_path, memory="mapped")
+    assert len(reopened.storage) == min(world.times[0], 200)
+    reopened._check_data(reopened.storage.get_all_buffer_data())
+
+
+def test_a_value_whose_conversion_adds_to_the_same_storage_does_not_mix_the_two():
+    storage = ReplayStorage(spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(9), storage_size=8)
+
+    class Rewards:
+        """Reading it adds another step first."""
+
+        def __array__(self, dtype=None, copy=None):
+            storage.add(np.zeros(2, np.float32), 1, 1.0, True, False, {}, np.ones(2, np.float32))
+            return np.array([2.0], np.float32)
+
+    storage.add(np.full(2, 3, np.float32), 2, Rewards(), True, False, {}, np.full(2, 4, np.float32))
+    data = storage.get_all_buffer_data()
+    assert data["actions"].flatten().tolist() == [1, 2]
+    assert data["rewards"].flatten().tolist() == [1.0, 2.0]
+
+
+def test_threads_share_one_learner_and_one_actor():
+    storage = DistributedStorage(
+        spaces.Box(-9, 9, (3,), np.float32), spaces.Discrete(4), num_steps=2, num_storages=8, batch_size=2
+    )
+    actor, learner, seen = storage.actor(), storage.learner(prefetch=0), []
+
+    def act(first):
+        for number in range(first, first + 20):
+            with actor.rollout(number) as rollout:
+                for t in range(3):
+                    rollout.write(t, obs=np.full(3, number, np.float32), reward=float(number))
+
+    def learn():
+        for _ in range(10):
+            batch = next(learner)
+            assert bool((batch["obs"] == batch["reward"].unsqueeze(-1)).all())
+            assert batch["reward"][0].tolist() == batch.versions.tolist()
+            seen.extend(batch.versions.tolist())
+
+    in_threads(lambda: act(0), lambda: act(100), learn, learn)
+    assert sorted(seen) == [*range(20), *range(100, 120)]
+    storage.close()
