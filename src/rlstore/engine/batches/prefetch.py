@@ -18,6 +18,7 @@ class _Job(Generic[Drawn]):
     drawn: Drawn
     added: int  # steps that had been added when it was drawn
     prepared: Future[Any]
+    batch: list[Any]  # what was prepared, once it is: a forked process must not ask the future, which may be locked
 
 
 class Prefetch(Generic[Drawn]):
@@ -86,7 +87,7 @@ class Prefetch(Generic[Drawn]):
         """Add a batch that was prepared before."""
         done: Future[Any] = Future()
         done.set_result(batch)
-        self._jobs.append(_Job(drawn, added, done))
+        self._jobs.append(_Job(drawn, added, done, [batch]))
 
     def _submit(self, drawn: Drawn, added: int) -> None:
         if not self._in_background:
@@ -96,16 +97,23 @@ class Prefetch(Generic[Drawn]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
             self._process = os.getpid()
             weakref.finalize(self, self._executor.shutdown, wait=False)
-        self._jobs.append(_Job(drawn, added, self._executor.submit(self._prepare, drawn)))
+        batch: list[Any] = []
+        self._jobs.append(_Job(drawn, added, self._executor.submit(_run, self._prepare, drawn, batch), batch))
 
     def _follow_fork(self) -> None:
-        """In a forked process, where the thread is not, do the work that it had left."""
+        """In a forked process, where the thread is not, do the work that it had left.
+
+        What it had done is not done again: the rows may be overwritten since.
+        """
         if self._executor is None or self._process == os.getpid():
             return
         jobs, self._executor = list(self._jobs), None
         self._jobs.clear()
         for job in jobs:
-            self._submit(job.drawn, job.added)
+            if job.batch:
+                self.put(job.drawn, job.added, job.batch[0])
+            else:
+                self._submit(job.drawn, job.added)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_jobs": self.prepared(), "_executor": None}
@@ -115,6 +123,11 @@ class Prefetch(Generic[Drawn]):
         self.__dict__.update(state, _jobs=deque())
         for job in jobs:
             self.put(*job)
+
+
+def _run(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any]) -> Any:
+    batch.append(prepare(drawn))
+    return batch[0]
 
 
 def _finish(job: _Job[Any]) -> None:
