@@ -43,7 +43,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
 from rlstore.engine.guard import new_guard
@@ -219,6 +219,7 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
+        check_path("save()", "path", path)
         with self._guarding():
             settings = self._settings()
             numbers, tensors = self._state()
@@ -255,6 +256,7 @@ class Storage(ABC):
             SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
             DoesNotFitError: (a MemoryError) if there is not enough memory for it.
         """
+        check_path("load()", "path", path)
         if device is not None:
             check_device(cls.__name__, device)
         with _refusing(path), SnapshotReader(path) as reader:
@@ -269,6 +271,7 @@ class Storage(ABC):
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
+            kind._check_sizes(settings, reader)
             storage = kind._from_settings(settings, device)
             try:
                 storage._set_state(reader.numbers, reader)
@@ -283,6 +286,10 @@ class Storage(ABC):
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The folders that a storage of these settings would use, by the argument that names each."""
         return {}
+
+    @classmethod  # noqa: B027 - what is allocated when it is written need not be checked
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        """Refuse settings for which more would be allocated than the snapshot can fill."""
 
     def _give_up(self) -> None:  # noqa: B027 - a storage need not hold anything
         """The storage could not be loaded: release what it holds."""

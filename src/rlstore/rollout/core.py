@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (
     Check,
@@ -240,8 +241,8 @@ class RolloutCore(Storage):
                 self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
         held = [column for column in self._columns.values() if column.fields]
         rows = [part for column in held if not column.computed for part in column.row_columns()]
-        self._ring = Ring(rows, self.max_size, lanes, self._torch_device)
-        self._ring.reserve([field for column in held if column.computed for field in column.fields])
+        computed = [field for column in held if column.computed for field in column.fields]
+        self._ring = Ring(rows, self.max_size, lanes, self._torch_device, computed)
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -485,7 +486,7 @@ class RolloutCore(Storage):
         if size is not None and type(count) is int and count <= held:
             given["the rows of a mini-batch"] = size
         for name, value in given.items():
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value < 2**63:
                 check_positive("a batch generator", **{name: value})
         rows = held // count if size is None else size
         if count > held or count * rows > held:
@@ -630,6 +631,23 @@ class RolloutCore(Storage):
     def _saved_extra(self) -> dict[str, Any]:
         """The extra fields as a setting; none, if there are none, as in snapshots of earlier versions."""
         return {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+
+    @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        """Of settings: the steps, the environments, and the fields of observations and actions; none if not known."""
+        raise NotImplementedError
+
+    @classmethod
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        # Blocks are saved in full, so each is as large in memory as in the file.
+        steps, lanes, fields = cls._saved_fields(settings)
+        for field in fields:
+            nbytes = steps * lanes * math.prod(field.shape) * field.dtype.itemsize
+            if nbytes > reader.nbytes:
+                raise SnapshotError(
+                    f"{reader.manifest} is damaged: {steps} steps of {lanes} environments have {nbytes:,} bytes of "
+                    f"{field.name}, and there are {reader.nbytes:,} bytes of all"
+                )
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.

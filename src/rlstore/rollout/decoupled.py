@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlstore.engine import returns
 from rlstore.engine.batches.named import extended
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
@@ -99,6 +100,7 @@ class DecoupledRolloutStorage(RolloutCore):
     _scalar_shape: ClassVar[tuple[int, ...]] = ()
     _flag_dtype: ClassVar[torch.dtype] = torch.float32
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -129,6 +131,7 @@ class DecoupledRolloutStorage(RolloutCore):
             self._allocate(structure, fields, (shape, "the action space"), int(num_envs or 0))
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -338,6 +341,19 @@ class DecoupledRolloutStorage(RolloutCore):
             fields = describe_fields(self._observations, self._columns["obs"].fields)
             settings["learnt"] = {**fields, "action_shape": list(self.actions.shape[2:])}
         return settings
+
+    @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        steps, lanes, space = (settings[name] for name in ("num_steps", "num_envs", "observation_space"))
+        if "learnt" in settings:
+            fields, actions = described_fields(settings["learnt"], "obs")[1], tuple(settings["learnt"]["action_shape"])
+        elif space is None:
+            return 0, 0, []
+        else:
+            fields = observation_fields(space, "obs", cls.__name__, torch.float32)[1]
+            actions = action_spec(settings["action_space"]).shape
+        check_positive(cls.__name__, num_steps=steps, num_envs=lanes)
+        return steps, lanes, [*fields, Field("actions", actions, torch.float32, "")]
 
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> DecoupledRolloutStorage:
