@@ -55,7 +55,8 @@ class MappedMachine(ReplayMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.storage.save(Path(folder) / "saved")
             self.storage.close()
-            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved"), False
+            folders = {"path": Path(self.folders[-1].name) / "mapped"}
+            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved", folders=folders), False
             self.model.resume()
 
     @rule()
