@@ -36,7 +36,7 @@ def test_names_that_are_known_are_taken_and_others_refused(wrap):
     given = {"rewards": torch.zeros(2), "costs": torch.zeros(2)}
     check_names(wrap(given), "a sample", "S", KNOWN, KNOWN)
     check_names(wrap({}), "a sample", "S", KNOWN)
-    words = r"a sample for S cannot hold \['cost'\]; it takes \['rewards', 'costs'\]\. Nothing was written"
+    words = r"S cannot hold \['cost'\]; it takes \['rewards', 'costs'\]\. Did you mean 'costs'\? Nothing was written"
     with pytest.raises(InvalidInputError, match=words):
         check_names(wrap({**given, "cost": torch.zeros(2)}), "a sample", "S", KNOWN)
     with pytest.raises(InvalidInputError, match=r"new_data for S needs \['costs'\]; it takes"):

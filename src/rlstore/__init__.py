@@ -1,5 +1,14 @@
 """rlstore stores the experience of reinforcement-learning agents and serves it to learners."""
 
+import sys
+
+# Asked before the native module is imported, which would switch the GIL on for the whole process.
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "rlstore does not support free-threaded Python: it relies on the GIL, which is off in this process. Use an "
+        "ordinary build of Python, or switch the GIL on with PYTHON_GIL=1 or python -X gil=1."
+    )
+
 from rlstore.distributed.actor import ActorHandle, Rollout
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.learner import Learner

@@ -11,6 +11,10 @@ class InvalidInputError(StorageError, ValueError):
     """A value has a wrong shape, dtype, name or range. Nothing was changed."""
 
 
+class InvalidCallError(InvalidInputError, TypeError):
+    """A function was called with arguments that it does not take. Nothing was changed."""
+
+
 class RolloutFullError(StorageError, OverflowError):
     """The rollout is full. Nothing was written."""
 

@@ -43,7 +43,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
 from rlstore.engine.guard import new_guard
@@ -219,6 +219,7 @@ class Storage(ABC):
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
+        check_path("save()", "path", path)
         with self._guarding():
             settings = self._settings()
             numbers, tensors = self._state()
@@ -255,6 +256,7 @@ class Storage(ABC):
             SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
             DoesNotFitError: (a MemoryError) if there is not enough memory for it.
         """
+        check_path("load()", "path", path)
         if device is not None:
             check_device(cls.__name__, device)
         with _refusing(path), SnapshotReader(path) as reader:

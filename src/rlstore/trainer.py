@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from rlstore.engine.calls import did_you_mean
 from rlstore.engine.checks import check_fraction, check_positive, check_seconds
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
@@ -33,7 +34,8 @@ def check_names(given: object, what: str, owner: str, known: Sequence[str], need
     missing = [name for name in needed if given.get(name) is None]
     if unknown or missing:
         problem = f"cannot hold {unknown}" if unknown else f"needs {missing}"
-        raise InvalidInputError(f"{what} for {owner} {problem}; it takes {list(known)}. Nothing was written.")
+        meant = did_you_mean(unknown[0], known) if unknown else ""
+        raise InvalidInputError(f"{what} for {owner} {problem}; it takes {list(known)}.{meant} Nothing was written.")
 
 
 def fit(field: Field, value: Any, lead: Sequence[int], device: torch.device) -> Tensor:
@@ -85,6 +87,8 @@ def learning_info(actor: Any, algo: Any, info: dict[str, Any] | None) -> tuple[M
     """
     if info is None:
         info = algo if isinstance(algo, dict) else {}
+    elif not isinstance(info, dict):
+        raise InvalidInputError(f"info is a {type(info).__name__}; give a dict. Nothing was changed.")
     return actor if isinstance(actor, Mapping) else {}, info
 
 
@@ -126,7 +130,8 @@ def checked_parameter(owner: str, parameters: Mapping[str, Check], name: str, va
     """
     if name not in parameters:
         raise UnknownParameterError(
-            f"{owner} has no parameter {name!r}; it has {list(parameters)}. Nothing was changed."
+            f"{owner} has no parameter {name!r}; it has {list(parameters)}.{did_you_mean(name, parameters)} "
+            "Nothing was changed."
         )
     return parameters[name](owner, name, value)
 

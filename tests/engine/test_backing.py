@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing
 
 from rlstore import DiskFullError, DoesNotFitError, InvalidInputError
-from rlstore.engine.memory import backing
+from rlstore.engine.memory import backing, capacity
 from rlstore.engine.memory.backing import Backing
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
@@ -235,7 +235,7 @@ def test_arguments_that_do_not_go_together_are_refused(kind, device, path, words
 
 @pytest.mark.parametrize("kind", ["ram", "shared"])
 def test_more_than_the_free_ram_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(backing, "free_ram", lambda: (1000, "the system's available memory"))
+    monkeypatch.setattr(capacity, "free_ram", lambda: (1000, "the system's available memory"))
     made = Backing("ReplayStorage", kind, CPU)
     made.require(1000, "5 transitions")
     with pytest.raises(DoesNotFitError) as refused:
@@ -248,7 +248,7 @@ def test_more_than_the_free_ram_is_refused(kind, monkeypatch):
 
 
 def test_nothing_is_refused_where_nothing_tells_what_is_free(monkeypatch):
-    monkeypatch.setattr(backing, "free_ram", lambda: None)
+    monkeypatch.setattr(capacity, "free_ram", lambda: None)
     Backing("S", "ram", CPU).require(1 << 60, "everything")
 
 

@@ -57,6 +57,14 @@ def wrong_shapes(field: Field) -> list[torch.Tensor]:
     return [torch.ones(shape, dtype=field.dtype) for shape in shapes]
 
 
+def wrong_lanes(field: Field, value: torch.Tensor) -> bool:
+    """Whether only the number of lanes is wrong; a scalar may have an axis of 1."""
+    rows = [field.row_shape(count) for count in range(10)]
+    if field.shape in ((), (1,)):
+        rows += [(count,) for count in range(10)] + [(count, 1) for count in range(10)]
+    return tuple(value.shape) in rows
+
+
 def wrong_dtypes(field: Field) -> list[torch.Tensor]:
     """Complex for all; fractions and numbers out of range for integers."""
     row = field.row_shape(LANES)
@@ -128,7 +136,9 @@ def test_a_wrong_shape(check, field):
         if check == "leading axes" and begins_wrong:
             assert f"has to begin with ({LANES},)" in message
         else:
-            expected = str(field.row_shape(LANES)), str(field.dtype).removeprefix("torch."), field.origin
+            counts_lanes = tuple(value.shape) == field.shape or wrong_lanes(field, value)
+            origin = f"num_envs={LANES}" if counts_lanes else field.origin
+            expected = str(field.row_shape(LANES)), str(field.dtype).removeprefix("torch."), origin
             assert all(part in message for part in expected), message
 
 

@@ -255,9 +255,8 @@ def test_extend_adds_a_filled_block_and_later_rows_write_it():
     assert ring.blocks["final"][1].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_reserved_blocks_are_no_part_of_a_row():
-    ring = make_ring()
-    ring.reserve([field("returns")])
+def test_computed_blocks_are_no_part_of_a_row():
+    ring = Ring(columns(), 4, LANES, CPU, [field("returns")])
     ring.blocks["returns"].fill_(7.0)
     ring.write(row(0))
     assert_row(ring, 0, 0)
@@ -325,8 +324,7 @@ def test_a_tensor_of_another_shape_is_not_bound(wrong):
 
 def test_blocks_made_in_inference_mode_are_plain_tensors():
     with torch.inference_mode():
-        ring = Ring(columns(), 2, LANES, CPU)
-        ring.reserve([field("returns")])
+        ring = Ring(columns(), 2, LANES, CPU, [field("returns")])
         ring.extend([Column(field("final"), "final")])
         ring.write((*row(0), torch.zeros(LANES)))
     for block in ring.blocks.values():
@@ -335,8 +333,7 @@ def test_blocks_made_in_inference_mode_are_plain_tensors():
 
 
 def test_a_tensor_of_another_block_is_bound_as_a_copy():
-    ring = make_ring()
-    ring.reserve([field("returns")])
+    ring = Ring(columns(), 4, LANES, CPU, [field("returns")])
     ring.bind("rewards", ring.blocks["returns"])
     ring.blocks["returns"].fill_(3.0)
     assert (ring.blocks["rewards"] == 0.0).all()

@@ -13,14 +13,14 @@ from torch import Tensor
 from rlstore.distributed.fields import RolloutFields
 from rlstore.engine.batches.gather import gather_slots
 from rlstore.engine.guard import guarded, new_guard
-from rlstore.engine.memory.capacity import free_ram
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import Recycler, allocate_huge
 from rlstore.engine.processes.handoff import Handoff, Member
-from rlstore.errors import DoesNotFitError
 
 _LINE = 64  # bytes; two slots never share a cache line, so two actors never write the same one
 _VERSION = "version"
+_CPU = torch.device("cpu")
 
 
 class RolloutMemory:
@@ -56,7 +56,8 @@ class RolloutMemory:
         if segment is None:
             pieces = [((count, line), torch.uint8) for line in lines.values()]
             needed = SharedMemory.bytes_of([*Handoff.pieces(count), *pieces])
-            _check_room(needed, steps, count)
+            what = f"{count:,} rollouts of {steps:,} steps"
+            require_memory("DistributedStorage", needed, what, _CPU, "Give a smaller num_storages or num_steps.")
             segment = SharedMemory.create(needed)
         self.segment = segment
         self.handoff = Handoff(segment, count)
@@ -84,16 +85,6 @@ class RolloutMemory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RolloutMemory, (self.fields, self.steps, self.count, self.segment)
-
-
-def _check_room(nbytes: int, steps: int, count: int) -> None:
-    free = free_ram()
-    if free is not None and nbytes > free[0]:
-        raise DoesNotFitError(
-            f"DistributedStorage needs {nbytes / 1e9:.2f} GB for {count} rollouts of {steps} steps, and "
-            f"{free[0] / 1e9:.2f} GB are free ({free[1]}). Nothing was allocated. Give a smaller num_storages or "
-            "num_steps."
-        )
 
 
 class Gathered(NamedTuple):

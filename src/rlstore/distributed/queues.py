@@ -44,6 +44,13 @@ def sample_from_queues(
     return batch, joined_states
 
 
+def check_queues(free_queue: Any, full_queue: Any) -> None:
+    """Refuse what is no queue."""
+    for name, queue, methods in (("free_queue", free_queue, ("put",)), ("full_queue", full_queue, ("get", "put"))):
+        if not all(hasattr(queue, method) for method in methods):
+            raise InvalidInputError(f"{name} is {queue!r}; sample() needs a queue, with {' and '.join(methods)}")
+
+
 def check_slots(indices: Sequence[Any], count: int) -> list[int]:
     """The slots of some indices."""
     for index in indices:

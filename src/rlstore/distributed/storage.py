@@ -15,9 +15,10 @@ from rlstore.distributed.actor import ActorHandle, check_row
 from rlstore.distributed.fields import RolloutFields, check_state_shapes
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.memory import InitialStates, RolloutMemory, RolloutStorages
-from rlstore.distributed.queues import check_slots, sample_from_queues
+from rlstore.distributed.queues import check_queues, check_slots, sample_from_queues
 from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, check_slice_names, rows_of
 from rlstore.distributed.trainer_slots import TrainerSlots
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
@@ -25,7 +26,7 @@ from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
 
@@ -117,6 +118,7 @@ class DistributedStorage(Storage):
             the extra field of transition t is that of row t, and row ``num_steps`` is zero.
     """
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -220,7 +222,9 @@ class DistributedStorage(Storage):
                 that are not given keep their value.
         """
         if len(args) != 4:
-            raise TypeError(f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given")
+            raise InvalidCallError(
+                f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given"
+            )
         index, timestep, actor_output, env_output = args
         memory = self._ready_slots().memory
         row, slot = check_row(timestep, memory.steps), check_slots([index], memory.count)[0]
@@ -257,6 +261,7 @@ class DistributedStorage(Storage):
             By key a tensor ``[T + 1, batch_size, ...]``; and the states, ``[layers, batch_size, hidden]`` each.
         """
         check_positive("sample()", batch_size=batch_size)
+        check_queues(free_queue, full_queue)
         place = check_device("sample()", device)
         return sample_from_queues(place, batch_size, free_queue, full_queue, storages, init_actor_state_storages, lock)
 
@@ -329,6 +334,7 @@ class DistributedStorage(Storage):
         self._slots.leave()
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls: type[_AnyStorage],
         size: int,

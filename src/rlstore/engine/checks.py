@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from operator import index
 
 import numpy as np
 import torch
 
-from rlstore.errors import InvalidInputError
+from rlstore.errors import InvalidCallError, InvalidInputError
 
 
 def check_positive(owner: str, **sizes: object) -> None:
@@ -16,6 +17,8 @@ def check_positive(owner: str, **sizes: object) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise InvalidInputError(f"{name} is {size!r}; {owner} needs a whole number of at least 1")
+        if size >= 2**63:
+            raise InvalidInputError(f"{name} is {size}; {owner} needs a whole number below 2**63")
 
 
 def check_count(owner: str, name: str, value: object) -> int:
@@ -45,6 +48,13 @@ def check_name(owner: str, name: object) -> None:
     """Refuse a name that is neither a string nor None."""
     if name is not None and not isinstance(name, str):
         raise InvalidInputError(f"name is {name!r}; {owner} needs a string, or None")
+
+
+def check_path(owner: str, name: str, path: object) -> str:
+    """The path of a folder as a string."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise InvalidCallError(f"{name} is {path!r}; {owner} needs the path of a folder, a string or a Path")
+    return os.fspath(path)
 
 
 def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
+from rlstore.engine.calls import check_keywords, explained
 from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
@@ -38,6 +40,7 @@ from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
+_MUCH = 1 << 26  # bytes of batches from which on it is asked whether they fit into memory
 _SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
@@ -127,6 +130,7 @@ class ReplayCore(Storage):
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
         view.bind(self._fields, self.dtype, self._torch_device)
+        self._require_batches(view, self.batch_size, self.num_workers)
         on_device = options.memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
         backing = Backing(owner, "ram" if on_device else options.memory, place, options.path)
@@ -155,6 +159,15 @@ class ReplayCore(Storage):
                 f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
                 f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
             )
+
+    def _require_batches(self, view: View, size: int, ahead: int = 0) -> None:
+        """Refuse batches of ``size`` that do not fit into memory together with those that are prefetched."""
+        nbytes = view.nbytes * size * (1 + ahead)
+        if nbytes > _MUCH:
+            what = f"{1 + ahead:,} batches of {size:,}" if ahead else f"a batch of {size:,}"
+            place = self._torch_device if self._options.memory == "device" else torch.device("cpu")
+            advice = "Give a smaller batch_size or, of batches ahead, a smaller num_workers."
+            require_memory(type(self).__name__, nbytes, what, place, advice)
 
     def _connect(self) -> None:
         """Make the pipeline, with the parameters as they are now."""
@@ -403,6 +416,8 @@ class ReplayCore(Storage):
         with self._guard:
             if self._pipeline is None:
                 raise self._not_ready()
+            if batch_size is not None and size * self._view.nbytes > _MUCH:
+                self._require_batches(self._view, size)
             return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
     def update(self, *args: Any) -> None:
@@ -424,6 +439,7 @@ class ReplayCore(Storage):
     # ---------------------------------------------------------------------------------------------- the ten methods
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -437,6 +453,7 @@ class ReplayCore(Storage):
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword.
         """
+        check_keywords(cls, arguments)
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
@@ -516,6 +533,7 @@ class ReplayCore(Storage):
         for _ in range(num_mini_batch * num_epochs):
             if self._pipeline is None:
                 raise self._not_ready()
+            self._require_batches(self._view, size)
             drawn, tensors = self._pipeline.read(size, self._sharing)
             yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
 
@@ -601,7 +619,8 @@ class ReplayCore(Storage):
             if self._rows is not None:
                 try:
                     self._check_longest(self._rows.steps, self._rows.lanes)
-                except InvalidInputError:
+                    self._require_batches(self._view, self.batch_size, self.num_workers)
+                except (InvalidInputError, DoesNotFitError):
                     setattr(part, parameter_name, before)
                     raise
                 self._connect()

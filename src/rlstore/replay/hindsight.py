@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlstore.engine.calls import explained
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import NotReadyError
@@ -74,6 +75,7 @@ class HindsightReplayStorage(ReplayCore):
     n_step: int = of_part("_view", "n_step", "1.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,

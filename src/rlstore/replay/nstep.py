@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlstore.engine.calls import explained
+from rlstore.engine.checks import check_path
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -81,6 +83,7 @@ class NStepReplayStorage(ReplayCore):
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -109,7 +112,8 @@ class NStepReplayStorage(ReplayCore):
         timeout: float = 60.0,
         extra_fields: ExtraFields | None = None,
     ) -> None:
-        self.save_snapshot, self.snapshot_dir = bool(save_snapshot), os.fspath(snapshot_dir)
+        self.save_snapshot = bool(save_snapshot)
+        self.snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
         options = Options(
             observation_space,
             action_space,

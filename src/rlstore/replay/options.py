@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlstore.engine.checks import check_count, check_positive, check_seconds
+from rlstore.engine.checks import check_count, check_path, check_positive, check_seconds
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import InvalidInputError
@@ -57,6 +57,8 @@ class Options:
             raise InvalidInputError(
                 f"autoreset is {self.autoreset!r}; {owner} knows {list(_AUTORESETS)}, or None to tell by the data"
             )
+        if self.path is not None:
+            check_path(owner, "path", self.path)
         if self.memory not in _MEMORIES:
             raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
         self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)

@@ -16,7 +16,7 @@ from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.trainer import Check, fraction
 
 _STRATEGIES = ("future", "final", "episode")
@@ -240,7 +240,7 @@ class PrioritySampler(Sampler):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``: all of them, or if one is refused none."""
         if len(args) != 2:
-            raise TypeError(f"update() takes rows and priorities; {len(args)} arguments were given")
+            raise InvalidCallError(f"update() takes rows and priorities; {len(args)} arguments were given")
         if self.tree is None:
             raise InvalidInputError(f"this {self._owner} draws uniformly: alpha is 0, and there are no priorities")
         self.tree.update(*args)

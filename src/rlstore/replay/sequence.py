@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_positive, check_shape
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
@@ -73,6 +74,7 @@ class SequenceReplayStorage(ReplayCore):
     beta: float = of_part("_sampler", "beta", "The initial exponent of the importance weights.")
     beta_steps: int | None = of_part("_sampler", "beta_steps", "Batches over which ``beta`` is annealed to 1, or None.")
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,

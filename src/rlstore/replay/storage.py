@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rlstore.engine.calls import explained
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.replay.core import ReplayCore, of_part
@@ -55,6 +56,7 @@ class ReplayStorage(ReplayCore):
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,

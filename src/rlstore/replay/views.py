@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -90,6 +91,13 @@ class SequenceBatch(NamedTuple):
     rows: Tensor
 
 
+_ROW_ID = 8  # bytes
+
+
+def _row_bytes(request: Request) -> int:
+    return math.prod(request.shape) * request.dtype.itemsize
+
+
 class View(ABC):
     """Which tensors a batch needs, and how it is built from them.
 
@@ -98,12 +106,15 @@ class View(ABC):
         requests: The tensors gathered from the rows that were drawn.
         others: The tensors gathered from ``Drawn.others``, which follow those.
         casts: The dtype that each is converted to after it was gathered, which knows float32 only.
+        nbytes: The bytes of a batch of one.
     """
 
     parameters: ClassVar[dict[str, Check]] = {}
     requests: list[Request]
     others: list[Request]
     casts: Casts
+    nbytes: int
+    _rows = 1  # that are gathered for one item of a batch
 
     def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
         """Serve these fields.
@@ -116,6 +127,7 @@ class View(ABC):
         self._fields, self._dtype, self._device = fields, dtype, device
         self._structure, self._leaves = fields.structure, len(fields.observations)
         self.requests, self.others = self._rows_requests(), self._other_requests()
+        self.nbytes = self._rows * (_ROW_ID + sum(map(_row_bytes, self.requests))) + sum(map(_row_bytes, self.others))
         observed = (Part.OBSERVATION, Part.NEXT_OBSERVATION)
         self.casts = ()
         if dtype not in (None, torch.float32):
@@ -305,7 +317,8 @@ class SequenceView(View):
     """
 
     def __init__(self, length: int, burn_in: int) -> None:
-        self._length, self._burn_in = length, burn_in
+        self._length = self._rows = length
+        self._burn_in = burn_in
 
     @property
     def longest(self) -> tuple[str, int]:

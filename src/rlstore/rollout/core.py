@@ -240,8 +240,8 @@ class RolloutCore(Storage):
                 self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
         held = [column for column in self._columns.values() if column.fields]
         rows = [part for column in held if not column.computed for part in column.row_columns()]
-        self._ring = Ring(rows, self.max_size, lanes, self._torch_device)
-        self._ring.reserve([field for column in held if column.computed for field in column.fields])
+        computed = [field for column in held if column.computed for field in column.fields]
+        self._ring = Ring(rows, self.max_size, lanes, self._torch_device, computed)
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -485,7 +485,7 @@ class RolloutCore(Storage):
         if size is not None and type(count) is int and count <= held:
             given["the rows of a mini-batch"] = size
         for name, value in given.items():
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value < 2**63:
                 check_positive("a batch generator", **{name: value})
         rows = held // count if size is None else size
         if count > held or count * rows > held:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlstore.engine import returns
 from rlstore.engine.batches.named import extended
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
@@ -99,6 +100,7 @@ class DecoupledRolloutStorage(RolloutCore):
     _scalar_shape: ClassVar[tuple[int, ...]] = ()
     _flag_dtype: ClassVar[torch.dtype] = torch.float32
 
+    @explained
     def __init__(
         self,
         observation_space: SpaceLike | None,
@@ -129,6 +131,7 @@ class DecoupledRolloutStorage(RolloutCore):
             self._allocate(structure, fields, (shape, "the action space"), int(num_envs or 0))
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,

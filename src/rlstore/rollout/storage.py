@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
+from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_fraction, check_positive, check_shape
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
@@ -236,6 +237,7 @@ class RolloutStorage(RolloutCore):
     }
     _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
 
+    @explained
     def __init__(
         self,
         training_type: str,
@@ -251,7 +253,7 @@ class RolloutStorage(RolloutCore):
         extra_fields: ExtraFields | None = None,
     ) -> None:
         owner = type(self).__name__
-        if training_type not in _COLUMNS:
+        if training_type not in list(_COLUMNS):
             raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
@@ -268,6 +270,7 @@ class RolloutStorage(RolloutCore):
             self._allocate_like(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
 
     @classmethod
+    @explained
     def create_factory(  # type: ignore[override]
         cls,
         size: int,
@@ -781,7 +784,7 @@ def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, 
         if not isinstance(params, (tuple, list)):
             raise InvalidInputError("distribution_params must be a tuple of tensors. Nothing was written.")
         found["distribution_params"] = tuple(params)
-    if states is None or len(states) != 2:
+    if not isinstance(states, (tuple, list)) or len(states) != 2:
         raise InvalidInputError("hidden_states must be a pair (actor, critic), each may be None. Nothing was written.")
     if states[0] is not None:
         found[_HIDDEN_STATES[0]] = _as_tuple(states[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, size_text, tensor_over
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.memory.capacity import free_device, free_ram
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
@@ -73,24 +73,15 @@ class Backing:
         Raises:
             DoesNotFitError: (a MemoryError) with the bytes needed, the bytes free, and what to do.
         """
-        if self._files is not None:
-            nbytes -= self._files.unmapped_bytes()  # they need no new space
-            free, where = free_disk(self._files.path), f"free on the disk of {self._files.path}"
-        elif self.device.type == "cpu":
-            ram = free_ram()
-            if ram is None:
-                return
-            free, where = ram[0], f"free in RAM ({ram[1]})"
-        else:
-            on_device = free_device(self.device)
-            if on_device is None:
-                return
-            free, where = on_device, f"free on {self.device}"
+        if self._files is None:
+            require_memory(self.owner, nbytes, what, self.device, NEED_LESS.format(larger="large enough"))
+            return
+        nbytes -= self._files.unmapped_bytes()  # they need no new space
+        free = free_disk(self._files.path)
         if nbytes > free:
-            advice = NEED_LESS.format(larger="larger" if self.kind == "mapped" else "large enough")
             raise DoesNotFitError(
-                f"{self.owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are {where}. "
-                f"Nothing was allocated. {advice}"
+                f"{self.owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are free on the disk of "
+                f"{self._files.path}. Nothing was allocated. {NEED_LESS.format(larger='larger')}"
             )
 
     def zeros(

@@ -1,10 +1,13 @@
-"""How much memory is free, as far as the system reports it."""
+"""How much memory is free, as far as the system reports it, and the refusal of what needs more."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+
+from rlstore.engine.disk.mapped import size_text
+from rlstore.errors import DoesNotFitError
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -25,6 +28,31 @@ def free_device(device: torch.device) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def require_memory(owner: str, nbytes: int, what: str, device: torch.device, advice: str) -> None:
+    """Refuse what cannot fit into a device's memory, before any of it is allocated.
+
+    Args:
+        owner: What needs it, for the error: the storage's class name.
+        nbytes: The bytes that are to be allocated.
+        what: What they are for: "24 steps of 4096 environments".
+        device: Where they are to be allocated.
+        advice: What to do about it, a sentence.
+
+    Raises:
+        DoesNotFitError: (a MemoryError) with the bytes needed, the bytes free, and what to do.
+    """
+    if device.type == "cpu":
+        ram = free_ram()
+        free, where = (None, "") if ram is None else (ram[0], f"free in RAM ({ram[1]})")
+    else:
+        free, where = free_device(device), f"free on {device}"
+    if free is not None and nbytes > free:
+        raise DoesNotFitError(
+            f"{owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are {where}. Nothing was allocated. "
+            f"{advice}"
+        )
 
 
 def _system_limit(proc: Path) -> list[tuple[int, str]]:

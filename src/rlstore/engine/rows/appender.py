@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.finals import find_final, fit_final
+from rlstore.engine.rows.finals import ORDER, find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
-from rlstore.errors import NotReadyError
+from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.kernels import Guard, protocol
 from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
 
@@ -100,7 +100,7 @@ class Appender:
             columns = fields.named_columns(named, self.ring.lanes)
             leaves = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
             values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
-        if infos or type(infos) is not dict:
+        if type(infos) is not dict or infos:
             values = self._with_final(values, infos)
         kernel = self._direct
         outcome = BUSY if kernel is None else kernel.append(values)
@@ -207,7 +207,13 @@ class Appender:
             given, taken = as_tensor(value, field.name), self._fit(mask, values)
             if given.numel() == ring.lanes:
                 value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
-        fitted = field.fit(value, ring.lanes, ring.device)
+        try:
+            fitted = field.fit(value, ring.lanes, ring.device)
+        except InvalidInputError as error:
+            shape = tuple(getattr(value, "shape", ()))
+            if field.name == "actions" and self._is_plain and shape == (ring.lanes, *self._place(0).shape):
+                raise InvalidInputError(f"{error} They have the shape of observations: {ORDER}") from error
+            raise
         # A single element counts as contiguous whatever its strides; the kernel needs plain ones.
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 

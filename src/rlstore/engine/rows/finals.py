@@ -13,6 +13,11 @@ from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold
 from rlstore.errors import InvalidInputError
 
 KEYS = ("final_obs", "final_observation")
+ORDER = (
+    "add() takes observations, actions, rewards, terminateds, truncateds, infos, next_observations, in this order, not "
+    "in that of Stable-Baselines3 (obs, next_obs, action, reward, done, infos)."
+)
+_OF_A_LIST = 'of one dict for each environment give {"final_obs": [info.get("terminal_observation") for info in infos]}'
 
 
 def find_final(infos: Any) -> tuple[str, Any] | None:
@@ -20,9 +25,9 @@ def find_final(infos: Any) -> tuple[str, Any] | None:
     if not isinstance(infos, (dict, Mapping)):  # a dict is recognised much faster than a Mapping
         if infos is None:
             return None
-        raise InvalidInputError(
-            f"infos is a {type(infos).__name__}; give the dict that the environment gave, or {{}}. Nothing was written."
-        )
+        listed = isinstance(infos, (list, tuple)) and any(isinstance(info, Mapping) for info in infos)
+        advice = _OF_A_LIST if listed else "give the dict that the environment gave, or {}"
+        raise InvalidInputError(f"infos is a {type(infos).__name__}; {advice}. {ORDER} Nothing was written.")
     for key in KEYS:
         if infos.get(key) is not None:
             return key, infos[key]

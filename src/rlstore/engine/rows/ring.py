@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_count
+from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_real
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
+
+_NEED_LESS = "Take fewer steps or environments, or give smaller observations: pixels as uint8, floats as float16."
 
 
 @dataclass(frozen=True)
@@ -38,50 +42,63 @@ class Ring:
         steps: Rows before the oldest is overwritten.
         lanes: Environments, or slots, side by side.
         device: The device of the blocks.
+        computed: Blocks that are not part of a row: what is computed later.
     """
 
-    def __init__(self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device) -> None:
+    def __init__(
+        self, columns: Sequence[Column], steps: int, lanes: int, device: torch.device, computed: Sequence[Field] = ()
+    ) -> None:
         self.steps, self.lanes, self.device = steps, lanes, device
         self.columns: list[Column] = []
-        self._reserved: list[Field] = []
+        self._computed = tuple(computed)
         self.blocks: dict[str, Tensor] = {}
         self.written = 0  # every row ever written; it never wraps
         self.size = 0  # rows held in each lane
         self._begin = 0  # the count at which the present rollout began, at row 0
         self._writer: Any = None
-        self.extend(columns)
+        self.extend(columns, computed=self._computed)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks.values())
 
-    def extend(self, columns: Sequence[Column], fills: Mapping[str, float] | None = None) -> None:
-        """Add columns, with new blocks for those that name one not there yet."""
+    def extend(
+        self,
+        columns: Sequence[Column],
+        fills: Mapping[str, float] | None = None,
+        computed: Sequence[Field] = (),
+    ) -> None:
+        """Add columns, with new blocks for those that name one not there yet, and blocks that no column fills.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if there is not enough memory for all of them. Nothing was allocated.
+        """
         if self.device.type == "cuda":
             check_real((column.field for column in columns), "a rollout on CUDA")
         extra = max((column.lead for column in [*self.columns, *columns]), default=0)
+        new: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for column in columns:
             if column.block not in self.blocks:
                 # A block that is written ahead has a row more, for what follows the last step.
                 rows = self.steps + (extra if any(c.lead for c in columns if c.block == column.block) else 0)
-                shape = (rows, *column.field.row_shape(self.lanes))
-                fill = (fills or {}).get(column.block, 0.0)
-                self.blocks[column.block] = allocate(shape, column.field.dtype, self.device, fill)
+                new.setdefault(column.block, ((rows, *column.field.row_shape(self.lanes)), column.field.dtype))
+        new.update({field.name: ((self.steps, *field.row_shape(self.lanes)), field.dtype) for field in computed})
+        self._require_memory({name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in new.items()})
+        for name, (shape, dtype) in new.items():
+            self.blocks[name] = allocate(shape, dtype, self.device, (fills or {}).get(name, 0.0))
         self.columns.extend(columns)
         self._writer = None
 
-    def reserve(self, fields: Sequence[Field]) -> None:
-        """Add blocks that are not part of a row: what is computed later."""
-        self._reserved.extend(fields)
-        for field in fields:
-            self.blocks[field.name] = allocate((self.steps, *field.row_shape(self.lanes)), field.dtype, self.device)
+    def _require_memory(self, nbytes: Mapping[str, int]) -> None:
+        if nbytes:
+            most = max(nbytes, key=lambda name: nbytes[name])
+            what = f"{self.steps:,} steps of {self.lanes:,} environments, {most} the most of it"
+            require_memory("a rollout", sum(nbytes.values()), what, self.device, _NEED_LESS)
 
     def resized(self, steps: int) -> Ring:
         """An empty ring of the same columns with another number of rows."""
-        ring = Ring(self.columns, steps, self.lanes, self.device)
-        ring.reserve(self._reserved)
-        return ring
+        return Ring(self.columns, steps, self.lanes, self.device, self._computed)
 
     def drop(self, blocks: Sequence[str]) -> None:
         """Remove blocks and the columns that fill them."""

@@ -66,12 +66,36 @@ class Field:
         return held.to(device).contiguous()
 
     def _misfit(self, given: Tensor, lanes: int) -> InvalidInputError:
+        origin, hint, remedy = self.origin, "", "If the data changed, build a new storage."
+        count = self._count_lanes(given)
+        if given.shape == self.row_shape(lanes):
+            hint = _dtype_hint(given.dtype, self.dtype)
+        elif self._is_of_all(given, lanes):
+            hint = f" That is the space of all {lanes} environments together."
+            name = "single_action_space" if self.name == "actions" else "single_observation_space"
+            remedy = f"Give the storage {name} of the vector environment."
+        elif count is not None:
+            origin = f"num_envs={lanes}"
+            remedy = f"If there are {count} environments, give the storage num_envs={count}."
+        elif tuple(given.shape) == self.shape:
+            origin, hint = f"num_envs={lanes}", " There is no axis for the environments."
         want = f"{self.row_shape(lanes)} {dtype_name(self.dtype)}"
-        hint = "" if given.shape != self.row_shape(lanes) else _dtype_hint(given.dtype, self.dtype)
         return InvalidInputError(
             f"{self.name} is {tuple(given.shape)} {dtype_name(given.dtype)}; this storage holds {want}, "
-            f"fixed by {self.origin}.{hint} Nothing was written. If the data changed, build a new storage."
+            f"fixed by {origin}.{hint} Nothing was written. {remedy}"
         )
+
+    def _count_lanes(self, given: Tensor) -> int | None:
+        """The lanes of a row of this field, whatever their number; None for something else."""
+        if given.dim() <= self.lane_axis:
+            return None
+        count, shape = given.shape[self.lane_axis], tuple(given.shape)
+        row, scalar_rows = self.row_shape(count), ((count,), (count, 1))
+        return count if shape == row or (shape in scalar_rows and row in scalar_rows) else None
+
+    def _is_of_all(self, given: Tensor, lanes: int) -> bool:
+        """True if the field was probably taken from the space of a vector environment, which has the axis of lanes."""
+        return "_space" in self.origin and self.shape[:1] == (lanes,) and tuple(given.shape) == self.shape
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -104,7 +128,16 @@ def as_tensor(value: Any, name: str) -> Tensor:
             return torch.stack([element.detach() for element in value])
         return torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"{name} cannot be converted to a tensor: {error}. Nothing was written.") from error
+        problem = _RESET if is_from_reset(value) else f"cannot be converted to a tensor: {error}."
+        raise InvalidInputError(f"{name} {problem} Nothing was written.") from error
+
+
+_RESET = "is the tuple (observations, infos) that env.reset() returns; give its first part, obs = env.reset()[0]."
+
+
+def is_from_reset(value: Any) -> bool:
+    """True for what looks like the tuple that ``env.reset()`` returns, the observations and a dict of infos."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
 
 
 def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
@@ -204,6 +237,8 @@ class Structure:
         found = dict(walk(value))
         if found.keys() == set(self.paths):
             return [found[path] for path in self.paths]
+        if is_from_reset(value):
+            raise InvalidInputError(f"{self._name} {_RESET} Nothing was written.")
         missing = [name for path, name in zip(self.paths, self.names, strict=True) if path not in found]
         unknown = [Structure([path], self._name).names[0] for path in found if path not in self.paths]
         raise InvalidInputError(
@@ -238,6 +273,8 @@ def fields_of_example(example: Any, name: str, lead: int, origin: str) -> tuple[
         lead: The number of axes before a field's own.
         origin: Where the fields came from, for errors.
     """
+    if is_from_reset(example) and not example[1]:
+        raise InvalidInputError(f"{name} {_RESET}")
     structure = Structure.of(example, name)
     if not structure.paths:
         raise InvalidInputError(f"the observations {example} have no part that could be stored")

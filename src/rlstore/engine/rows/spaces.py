@@ -201,6 +201,12 @@ def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
 
 
 def _unsupported(space: object) -> UnsupportedSpaceError:
+    if hasattr(space, "observation_space"):  # an environment
+        name = "single_observation_space" if hasattr(space, "single_observation_space") else "observation_space"
+        return UnsupportedSpaceError(
+            f"a {type(space).__name__} is an environment; give its spaces, {name} and "
+            f"{name.replace('observation', 'action')}"
+        )
     return UnsupportedSpaceError(
         f"a space of type {type(space).__name__} is not supported: {space}. Supported are Box, Discrete, MultiDiscrete "
         "and MultiBinary, and for observations Dict and Tuple of them."

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlstore.engine.calls import did_you_mean
 from rlstore.engine.checks import check_positive, check_shape
 from rlstore.engine.rows.layout import Leaf
 from rlstore.engine.rows.schema import (
@@ -189,8 +190,9 @@ class StepFields:
         if unknown or missing:
             problem = f"got {unknown}, which it does not hold" if unknown else f"needs {missing}"
             known = list(self.extra_names) or "none"
+            meant = did_you_mean(unknown[0], (*self.named, "mask")) if unknown else ""
             raise InvalidInputError(
-                f"add() {problem}; the extra_fields of this storage are {known}. Nothing was written."
+                f"add() {problem}; the extra_fields of this storage are {known}.{meant} Nothing was written."
             )
         return (*values, *[given[name] for name in self.extra_names])
 
