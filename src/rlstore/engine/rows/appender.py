@@ -110,7 +110,7 @@ class Appender:
             with self._guard:
                 if outcome == BUSY and not self._is_part:
                     self._find_direct()
-                outcome = self.write(values)
+                outcome = self.write(values, outcome)
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self.warned = True
             warnings.warn(_BROKEN, stacklevel=3)
@@ -133,13 +133,14 @@ class Appender:
         fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
         return (*values[: -len(fitted)], *fitted)
 
-    def write(self, values: tuple[Any, ...]) -> int:
+    def write(self, values: tuple[Any, ...], outcome: int = BUSY) -> int:
         """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
 
         Args:
             values: The observation leaves, those of the next observations, the columns; whether the episode terminated
                 and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
+            outcome: Why the kernel did not write them, if it was asked already.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and
@@ -151,7 +152,8 @@ class Appender:
         kernel = self._kernel or self._bind()
         if self.settle is not None:
             self.settle()
-        outcome = kernel.write(values)
+        if outcome == BUSY:
+            outcome = kernel.write(values)
         if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             outcome = self._complete(kernel, values, outcome)
         self.added += 1
