@@ -730,6 +730,15 @@ class RolloutStorage(RolloutCore):
         }
 
     @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        steps, lanes, obs = (settings[name] for name in ("num_transitions_per_env", "num_envs", "obs"))
+        if obs is None:
+            return 0, 0, []
+        check_positive(cls.__name__, num_transitions_per_env=steps, num_envs=lanes)
+        actions = check_shape(cls.__name__, "actions_shape", settings["actions_shape"])
+        return steps, lanes, [*described_fields(obs, "observations")[1], Field("actions", actions, torch.float32, "")]
+
+    @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> RolloutStorage:
         obs = settings["obs"]
         if obs is not None:

@@ -181,6 +181,11 @@ class SnapshotReader:
         """The names of the tensors."""
         return list(self._tensors)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file of tensors."""
+        return self._file.nbytes
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         return tuple(self._entry(name)["shape"])
