@@ -141,9 +141,9 @@ class EpisodeRing {
   }
 
   // write() with what follows from it, in one step as other threads see it: all of it happens with the GIL held. Returns
-  // kBusy, with nothing written, if a thread has the guard.
+  // kBusy, with nothing written, if the guard is not free.
   int64_t append(nb::tuple values) {
-    if (!guard_ || guard_->is_taken()) return kBusy;
+    if (!guard_ || !guard_->is_free()) return kBusy;
     guard_->enter();
     const Exit exit{guard_};
     const int64_t outcome = write(values);

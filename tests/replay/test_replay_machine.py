@@ -55,8 +55,9 @@ class MappedMachine(ReplayMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.storage.save(Path(folder) / "saved")
             self.storage.close()
-            folders = {"path": Path(self.folders[-1].name) / "mapped"}
-            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved", folders=folders), False
+            folders = {"path": self.config.options["path"]}
+            self.storage = ReplayStorage.load(Path(folder) / "saved", folders=folders)
+            self.has_warned = False
             self.model.resume()
 
     @rule()
