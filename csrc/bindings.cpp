@@ -345,6 +345,7 @@ NB_MODULE(_native, m) {
       .def("acquire_insert", &LimiterObject::acquire_insert)
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
+  m.def("is_in_memory", &is_in_memory);
   m.def("process_start", &process_start);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.memory.tensors import allocate_empty
+from rlstore.engine.rows.schema import check_memory, is_in_memory
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -208,6 +209,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
     A single entry becomes 0.
     """
+    _check_readable(x, "x")
     if x.numel() < 2:
         x.zero_()
         return
@@ -226,6 +228,8 @@ class _Inputs:
         truncated: Tensor | None,
         final_values: Tensor | None,
     ) -> None:
+        _check_readable(rewards, "rewards")
+        _check_readable(last_values, "last_values")
         if rewards.dtype not in (torch.float32, torch.float64) or rewards.dim() < 2:
             raise InvalidInputError(
                 f"rewards are {tuple(rewards.shape)} {rewards.dtype}; returns need [steps, lanes] of float32 or float64"
@@ -246,7 +250,9 @@ class _Inputs:
         )
 
     def empty(self) -> Tensor:
-        return allocate_empty(self._rewards.shape, self._rewards.dtype, self._rewards.device)
+        result = allocate_empty(self._rewards.shape, self._rewards.dtype, self._rewards.device)
+        _check_readable(result, "the result")  # there may be a mode in which all new tensors are fake
+        return result
 
     def like_rewards(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
@@ -258,6 +264,7 @@ class _Inputs:
         return _plain_memory(flags, flags.dtype, self._rewards.device)
 
     def _check_size(self, given: Tensor, name: str) -> None:
+        _check_readable(given, name)
         if given.shape != self._rewards.shape and _plain(given.shape) != _plain(self._rewards.shape):
             raise InvalidInputError(f"{name} are {tuple(given.shape)}; the rewards are {tuple(self._rewards.shape)}")
 
@@ -269,6 +276,17 @@ def _plain(shape: torch.Size) -> tuple[int, ...]:
 
 def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor itself if a kernel can read its memory, else a contiguous copy."""
-    if given.dtype == dtype and given.device == device and not given.requires_grad and given.is_contiguous():
+    is_plain = given.dtype == dtype and given.device == device and not given.requires_grad and not given.is_neg()
+    if is_plain and given.is_contiguous():
         return given
-    return given.detach().to(device, dtype).contiguous()
+    return given.detach().to(device, dtype).resolve_neg().contiguous()
+
+
+def _check_readable(given: Tensor, name: str) -> None:
+    if not isinstance(given, Tensor):
+        raise InvalidInputError(f"{name} is a {type(given).__name__}; returns need a tensor. Nothing was computed.")
+    is_ordinary = type(given) is Tensor and is_in_memory(given) and given.untyped_storage().nbytes() >= given.nbytes
+    if not is_ordinary:
+        check_memory(given, name)
+    if given.is_complex():
+        raise InvalidInputError(f"{name} is {given.dtype}; returns need real numbers. Nothing was computed.")

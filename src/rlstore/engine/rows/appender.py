@@ -210,8 +210,8 @@ class Appender:
         try:
             fitted = field.fit(value, ring.lanes, ring.device)
         except InvalidInputError as error:
-            shape = tuple(getattr(value, "shape", ()))
-            if field.name == "actions" and self._is_plain and shape == (ring.lanes, *self._place(0).shape):
+            has_shape = field.name == "actions" and self._is_plain and not getattr(value, "is_nested", False)
+            if has_shape and tuple(getattr(value, "shape", ())) == (ring.lanes, *self._place(0).shape):
                 raise InvalidInputError(f"{error} They have the shape of observations: {ORDER}") from error
             raise
         # A single element counts as contiguous whatever its strides; the kernel needs plain ones.
