@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import zlib
 
 import pytest
@@ -222,6 +223,16 @@ def test_a_file_that_says_it_is_a_terabyte_is_refused(name, tmp_path):
     write(tmp_path / "saved")
     os.truncate(tmp_path / "saved" / name, 1 << 40)
     with pytest.raises(SnapshotError, match=r"1,099,511,627,776 bytes"):
+        read(tmp_path / "saved")
+
+
+def test_settings_that_are_nested_deeply_are_refused(tmp_path):
+    write(tmp_path / "saved")
+    deep = []
+    for _ in range(sys.getrecursionlimit() // 2):
+        deep = [deep]
+    rewrite(tmp_path / "saved", lambda told: told["settings"].update(deep=deep))
+    with pytest.raises(SnapshotError, match=r"manifest\.json is damaged"):
         read(tmp_path / "saved")
 
 

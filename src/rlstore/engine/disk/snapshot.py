@@ -166,7 +166,15 @@ class SnapshotReader:
     def _decoded(self, field: str, form: Any) -> dict[str, Any]:
         try:
             decoded: dict[str, Any] = from_json(form, self._file.nbytes)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            AssertionError,
+            RuntimeError,
+        ) as error:
             raise SnapshotError(f'{self.manifest} is damaged: "{field}" cannot be read ({error!r})') from error
         return decoded
 
