@@ -285,7 +285,10 @@ NB_MODULE(_native, m) {
       .def(nb::init<>())
       .def("enter", &Guard::enter)
       .def("leave", &Guard::leave)
+      .def("begin_read", &Guard::begin_read)
+      .def("end_read", &Guard::end_read)
       .def("forget_waiting", &Guard::forget_waiting)
+      .def("forget_reads", &Guard::forget_reads)
       .def_prop_ro("is_taken", &Guard::is_taken);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_number
 from rlstore.engine.memory.tensors import allocate_empty
 from rlstore.engine.rows.schema import check_memory, is_in_memory
 from rlstore.errors import InvalidInputError
@@ -53,6 +54,7 @@ def gae(
     Returns:
         Advantages and returns.
     """
+    check_number("gae()", gamma=gamma, lam=lam)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     advantages, returns = inputs.empty(), inputs.empty()
     kernel("gae", inputs.device_type)(*inputs.all, gamma, lam, advantages, returns)
@@ -127,6 +129,7 @@ def discounted_returns(
 
     Without value estimates, an unknown final value counts as 0.
     """
+    check_number("discounted_returns()", gamma=gamma)
     inputs = _Inputs(rewards, rewards, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
     kernel("discounted_returns", inputs.device_type)(inputs.all[0], *inputs.all[2:], gamma, returns)
@@ -149,8 +152,10 @@ def n_step_returns(
     ``k`` is ``n``, or less where the episode or the rollout ends earlier; how it bootstraps depends on the end.
     Other arguments as for :func:`gae`.
     """
+    check_number("n_step_returns()", n=n)
     if n < 1:
         raise InvalidInputError(f"n is {n}; n-step returns need at least 1 step")
+    check_number("n_step_returns()", gamma=gamma)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
     kernel("n_step_returns", inputs.device_type)(*inputs.all, gamma, n, returns)
@@ -195,6 +200,7 @@ def vtrace(
     Returns:
         Targets and advantages.
     """
+    check_number("vtrace()", gamma=gamma, lam=lam, clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     ratios = inputs.like_rewards(log_rhos, "log_rhos")
     targets, advantages = inputs.empty(), inputs.empty()

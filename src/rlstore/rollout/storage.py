@@ -318,7 +318,7 @@ class RolloutStorage(RolloutCore):
             example = as_tensor(leaf, name)
             if example.shape[0] != num_envs:
                 raise InvalidInputError(
-                    f"{name} is {tuple(example.shape)}; its first dimension must be the {num_envs} environments"
+                    f"{name} is {tuple(example.shape)}; its first axis has to be the environments, num_envs={num_envs}"
                 )
         actions = (actions_shape, f"actions_shape={list(actions_shape)} and num_envs={num_envs}")
         self._allocate(structure, fields, actions, num_envs)
@@ -483,7 +483,6 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- targets
 
-    @guarded
     def compute_returns(
         self,
         last_values: Tensor,
@@ -503,11 +502,12 @@ class RolloutStorage(RolloutCore):
             lam: The GAE lambda.
             normalize_advantage: Normalize the advantages: ``(A - mean) / (std + 1e-8)``, std unbiased.
         """
-        self._require_mode("rl")
-        blocks = self._ready_ring().blocks
-        flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
-        epsilon = 1e-8 if normalize_advantage else None
-        self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
+        with self._guard:
+            self._require_mode("rl")
+            blocks = self._ready_ring().blocks
+            flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
+            epsilon = 1e-8 if normalize_advantage else None
+            self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self.compute_returns(last_values, gamma, lam)

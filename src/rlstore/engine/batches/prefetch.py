@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from rlstore.engine.guard import Guard
+
 Drawn = TypeVar("Drawn")
 
 
@@ -32,13 +34,21 @@ class Prefetch(Generic[Drawn]):
         max_age: A batch drawn this many added steps ago, or more, is thrown away.
         prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
             :meth:`take`. It must not refer to the owner of this object.
+        guard: That of the storage; :meth:`take` and the like are called with it. It is not free while a batch is being
+            prepared.
         in_background: False if it returns at once anyhow, and so runs in the calling thread.
     """
 
     def __init__(
-        self, count: int, max_age: int, prepare: Callable[[Drawn], Any], *, in_background: bool = True
+        self,
+        count: int,
+        max_age: int,
+        prepare: Callable[[Drawn], Any],
+        guard: Guard,
+        *,
+        in_background: bool = True,
     ) -> None:
-        self._count, self._max_age, self._prepare = count, max_age, prepare
+        self._count, self._max_age, self._prepare, self._guard = count, max_age, prepare, guard
         self._in_background = in_background
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
@@ -97,8 +107,10 @@ class Prefetch(Generic[Drawn]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
             self._process = os.getpid()
             weakref.finalize(self, self._executor.shutdown, wait=False)
+        self._guard.begin_read()
         batch: list[Any] = []
-        self._jobs.append(_Job(drawn, added, self._executor.submit(_run, self._prepare, drawn, batch), batch))
+        prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
+        self._jobs.append(_Job(drawn, added, prepared, batch))
 
     def _follow_fork(self) -> None:
         """In a forked process, where the thread is not, do the work that it had left.
@@ -109,6 +121,7 @@ class Prefetch(Generic[Drawn]):
             return
         jobs, self._executor = list(self._jobs), None
         self._jobs.clear()
+        self._guard.forget_reads()
         for job in jobs:
             if job.batch:
                 self.put(job.drawn, job.added, job.batch[0])
@@ -125,9 +138,12 @@ class Prefetch(Generic[Drawn]):
             self.put(*job)
 
 
-def _run(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any]) -> Any:
-    batch.append(prepare(drawn))
-    return batch[0]
+def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any], guard: Guard) -> Any:
+    try:
+        batch.append(prepare(drawn))
+        return batch[0]
+    finally:
+        guard.end_read()
 
 
 def _finish(job: _Job[Any]) -> None:
