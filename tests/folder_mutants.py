@@ -351,7 +351,7 @@ class Mutant:
         return f"{way} in the place of {file.name}"
 
     def plant(self) -> str:
-        """Links at names that a save writes to."""
+        """Links and folders at names that a save writes to."""
         numbers = [f"tensors-{number:06}.safetensors" for number in (1, 2, 3)]
         names = ["manifest.json.new", "lock", "seal.json", "seal.json.new", "episode-000000000099.safetensors.new"]
         bins = [f"{path.name}.new" for path in self.path.glob("*.bin")]
@@ -359,9 +359,12 @@ class Mutant:
         if (self.path / name).exists() and name != "lock":
             return ""
         (self.path / name).unlink(missing_ok=True)
-        target = self._random.choice(("notes.txt", "new"))
-        (self.path / name).symlink_to(self._witness / target)
-        return f"plant {name}"
+        target = self._random.choice(("notes.txt", "new", "a folder"))
+        if target == "a folder":
+            (self.path / name).mkdir()
+        else:
+            (self.path / name).symlink_to(self._witness / target)
+        return f"plant {target} at {name}"
 
 
 _WEIGHTS: dict[Callable[[Mutant], str], int] = {

@@ -214,7 +214,7 @@ def add_until_killed(path, first, told):
 def test_a_folder_is_whole_after_every_kill(tmp_path):
     closed(tmp_path / "rows", 3, PrioritizedReplayStorage)
     draw = random.Random(1)
-    for _ in range(8):
+    for _ in range(5):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

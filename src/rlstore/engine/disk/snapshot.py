@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def _remove_unnamed(directory: Directory) -> None:
         named = manifest.read_manifest(directory, "snapshot", _FIELDS)["file"]["name"]
     for name in names:
         if name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(name) and name != named):
-            directory.remove(name)
+            with suppress(SnapshotError):  # a folder of this name is not ours
+                directory.remove(name)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
