@@ -38,9 +38,9 @@ SECONDS = 20.0  # for one forgery, which takes some hundredths
 # ---------------------------------------------------------------------------------------------------- storages
 
 
-def _starts_program(storage: Any) -> Iterator[Any]:
+def _add_stacks(storage: Any, first: int, last: int) -> None:
     """Frame stacks of which the older frames of each first one are others; episodes of four steps."""
-    for step in range(30):
+    for step in range(first, last):
         stack = torch.stack([ids(step + back) % 251 for back in (-2, -1, 0)], 1)
         if step % 4 == 0:
             stack[:, :2] = 252
@@ -50,6 +50,11 @@ def _starts_program(storage: Any) -> Iterator[Any]:
         ended = torch.full((3,), step % 4 == 3)
         stacks = stack.to(torch.uint8), follows.to(torch.uint8)
         storage.add(stacks[0], torch.arange(3) % 2, ids(step)[:, 0], ended, ~ended & ended, {}, stacks[1])
+
+
+def _starts_program(storage: Any) -> Iterator[Any]:
+    """Such frame stacks, the last episode of which has only begun."""
+    _add_stacks(storage, 0, 29)
     for _ in range(2):
         yield storage.sample()
 
@@ -65,6 +70,8 @@ FORGED = {**PROGRAMS, "frames, starts": (_make_starts, _starts_program)}
 def use(name: str, storage: Any) -> None:
     """Count, draw, change priorities, write on until every row is overwritten, and draw again."""
     len(storage)
+    if name == "frames, starts":
+        _add_stacks(storage, 29, 31)  # they go on with the episode that is open
     next_draws(storage)
     if not hasattr(storage, "storage_size"):
         storage.reset()  # a rollout takes no more than fit into it
@@ -137,8 +144,12 @@ def _replaced(nest: Any, path: tuple[Any, ...], value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- loading
 
 
-def judge(name: str, chosen: Callable[[list[Forgery]], list[Forgery]], seed: int = 0) -> dict[str, int]:
+def judge(name: str, forge: Callable[[State], list[Forgery]]) -> dict[str, int]:
     """Load forged snapshots of a storage in forked processes, and use what was loaded.
+
+    Args:
+        name: One of FORGED.
+        forge: From what the storage saves to what it is made to be.
 
     Returns:
         How many were refused with an error of rlstore, and how many could be used.
@@ -153,7 +164,7 @@ def judge(name: str, chosen: Callable[[list[Forgery]], list[Forgery]], seed: int
     numbers, tensors = storage._state()
     if "_generator" in storage.__dict__:
         tensors = {**tensors, **generator_state(storage._generator)}
-    cases = chosen(list(forgeries((numbers, tensors), random.Random(seed))))
+    cases = forge((numbers, tensors))
     saved = f"rlstore.{type(storage).__name__}", storage._settings()
     folder = Path(tempfile.mkdtemp())
     counts = {"refused": 0, "used": 0}

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from rlstore.engine.guard import Guard
+
 Drawn = TypeVar("Drawn")
 
 
@@ -18,6 +20,7 @@ class _Job(Generic[Drawn]):
     drawn: Drawn
     added: int  # steps that had been added when it was drawn
     prepared: Future[Any]
+    batch: list[Any]  # what was prepared, once it is: a forked process must not ask the future, which may be locked
 
 
 class Prefetch(Generic[Drawn]):
@@ -31,13 +34,21 @@ class Prefetch(Generic[Drawn]):
         max_age: A batch drawn this many added steps ago, or more, is thrown away.
         prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
             :meth:`take`. It must not refer to the owner of this object.
+        guard: That of the storage; :meth:`take` and the like are called with it. It is not free while a batch is being
+            prepared.
         in_background: False if it returns at once anyhow, and so runs in the calling thread.
     """
 
     def __init__(
-        self, count: int, max_age: int, prepare: Callable[[Drawn], Any], *, in_background: bool = True
+        self,
+        count: int,
+        max_age: int,
+        prepare: Callable[[Drawn], Any],
+        guard: Guard,
+        *,
+        in_background: bool = True,
     ) -> None:
-        self._count, self._max_age, self._prepare = count, max_age, prepare
+        self._count, self._max_age, self._prepare, self._guard = count, max_age, prepare, guard
         self._in_background = in_background
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
@@ -86,7 +97,7 @@ class Prefetch(Generic[Drawn]):
         """Add a batch that was prepared before."""
         done: Future[Any] = Future()
         done.set_result(batch)
-        self._jobs.append(_Job(drawn, added, done))
+        self._jobs.append(_Job(drawn, added, done, [batch]))
 
     def _submit(self, drawn: Drawn, added: int) -> None:
         if not self._in_background:
@@ -96,16 +107,26 @@ class Prefetch(Generic[Drawn]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
             self._process = os.getpid()
             weakref.finalize(self, self._executor.shutdown, wait=False)
-        self._jobs.append(_Job(drawn, added, self._executor.submit(self._prepare, drawn)))
+        self._guard.begin_read()
+        batch: list[Any] = []
+        prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
+        self._jobs.append(_Job(drawn, added, prepared, batch))
 
     def _follow_fork(self) -> None:
-        """In a forked process, where the thread is not, do the work that it had left."""
+        """In a forked process, where the thread is not, do the work that it had left.
+
+        What it had done is not done again: the rows may be overwritten since.
+        """
         if self._executor is None or self._process == os.getpid():
             return
         jobs, self._executor = list(self._jobs), None
         self._jobs.clear()
+        self._guard.forget_reads()
         for job in jobs:
-            self._submit(job.drawn, job.added)
+            if job.batch:
+                self.put(job.drawn, job.added, job.batch[0])
+            else:
+                self._submit(job.drawn, job.added)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_jobs": self.prepared(), "_executor": None}
@@ -115,6 +136,14 @@ class Prefetch(Generic[Drawn]):
         self.__dict__.update(state, _jobs=deque())
         for job in jobs:
             self.put(*job)
+
+
+def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any], guard: Guard) -> Any:
+    try:
+        batch.append(prepare(drawn))
+        return batch[0]
+    finally:
+        guard.end_read()
 
 
 def _finish(job: _Job[Any]) -> None:
