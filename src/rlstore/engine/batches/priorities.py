@@ -44,6 +44,8 @@ class Priorities:
         is_known = ring.reopened and ring.backing.holds("priorities seen")
         self._seen = make("priorities seen", (ring.lanes,), torch.int64, is_late=True)
         if ring.reopened:
+            self._sums.zero_()  # they follow from the leaves
+            self._maxima.zero_()
             self.restore(ring.backing.unusable, is_known=is_known)
         else:
             self._seen.copy_(ring.written)
