@@ -285,7 +285,10 @@ NB_MODULE(_native, m) {
       .def(nb::init<>())
       .def("enter", &Guard::enter)
       .def("leave", &Guard::leave)
+      .def("begin_read", &Guard::begin_read)
+      .def("end_read", &Guard::end_read)
       .def("forget_waiting", &Guard::forget_waiting)
+      .def("forget_reads", &Guard::forget_reads)
       .def_prop_ro("is_taken", &Guard::is_taken);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())
@@ -345,6 +348,7 @@ NB_MODULE(_native, m) {
       .def("acquire_insert", &LimiterObject::acquire_insert)
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
+  m.def("is_in_memory", &is_in_memory);
   m.def("process_start", &process_start);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);

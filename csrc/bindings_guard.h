@@ -21,6 +21,12 @@ class Guard {
  public:
   bool is_taken() const { return depth_ > 0; }
 
+  // True if nobody uses the rows: no thread has the guard, and no batch is being gathered in the background.
+  bool is_free() const { return depth_ == 0 && reads_ == 0; }
+
+  void begin_read() { reads_++; }
+  void end_read() { reads_--; }
+
   void enter(int64_t depth = 1) {
     const unsigned long thread = PyThread_get_thread_ident();
     if (depth_ == 0) {
@@ -46,8 +52,9 @@ class Guard {
     return depth;
   }
 
-  // In a forked child the threads that waited do not exist. The forking thread holds the guard and releases it afterwards.
+  // In a forked child, where there are no other threads. The forking thread holds the guard and releases it afterwards.
   void forget_waiting() { waiting_.clear(); }
+  void forget_reads() { reads_ = 0; }
 
  private:
   struct Waiting {
@@ -93,7 +100,7 @@ class Guard {
   }
 
   unsigned long owner_ = 0;
-  int64_t depth_ = 0;
+  int64_t depth_ = 0, reads_ = 0;  // how often it was entered; batches that were drawn and are being gathered
   std::deque<Waiting*> waiting_;
 };
 

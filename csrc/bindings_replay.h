@@ -91,10 +91,12 @@ class EpisodeRing {
     if (reward >= columns_.size() || !(columns_[reward].dtype == DLDataType{kFloat, 32, 1})) throw nb::value_error("rewards are float32");
     moves_.resize(static_cast<size_t>(lanes_.lanes));
     terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
-    givens_.resize(leaves_.size() * 2 + columns_.size());
+    givens_ = std::vector<Given>(leaves_.size() * 3 + columns_.size());
     numbers_.resize(columns_.size());
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
+
+  EpisodeRing(const EpisodeRing&) = delete;
 
   // The tables that grow: episodes int64 [episodes, 4], free episode indices int32 [episodes / lanes, lanes] of all lanes of
   // the tables, finals and (or None) starts of each leaf.
@@ -129,7 +131,7 @@ class EpisodeRing {
     // Reading a value may run code of the caller's, which may come here again.
     if (writing_) throw std::runtime_error("a step is written while another one is");
     writing_ = true;
-    const Reset reset{&writing_};
+    const Written written{this};
     return write_values(values);
   }
 
@@ -139,9 +141,9 @@ class EpisodeRing {
   }
 
   // write() with what follows from it, in one step as other threads see it: all of it happens with the GIL held. Returns
-  // kBusy, with nothing written, if a thread has the guard.
+  // kBusy, with nothing written, if the guard is not free.
   int64_t append(nb::tuple values) {
-    if (!guard_ || guard_->is_taken()) return kBusy;
+    if (!guard_ || !guard_->is_free()) return kBusy;
     guard_->enter();
     const Exit exit{guard_};
     const int64_t outcome = write(values);
@@ -237,7 +239,7 @@ class EpisodeRing {
     if (has_final != Py_None && !find_flags(has_final, &has_final_)) return flags + 3 + leaves;
     step_.finals.clear();
     for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
-      Given given;
+      Given& given = givens_[flags + k];
       if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given, false)) return flags + 3 + k;
       step_.finals.push_back(given.memory);
     }
@@ -333,9 +335,12 @@ class EpisodeRing {
     step_.reward_width = columns_[reward_].bytes / sizeof(float);
   }
 
-  struct Reset {
-    bool* flag;
-    ~Reset() { *flag = false; }
+  struct Written {
+    EpisodeRing* ring;
+    ~Written() {
+      for (Given& given : ring->givens_) given.release();
+      ring->writing_ = false;
+    }
   };
   struct Exit {
     Guard* guard;

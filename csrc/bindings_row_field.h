@@ -60,7 +60,7 @@ struct RowField {
     }
     const bool type_fits = is_flag ? can_be_flag(tensor->dtype) : tensor->dtype == dtype;
     const bool same_device = tensor->device.type == device.type && tensor->device.id == device.id;
-    return same_device && type_fits && same_shape(*tensor) && has_memory(*tensor);
+    return same_device && type_fits && same_shape(*tensor) && has_memory(value, *tensor);
   }
 
  private:

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdio>
 #include <type_traits>
 #include <vector>
 
@@ -15,7 +16,20 @@ namespace nb = nanobind;
 inline const DLExchangeApi* exchange = nullptr;
 inline const PyTypeObject* tensor_type = nullptr;  // torch.Tensor, which lives as long as the process
 
+// No system maps the pages below; and the lowest address that was mapped when the module was loaded.
+constexpr uintptr_t kNowhere = 1 << 16;
+inline uintptr_t lowest_mapped = kNowhere;
+
+inline void find_lowest_mapped() {
+  unsigned long first = 0;
+  if (std::FILE* maps = std::fopen("/proc/self/maps", "r")) {
+    if (std::fscanf(maps, "%lx", &first) == 1 && first > kNowhere) lowest_mapped = first;
+    std::fclose(maps);
+  }
+}
+
 inline void load_exchange() {
+  find_lowest_mapped();
   nb::object tensor = nb::module_::import_("torch").attr("Tensor");
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
   nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
@@ -42,18 +56,36 @@ inline bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
-// False for a tensor that has elements but no memory: it was freed, or never allocated, or it represents other tensors, such
-// as a DTensor. Torch describes them like any other tensor.
-inline bool has_memory(const DLTensor& tensor) { return tensor.data || element_count(tensor) == 0; }
-
 inline char* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
+
+// False for a tensor that has elements but no memory: zeros that were never allocated, a tensor that represents other
+// tensors (a FakeTensor, a DTensor), or one whose memory was freed. Torch describes them like any other tensor: its
+// address is its offset in a storage at 0. Torch is asked about an address that is low but may be one; not about a tensor of
+// a derived class, which may do anything when it is asked.
+inline bool has_memory(nb::handle object, const DLTensor& tensor) {
+  const uintptr_t place = reinterpret_cast<uintptr_t>(address(tensor));
+  if (place >= lowest_mapped || element_count(tensor) == 0) return true;
+  if (tensor.device.type != kCpu) return place >= kNowhere || tensor.device.type != kCuda;
+  if (place < kNowhere || Py_TYPE(object.ptr()) != tensor_type) return false;
+  return nb::cast<uintptr_t>(object.attr("untyped_storage")().attr("data_ptr")()) != 0;
+}
+
+// The same for any object.
+inline bool is_in_memory(nb::handle object) {
+  DLTensor tensor;
+  if (exchange->describe(object.ptr(), &tensor)) {
+    PyErr_Clear();
+    return false;
+  }
+  return has_memory(object, tensor);
+}
 
 // Returns the description of a CPU tensor; throws for any other, and for one without memory.
 inline DLTensor describe_strided(nb::handle object) {
   DLTensor tensor;
   if (exchange->describe(object.ptr(), &tensor)) throw nb::python_error();
   if (tensor.device.type != kCpu) throw nb::value_error("a CPU kernel was given a tensor on another device");
-  if (!has_memory(tensor)) throw nb::value_error("a kernel was given a tensor that has no memory");
+  if (!has_memory(object, tensor)) throw nb::value_error("a kernel was given a tensor that has no memory");
   return tensor;
 }
 

@@ -10,13 +10,21 @@
 
 namespace rlstore {
 
-// A given value whose memory can be read without conversion.
+// A given value whose memory can be read without conversion. An array may lend its memory only until its view is released.
 struct Given {
   const char* memory = nullptr;
   DLDataType dtype{};
   int ndim = 0;
   int64_t shape[8] = {};
   double number = 0;  // a plain number, in which case `memory` is its address
+  Py_buffer view{};   // of an array
+
+  Given() = default;
+  Given(const Given&) = delete;
+  ~Given() { release(); }
+  void release() {
+    if (view.obj) PyBuffer_Release(&view);
+  }
 };
 
 inline bool dtype_of_format(const char* format, int64_t item_bytes, DLDataType* dtype) {
@@ -34,19 +42,16 @@ inline bool dtype_of_format(const char* format, int64_t item_bytes, DLDataType* 
 }
 
 inline bool read_array(PyObject* value, Given* given) {
-  Py_buffer view;
-  if (PyObject_GetBuffer(value, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+  const Py_buffer& view = given->view;
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
     PyErr_Clear();
     return false;
   }
-  const bool readable = view.ndim <= 8 && dtype_of_format(view.format, view.itemsize, &given->dtype);
-  if (readable) {
-    given->memory = static_cast<const char*>(view.buf);
-    given->ndim = view.ndim;
-    for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
-  }
-  PyBuffer_Release(&view);  // the caller's tuple keeps the array alive
-  return readable;
+  if (view.ndim > 8 || !dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
+  given->memory = static_cast<const char*>(view.buf);
+  given->ndim = view.ndim;
+  for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
+  return true;
 }
 
 inline bool read_tensor(PyObject* value, Given* given) {
@@ -55,7 +60,7 @@ inline bool read_tensor(PyObject* value, Given* given) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || !has_memory(tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
+  if (tensor.device.type != kCpu || !has_memory(value, tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
     return false;
   // A lazily negated tensor is not marked as such; its last stride is 2, even if it has a single element.
   if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;

@@ -116,8 +116,9 @@ class ReplayWorld:
     def load(self):
         if not self.saved:
             return
-        where = {"path": self.folder / f"loaded {random.random()}"} if self.storage._options.memory == "mapped" else {}
-        loaded = type(self.storage).load(self.folder / "snapshot", **where)
+        mapped = self.storage._options.memory == "mapped"
+        folders = {"path": self.folder / f"loaded {random.random()}"} if mapped else {}
+        loaded = type(self.storage).load(self.folder / "snapshot", folders=folders)
         if self.kind == "hindsight":
             loaded.compute_reward = _no_reward
         self._check_data(loaded.get_all_buffer_data())

@@ -271,6 +271,7 @@ class Storage(ABC):
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
+            kind._check_sizes(settings, reader)
             storage = kind._from_settings(settings, device)
             try:
                 storage._set_state(reader.numbers, reader)
@@ -285,6 +286,10 @@ class Storage(ABC):
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The folders that a storage of these settings would use, by the argument that names each."""
         return {}
+
+    @classmethod  # noqa: B027 - what is allocated when it is written need not be checked
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        """Refuse settings for which more would be allocated than the snapshot can fill."""
 
     def _give_up(self) -> None:  # noqa: B027 - a storage need not hold anything
         """The storage could not be loaded: release what it holds."""

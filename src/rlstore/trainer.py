@@ -65,9 +65,11 @@ def at_step(value: Any, step: int, steps: int, name: str) -> Any:
         return tuple(at_step(part, step, steps, name) for part in value)
     if isinstance(value, dict):
         return {key: at_step(part, step, steps, name) for key, part in value.items()}
+    if not isinstance(value, TensorDictBase):
+        value = as_tensor(value, name)
     if len(value) != steps:
         raise InvalidInputError(f"{name} has {len(value)} steps and observations {steps}. Nothing was changed.")
-    return value[step] if isinstance(value, (Tensor, TensorDictBase)) else as_tensor(value, name)[step]
+    return value[step]
 
 
 def copied(nest: Any, device: str | torch.device) -> Any:

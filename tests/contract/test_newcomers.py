@@ -23,6 +23,7 @@ from rlstore import (
     Storage,
     UnsupportedSpaceError,
 )
+from rlstore.engine import returns
 from rlstore.engine.memory import capacity
 from rlstore.errors import InvalidCallError
 
@@ -294,3 +295,18 @@ def test_arguments_of_the_wrong_kind(tmp_path):
     queueless = DistributedStorage(BOX, MOVES, num_storages=1)
     with pytest.raises(InvalidInputError, match=r"full_queue is None; .* get and put"):
         DistributedStorage.sample("cpu", 1, Queue(), None, queueless.storages, ())
+
+
+@pytest.mark.parametrize("wrong", [None, "0.9", [0.9], torch.zeros(2), float("nan")])
+def test_discounts_that_are_no_numbers(wrong):
+    rows, last, ended = torch.zeros(3, N), torch.zeros(N), torch.zeros(3, N, dtype=torch.bool)
+    for call in (
+        lambda: returns.gae(rows, rows, last, ended, gamma=wrong, lam=0.9),
+        lambda: returns.lambda_returns(rows, rows, last, ended, gamma=0.9, lam=wrong),
+        lambda: returns.discounted_returns(rows, last, ended, gamma=wrong),
+        lambda: returns.n_step_returns(rows, rows, last, ended, gamma=wrong, n=2),
+        lambda: returns.n_step_returns(rows, rows, last, ended, gamma=0.9, n=wrong),
+        lambda: returns.vtrace(rows, rows, last, ended, log_rhos=rows, gamma=0.9, clip_rho=wrong),
+    ):
+        with pytest.raises(InvalidInputError, match=r"^(gamma|lam|n|clip_rho) is .*needs a (whole )?number"):
+            call()

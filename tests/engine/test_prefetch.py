@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from rlstore.engine.batches.prefetch import Prefetch
+from rlstore.engine.guard import new_guard
 
 
 class OwnError(Exception):
@@ -20,7 +21,7 @@ def make():
     made = []
 
     def make_ahead(count, max_age, prepare):
-        made.append(Prefetch(count, max_age, prepare))
+        made.append(Prefetch(count, max_age, prepare, new_guard()))
         return made[-1]
 
     yield make_ahead

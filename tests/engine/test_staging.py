@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from rlstore.engine.batches import staging
 from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Staged, Staging, converted, launched, received
+from rlstore.engine.guard import new_guard
 
 CUDA, GARBAGE = torch.device("cuda", 0), "garbage"
 
@@ -234,7 +235,7 @@ def test_what_returns_at_once_is_prepared_in_the_calling_thread():
         threads.append(threading.current_thread())
         return -drawn
 
-    ahead, numbers = Prefetch(2, 100, prepare, in_background=False), iter(range(100))
+    ahead, numbers = Prefetch(2, 100, prepare, new_guard(), in_background=False), iter(range(100))
     assert [ahead.take(0, lambda: next(numbers)) for _ in range(3)] == [(0, 0), (1, -1), (2, -2)]
     assert next(numbers) == 5
     assert set(threads) == {threading.current_thread()}

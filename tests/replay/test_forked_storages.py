@@ -97,6 +97,7 @@ def test_a_child_does_not_change_the_memory_of_its_parent(kind, memory, tmp_path
             lambda: pickle.dumps(storage),
         )
         assert repr(storage)
+        assert (storage.lost_writers, storage.rate_limit) == (0, None)
         storage.seed(3)
         storage.close()
         return before, told

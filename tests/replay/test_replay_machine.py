@@ -55,7 +55,9 @@ class MappedMachine(ReplayMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.storage.save(Path(folder) / "saved")
             self.storage.close()
-            self.storage, self.has_warned = ReplayStorage.load(Path(folder) / "saved"), False
+            folders = {"path": self.config.options["path"]}
+            self.storage = ReplayStorage.load(Path(folder) / "saved", folders=folders)
+            self.has_warned = False
             self.model.resume()
 
     @rule()

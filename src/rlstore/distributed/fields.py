@@ -17,6 +17,7 @@ from rlstore.engine.rows.schema import (
     describe_fields,
     described_fields,
     fields_of_example,
+    is_in_memory,
 )
 from rlstore.engine.rows.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
@@ -231,7 +232,7 @@ def _policy_width(spec: ActionSpec) -> int:
 
 def _fits_unchanged(field: Field, value: Any) -> bool:
     """True for a tensor that needs no conversion, as most do."""
-    if type(value) is not Tensor or value.dtype != field.dtype or value.device != CPU:
+    if type(value) is not Tensor or value.dtype != field.dtype or value.device != CPU or not is_in_memory(value):
         return False
     shape = value.shape
     lead = len(shape) - len(field.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -151,7 +150,6 @@ class RolloutStorages(Mapping[str, SlotTensors]):
         self.memory = memory
         self._keys = {key: SlotTensors(memory, key) for key in memory.blocks}
         self._gathers = {pin: RolloutGather(memory, pin_memory=pin) for pin in (False, True)}
-        self._lock = threading.Lock()  # a gather is not thread-safe
 
     def __getitem__(self, key: str) -> SlotTensors:
         return self._keys[key]
@@ -167,8 +165,7 @@ class RolloutStorages(Mapping[str, SlotTensors]):
 
     def gather(self, slots: Sequence[int], device: torch.device) -> Gathered:
         """Copies of the rollouts of some slots, page-locked if they are to go to a CUDA device."""
-        with self._lock:
-            return self._gathers[device.type == "cuda"](slots)
+        return self._gathers[device.type == "cuda"](slots)
 
     def __repr__(self) -> str:
         return f"RolloutStorages({', '.join(self)}: {self.memory.count} slots of {self.memory.steps + 1} rows)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from operator import index
@@ -35,6 +36,17 @@ def check_fraction(owner: str, **fractions: object) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= float(value) <= 1:
             raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number between 0 and 1")
+
+
+def check_number(owner: str, **numbers: object) -> None:
+    """Refuse what is no number, or is NaN, by name: arguments of kernels, which say less about it."""
+    for name, value in numbers.items():
+        try:
+            is_number = not isinstance(value, str) and not math.isnan(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            is_number = False
+        if not is_number:
+            raise InvalidInputError(f"{name} is {value!r}; {owner} needs a number")
 
 
 def check_seconds(owner: str, **times: object) -> None:

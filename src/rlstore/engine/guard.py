@@ -5,10 +5,10 @@ from __future__ import annotations
 import copyreg
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from rlstore.kernels import Guard as Guard
 
@@ -54,14 +54,18 @@ def guarded_steps(
 
     @wraps(method)
     def with_guard(self: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
-        items, guard = method(self, *args, **kwargs), self._guard
-        while True:
-            with guard:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
+        guard, items = self._guard, cast("Generator[_R, None, None]", method(self, *args, **kwargs))
+        try:
+            while True:
+                with guard:
+                    try:
+                        item = next(items)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            with guard:  # what a generator that is not exhausted has to give back
+                items.close()
 
     return with_guard
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_number
 from rlstore.engine.memory.tensors import allocate_empty
+from rlstore.engine.rows.schema import check_memory, is_in_memory
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -52,6 +54,7 @@ def gae(
     Returns:
         Advantages and returns.
     """
+    check_number("gae()", gamma=gamma, lam=lam)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     advantages, returns = inputs.empty(), inputs.empty()
     kernel("gae", inputs.device_type)(*inputs.all, gamma, lam, advantages, returns)
@@ -126,6 +129,7 @@ def discounted_returns(
 
     Without value estimates, an unknown final value counts as 0.
     """
+    check_number("discounted_returns()", gamma=gamma)
     inputs = _Inputs(rewards, rewards, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
     kernel("discounted_returns", inputs.device_type)(inputs.all[0], *inputs.all[2:], gamma, returns)
@@ -148,8 +152,10 @@ def n_step_returns(
     ``k`` is ``n``, or less where the episode or the rollout ends earlier; how it bootstraps depends on the end.
     Other arguments as for :func:`gae`.
     """
+    check_number("n_step_returns()", n=n)
     if n < 1:
         raise InvalidInputError(f"n is {n}; n-step returns need at least 1 step")
+    check_number("n_step_returns()", gamma=gamma)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     returns = inputs.empty()
     kernel("n_step_returns", inputs.device_type)(*inputs.all, gamma, n, returns)
@@ -194,6 +200,7 @@ def vtrace(
     Returns:
         Targets and advantages.
     """
+    check_number("vtrace()", gamma=gamma, lam=lam, clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
     inputs = _Inputs(rewards, values, last_values, terminated, truncated, final_values)
     ratios = inputs.like_rewards(log_rhos, "log_rhos")
     targets, advantages = inputs.empty(), inputs.empty()
@@ -208,6 +215,7 @@ def normalize(x: Tensor, epsilon: float) -> None:
 
     A single entry becomes 0.
     """
+    _check_readable(x, "x")
     if x.numel() < 2:
         x.zero_()
         return
@@ -226,6 +234,8 @@ class _Inputs:
         truncated: Tensor | None,
         final_values: Tensor | None,
     ) -> None:
+        _check_readable(rewards, "rewards")
+        _check_readable(last_values, "last_values")
         if rewards.dtype not in (torch.float32, torch.float64) or rewards.dim() < 2:
             raise InvalidInputError(
                 f"rewards are {tuple(rewards.shape)} {rewards.dtype}; returns need [steps, lanes] of float32 or float64"
@@ -246,7 +256,9 @@ class _Inputs:
         )
 
     def empty(self) -> Tensor:
-        return allocate_empty(self._rewards.shape, self._rewards.dtype, self._rewards.device)
+        result = allocate_empty(self._rewards.shape, self._rewards.dtype, self._rewards.device)
+        _check_readable(result, "the result")  # there may be a mode in which all new tensors are fake
+        return result
 
     def like_rewards(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
@@ -258,6 +270,7 @@ class _Inputs:
         return _plain_memory(flags, flags.dtype, self._rewards.device)
 
     def _check_size(self, given: Tensor, name: str) -> None:
+        _check_readable(given, name)
         if given.shape != self._rewards.shape and _plain(given.shape) != _plain(self._rewards.shape):
             raise InvalidInputError(f"{name} are {tuple(given.shape)}; the rewards are {tuple(self._rewards.shape)}")
 
@@ -269,6 +282,17 @@ def _plain(shape: torch.Size) -> tuple[int, ...]:
 
 def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The tensor itself if a kernel can read its memory, else a contiguous copy."""
-    if given.dtype == dtype and given.device == device and not given.requires_grad and given.is_contiguous():
+    is_plain = given.dtype == dtype and given.device == device and not given.requires_grad and not given.is_neg()
+    if is_plain and given.is_contiguous():
         return given
-    return given.detach().to(device, dtype).contiguous()
+    return given.detach().to(device, dtype).resolve_neg().contiguous()
+
+
+def _check_readable(given: Tensor, name: str) -> None:
+    if not isinstance(given, Tensor):
+        raise InvalidInputError(f"{name} is a {type(given).__name__}; returns need a tensor. Nothing was computed.")
+    is_ordinary = type(given) is Tensor and is_in_memory(given) and given.untyped_storage().nbytes() >= given.nbytes
+    if not is_ordinary:
+        check_memory(given, name)
+    if given.is_complex():
+        raise InvalidInputError(f"{name} is {given.dtype}; returns need real numbers. Nothing was computed.")

@@ -4,8 +4,13 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
+<<<<<<< HEAD
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``is_in_memory``,
+which is False for a tensor that has elements but no memory.
+=======
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``restore_tables``, which
 reads what came from a disk.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from rlstore.kernels._native import (
     await_event,
     event_count,
     exchange_word,
+    is_in_memory,
     make_event,
     process_start,
     restore_tables,
@@ -36,6 +42,7 @@ __all__ = [
     "await_event",
     "event_count",
     "exchange_word",
+    "is_in_memory",
     "kernel",
     "make_event",
     "process_start",

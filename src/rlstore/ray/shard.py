@@ -427,7 +427,8 @@ class _Snapshots:
         if newest is None:
             return None
         fresh = factory("cpu", None, None)  # imports its class, and has what a snapshot cannot hold
-        storage = type(fresh).load(self._folder / newest[0], device="cpu")
+        folders = fresh._used_folders(fresh._settings())
+        storage = type(fresh).load(self._folder / newest[0], device="cpu", folders=folders)
         if isinstance(storage, HindsightReplayStorage) and isinstance(fresh, HindsightReplayStorage):
             storage.compute_reward = fresh.compute_reward
         return storage, newest[2]

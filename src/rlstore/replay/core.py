@@ -187,6 +187,7 @@ class ReplayCore(Storage):
             depth=self.num_workers,
             batch_size=self.batch_size,
             max_age=self.fetch_every,
+            guard=self._guard,
         )
         prefetch = self._pipeline.prefetch
         self._appender.settle = None if prefetch is None else prefetch.settle
@@ -406,20 +407,19 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    @guarded
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         size = self.batch_size
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
-        if self._pipeline is None:
-            raise self._not_ready()
-        if size * self._view.nbytes > _MUCH and batch_size is not None:
-            self._require_batches(self._view, size)
-        return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+        with self._guard:
+            if self._pipeline is None:
+                raise self._not_ready()
+            if batch_size is not None and size * self._view.nbytes > _MUCH:
+                self._require_batches(self._view, size)
+            return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
-    @guarded
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``; without priorities it accepts anything and does nothing.
 
@@ -430,10 +430,11 @@ class ReplayCore(Storage):
             *args: ``rows`` of a batch, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
                 ``[n, 1]``. Stale rows, which were overwritten, are dropped and counted in ``stale_updates``.
         """
-        self._ring_of()
-        self._require_own()
-        self._catch_up()
-        self._sampler.update(*args)
+        with self._guard:
+            self._ring_of()
+            self._require_own()
+            self._catch_up()
+            self._sampler.update(*args)
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 

@@ -79,6 +79,11 @@ class Inherited(Sharing):
             )
 
     @property
+    def lost_writers(self) -> int:
+        """The other process counts them."""
+        return 0
+
+    @property
     def may_prefetch(self) -> bool:
         """False: what has changed is found when a batch is drawn."""
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,9 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, walk
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, is_in_memory, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (
     Check,
@@ -256,8 +257,7 @@ class RolloutCore(Storage):
 
     def _sources(self, rows: int) -> Sources:
         """The first ``rows`` steps by the names of the storage's own batches."""
-        self._follow_callers()
-        ring, sources = self._ready_ring(), {}
+        ring, sources = self._current_ring(), {}
         for column in self._columns.values():
             if column.batch and column.fields:
                 sources[column.batch] = column.structure, self._served(column, column.held(ring, rows))
@@ -265,8 +265,7 @@ class RolloutCore(Storage):
 
     def _word_sources(self, rows: int, *, whole: bool = False) -> Sources:
         """The first ``rows`` steps by the words of the ten methods; ``whole`` for those of get_all_buffer_data."""
-        self._follow_callers()
-        ring, sources = self._ready_ring(), {}
+        ring, sources = self._current_ring(), {}
         for column in self._columns.values():
             if column.word and column.fields and (whole or not column.whole):
                 leaves = column.held(ring, rows, column.lead)
@@ -294,6 +293,13 @@ class RolloutCore(Storage):
                 f"this {type(self).__name__} waits for its first sample: call init_tensors() or insert one"
             )
         return self._ring
+
+    def _current_ring(self) -> Ring:
+        """The ring with what callers have assigned, all of it in memory."""
+        self._follow_callers()
+        ring = self._ready_ring()
+        ring.check_blocks()
+        return ring
 
     def _start_rollout(self) -> None:
         self._ready_ring().restart()
@@ -405,6 +411,7 @@ class RolloutCore(Storage):
         See :func:`rlstore.engine.returns.fill_gae`.
         """
         ring, rows = self._ready_ring(), self._require_rows()
+        ring.check_blocks()
         for name, value in (("gamma", gamma), ("lam", lam)):
             if type(value) is not float or not 0 <= value <= 1:
                 check_fraction("compute_returns()", **{name: value})
@@ -631,12 +638,29 @@ class RolloutCore(Storage):
         """The extra fields as a setting; none, if there are none, as in snapshots of earlier versions."""
         return {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
 
+    @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        """Of settings: the steps, the environments, and the fields of observations and actions; none if not known."""
+        raise NotImplementedError
+
+    @classmethod
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        # Blocks are saved in full, so each is as large in memory as in the file.
+        steps, lanes, fields = cls._saved_fields(settings)
+        for field in fields:
+            nbytes = steps * lanes * math.prod(field.shape) * field.dtype.itemsize
+            if nbytes > reader.nbytes:
+                raise SnapshotError(
+                    f"{reader.manifest} is damaged: {steps} steps of {lanes} environments have {nbytes:,} bytes of "
+                    f"{field.name}, and there are {reader.nbytes:,} bytes of all"
+                )
+
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.
-        self._follow_callers()
         if self._ring is None:
             return {"spent": self._spent}, {}
-        return {"spent": self._spent, "ring": self._ring.counters()}, dict(self._ring.blocks)
+        ring = self._current_ring()
+        return {"spent": self._spent, "ring": ring.counters()}, dict(ring.blocks)
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         self._spent = bool(numbers["spent"])
@@ -694,9 +718,11 @@ def _is_ready(last_values: Any, ring: Ring) -> bool:
     """True for values that a kernel can read as they are."""
     return (
         isinstance(last_values, Tensor)
+        and is_in_memory(last_values)
         and last_values.shape in ((ring.lanes,), (ring.lanes, 1))
         and last_values.dtype == torch.float32
         and last_values.device == ring.device
         and last_values.is_contiguous()
         and not last_values.requires_grad
+        and not last_values.is_neg()
     )

@@ -343,6 +343,19 @@ class DecoupledRolloutStorage(RolloutCore):
         return settings
 
     @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        steps, lanes, space = (settings[name] for name in ("num_steps", "num_envs", "observation_space"))
+        if "learnt" in settings:
+            fields, actions = described_fields(settings["learnt"], "obs")[1], tuple(settings["learnt"]["action_shape"])
+        elif space is None:
+            return 0, 0, []
+        else:
+            fields = observation_fields(space, "obs", cls.__name__, torch.float32)[1]
+            actions = action_spec(settings["action_space"]).shape
+        check_positive(cls.__name__, num_steps=steps, num_envs=lanes)
+        return steps, lanes, [*fields, Field("actions", actions, torch.float32, "")]
+
+    @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> DecoupledRolloutStorage:
         given = {name: value for name, value in settings.items() if name != "learnt"}
         storage = cls(device=device, seed=0, **given)

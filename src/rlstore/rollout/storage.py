@@ -483,7 +483,6 @@ class RolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- targets
 
-    @guarded
     def compute_returns(
         self,
         last_values: Tensor,
@@ -503,11 +502,12 @@ class RolloutStorage(RolloutCore):
             lam: The GAE lambda.
             normalize_advantage: Normalize the advantages: ``(A - mean) / (std + 1e-8)``, std unbiased.
         """
-        self._require_mode("rl")
-        blocks = self._ready_ring().blocks
-        flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
-        epsilon = 1e-8 if normalize_advantage else None
-        self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
+        with self._guard:
+            self._require_mode("rl")
+            blocks = self._ready_ring().blocks
+            flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
+            epsilon = 1e-8 if normalize_advantage else None
+            self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self.compute_returns(last_values, gamma, lam)
@@ -728,6 +728,15 @@ class RolloutStorage(RolloutCore):
             "lam": self.lam,
             **self._saved_extra(),
         }
+
+    @classmethod
+    def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        steps, lanes, obs = (settings[name] for name in ("num_transitions_per_env", "num_envs", "obs"))
+        if obs is None:
+            return 0, 0, []
+        check_positive(cls.__name__, num_transitions_per_env=steps, num_envs=lanes)
+        actions = check_shape(cls.__name__, "actions_shape", settings["actions_shape"])
+        return steps, lanes, [*described_fields(obs, "observations")[1], Field("actions", actions, torch.float32, "")]
 
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> RolloutStorage:

@@ -16,6 +16,7 @@ from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Casts, Staged, Staging, converted, launched
 from rlstore.engine.checks import check_count
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.guard import Guard
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel, protocol
@@ -224,6 +225,7 @@ class Pipeline:
         depth: Batches to prefetch; 0 for none.
         batch_size: The size of batches that are prefetched.
         max_age: A prefetched batch drawn this many added steps ago, or more, is thrown away.
+        guard: That of the storage.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class Pipeline:
         depth: int,
         batch_size: int,
         max_age: int,
+        guard: Guard,
     ) -> None:
         self._sampler, self._random, self._batch_size = sampler, random, batch_size
         self._requests, self._others, self._casts = tuple(requests), tuple(others), casts
@@ -262,7 +265,7 @@ class Pipeline:
         if depth:
             # The thread has a gather of its own: two threads must not share outputs. A device needs no thread: the work
             # is launched, on the stream that writes the rows.
-            self.prefetch = Prefetch(depth, max_age, reader(ahead=True), in_background=on_host)
+            self.prefetch = Prefetch(depth, max_age, reader(ahead=True), guard, in_background=on_host)
 
     def take(self, count: int, added: int, gate: Gate | None) -> tuple[Drawn, tuple[Tensor, ...]]:
         """The next batch of ``count``: what was drawn, and its tensors. None of them is an inference tensor.

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from rlstore.engine.guard import Guard
+
 Drawn = TypeVar("Drawn")
 
 
@@ -31,13 +33,21 @@ class Prefetch(Generic[Drawn]):
         max_age: A batch drawn this many added steps ago, or more, is thrown away.
         prepare: From what was drawn to a batch. It runs in the background; an exception in it reaches the caller of
             :meth:`take`. It must not refer to the owner of this object.
+        guard: That of the storage; :meth:`take` and the like are called with it. It is not free while a batch is being
+            prepared.
         in_background: False if it returns at once anyhow, and so runs in the calling thread.
     """
 
     def __init__(
-        self, count: int, max_age: int, prepare: Callable[[Drawn], Any], *, in_background: bool = True
+        self,
+        count: int,
+        max_age: int,
+        prepare: Callable[[Drawn], Any],
+        guard: Guard,
+        *,
+        in_background: bool = True,
     ) -> None:
-        self._count, self._max_age, self._prepare = count, max_age, prepare
+        self._count, self._max_age, self._prepare, self._guard = count, max_age, prepare, guard
         self._in_background = in_background
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
@@ -96,7 +106,8 @@ class Prefetch(Generic[Drawn]):
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
             self._process = os.getpid()
             weakref.finalize(self, self._executor.shutdown, wait=False)
-        self._jobs.append(_Job(drawn, added, self._executor.submit(self._prepare, drawn)))
+        self._guard.begin_read()
+        self._jobs.append(_Job(drawn, added, self._executor.submit(_prepare, self._prepare, drawn, self._guard)))
 
     def _follow_fork(self) -> None:
         """In a forked process, where the thread is not, do the work that it had left."""
@@ -104,6 +115,7 @@ class Prefetch(Generic[Drawn]):
             return
         jobs, self._executor = list(self._jobs), None
         self._jobs.clear()
+        self._guard.forget_reads()
         for job in jobs:
             self._submit(job.drawn, job.added)
 
@@ -115,6 +127,13 @@ class Prefetch(Generic[Drawn]):
         self.__dict__.update(state, _jobs=deque())
         for job in jobs:
             self.put(*job)
+
+
+def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, guard: Guard) -> Any:
+    try:
+        return prepare(drawn)
+    finally:
+        guard.end_read()
 
 
 def _finish(job: _Job[Any]) -> None:

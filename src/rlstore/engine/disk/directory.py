@@ -89,7 +89,7 @@ class Directory:
         except FileNotFoundError:
             pass
         except (IsADirectoryError, PermissionError) as error:
-            if name in self.names() and stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor).st_mode):
+            if stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode):
                 raise self._not_a_file(name) from error
             raise
 

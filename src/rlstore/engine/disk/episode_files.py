@@ -25,6 +25,7 @@ from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, w
 from rlstore.errors import SnapshotError
 
 _EPISODE = re.compile(r"episode-([0-9]{12}|[1-9][0-9]{12,})\.safetensors")
+_REMEDY = "Remove the file to continue without that episode."
 
 
 class Entry(NamedTuple):
@@ -89,8 +90,8 @@ class EpisodeFiles:
         path = self._folder.path / _name(number)
         try:
             return TensorFile(self._folder.directory.open(path.name), path)
-        except (OSError, SnapshotError) as error:
-            raise _damaged(path, error) from error
+        except SnapshotError as error:
+            raise SnapshotError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
 
     def read(self, entry: Entry, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
         """The tensors of an episode.
@@ -153,4 +154,4 @@ def _entry(number: int, file: TensorFile) -> Entry:
 
 
 def _damaged(path: Path, how: object) -> SnapshotError:
-    return SnapshotError(f"{path} is damaged: {how}. Remove the file to continue without that episode.")
+    return SnapshotError(f"{path} is damaged: {how}. {_REMEDY}")

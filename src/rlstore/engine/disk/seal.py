@@ -107,9 +107,12 @@ class Seal:
         """
         if NAME not in self._directory.names():
             return
-        found = manifest.read_manifest(self._directory, _KIND, _FIELDS, NAME)
         path = self._directory.path / NAME
-        manifest.check_fields(path, found["files"], dict.fromkeys(found["files"], _FILE_FIELDS), "files.")
+        try:
+            found = manifest.read_manifest(self._directory, _KIND, _FIELDS, NAME)
+            manifest.check_fields(path, found["files"], dict.fromkeys(found["files"], _FILE_FIELDS), "files.")
+        except SnapshotError as error:
+            raise SnapshotError(f"{error}. {_REMEDY}") from error
         lanes = 0 if self._rows is None else self._rows.lanes
         if len(found["written"]) != lanes or not all(type(n) is int and n >= 0 for n in found["written"]):
             raise SnapshotError(f'{path} is damaged: "written" is not a number for each of {lanes} lanes. {_REMEDY}')

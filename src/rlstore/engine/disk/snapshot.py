@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def _remove_unnamed(directory: Directory) -> None:
         named = manifest.read_manifest(directory, "snapshot", _FIELDS)["file"]["name"]
     for name in names:
         if name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(name) and name != named):
-            directory.remove(name)
+            with suppress(SnapshotError):  # a folder of this name is not ours
+                directory.remove(name)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -166,7 +168,15 @@ class SnapshotReader:
     def _decoded(self, field: str, form: Any) -> dict[str, Any]:
         try:
             decoded: dict[str, Any] = from_json(form, self._file.nbytes)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            AssertionError,
+            RuntimeError,
+        ) as error:
             raise SnapshotError(f'{self.manifest} is damaged: "{field}" cannot be read ({error!r})') from error
         return decoded
 
@@ -180,6 +190,11 @@ class SnapshotReader:
     def names(self) -> list[str]:
         """The names of the tensors."""
         return list(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file of tensors."""
+        return self._file.nbytes
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlstore.engine.checks import check_positive
+from rlstore.engine.checks import check_positive, check_seconds
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.errors import InvalidInputError, WaitTimeoutError
 from rlstore.kernels import SlotTable
@@ -170,6 +170,8 @@ class SlotQueue:
         Raises:
             WaitTimeoutError: (a TimeoutError) if the queue stayed empty.
         """
+        if timeout is not None:
+            check_seconds("get()", timeout=timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = SLICE_SECONDS if end is None else end - time.monotonic()

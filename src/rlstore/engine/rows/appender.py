@@ -48,7 +48,7 @@ class Appender:
     Attributes:
         added: Steps that were appended.
         warned: True once it has warned of observations that do not continue their episode.
-        settle: Called before rows change; None if there is nothing to wait for.
+        settle: Called before rows change while batches are gathered; None if there is nothing to wait for.
         keep: Called after rows were written; None if they are kept nowhere else.
     """
 
@@ -61,7 +61,7 @@ class Appender:
         self._kernel: protocol.EpisodeRing | None = None
         self._direct: protocol.EpisodeRing | None = None  # the same, once it may append alone
         self._followers: Kernels = (None, None)  # what it refers to then
-        self._closed = False
+        self._is_part, self._closed = ring.is_part, False
         self._watches = ring.is_shared
         self._is_plain = fields.structure.is_leaf and not fields.named  # one tensor each, and nothing by name
         self._no_final = (None,) * (len(fields.observations) + 1)
@@ -108,16 +108,16 @@ class Appender:
             self.added += 1  # threads are switched at calls and jumps, not within this line
         else:
             with self._guard:
-                if outcome == BUSY:
+                if outcome == BUSY and not self._is_part:
                     self._find_direct()
-                outcome = self.write(values)
+                outcome = self.write(values, outcome)
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self.warned = True
             warnings.warn(_BROKEN, stacklevel=3)
 
     def _find_direct(self) -> None:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
-        if self._sampler is None or self.ring.is_part or self.settle is not None or self.keep is not None:
+        if self._sampler is None or self.keep is not None:
             return
         kernel, self._followers = self._bind(), self._sampler.kernels
         if kernel.guard_with(self._guard, *self._followers):
@@ -133,13 +133,14 @@ class Appender:
         fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
         return (*values[: -len(fitted)], *fitted)
 
-    def write(self, values: tuple[Any, ...]) -> int:
+    def write(self, values: tuple[Any, ...], outcome: int = BUSY) -> int:
         """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
 
         Args:
             values: The observation leaves, those of the next observations, the columns; whether the episode terminated
                 and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
+            outcome: Why the kernel did not write them, if it was asked already.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and
@@ -151,7 +152,8 @@ class Appender:
         kernel = self._kernel or self._bind()
         if self.settle is not None:
             self.settle()
-        outcome = kernel.write(values)
+        if outcome == BUSY:
+            outcome = kernel.write(values)
         if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             outcome = self._complete(kernel, values, outcome)
         self.added += 1
@@ -210,8 +212,8 @@ class Appender:
         try:
             fitted = field.fit(value, ring.lanes, ring.device)
         except InvalidInputError as error:
-            shape = tuple(getattr(value, "shape", ()))
-            if field.name == "actions" and self._is_plain and shape == (ring.lanes, *self._place(0).shape):
+            has_shape = field.name == "actions" and self._is_plain and not getattr(value, "is_nested", False)
+            if has_shape and tuple(getattr(value, "shape", ())) == (ring.lanes, *self._place(0).shape):
                 raise InvalidInputError(f"{error} They have the shape of observations: {ORDER}") from error
             raise
         # A single element counts as contiguous whatever its strides; the kernel needs plain ones.

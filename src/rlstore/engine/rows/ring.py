@@ -13,7 +13,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_count
 from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.tensors import allocate
-from rlstore.engine.rows.schema import Field, check_real
+from rlstore.engine.rows.schema import Field, check_memory, check_real, dtype_name, is_in_memory
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
 
@@ -117,9 +117,13 @@ class Ring:
             return False
         for block, tensor in zip(blocks, tensors, strict=True):
             shape = tuple(self.blocks[block].shape)
-            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-                given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise InvalidInputError(f"{block} cannot become {given}; it is a tensor {shape}. It was not changed.")
+            if not isinstance(tensor, Tensor):
+                raise self._cannot_become(block, type(tensor).__name__)
+            check_memory(tensor, block)
+            if tuple(tensor.shape) != shape:
+                raise self._cannot_become(block, str(tuple(tensor.shape)))
+            if tensor.is_complex() and not self.blocks[block].is_complex():
+                raise self._cannot_become(block, dtype_name(tensor.dtype))
         for block, tensor in zip(blocks, tensors, strict=True):
             held = self.blocks[block]
             if tensor is not held:
@@ -127,12 +131,17 @@ class Ring:
                 self._writer = None
         return True
 
+    def _cannot_become(self, block: str, given: str) -> InvalidInputError:
+        held = self.blocks[block]
+        own = f"a tensor {tuple(held.shape)} of {dtype_name(held.dtype)}"
+        return InvalidInputError(f"{block} cannot become {given}; it is {own}. It was not changed.")
+
     def _adopt(self, block: str, tensor: Tensor, held: Tensor) -> Tensor:
         """The tensor as a block: of the same dtype and device, contiguous, in memory that no other block has."""
         plain = tensor.detach() if tensor.requires_grad else tensor
         if held.dtype == torch.uint8 and any(c.block == block and c.field.is_flag for c in self.columns):
             plain = plain if plain.dtype == torch.uint8 else plain != 0
-        plain = plain.to(held.device, held.dtype).contiguous()
+        plain = plain.to(held.device, held.dtype).resolve_conj().resolve_neg().contiguous()
         others = (other for name, other in self.blocks.items() if name != block)
         shared = any(plain.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in others)
         if shared or plain.is_inference():
@@ -151,17 +160,21 @@ class Ring:
             InvalidInputError: If a value does not fit its column.
         """
         row = (self.written - self._begin) % self.steps
-        if self._writer is None:
-            self._writer = self._make_writer()
-        misfit, fitted = self._writer.write(row, values), -1
-        while misfit >= 0:
-            # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
-            column = self.columns[misfit]
-            if misfit == fitted:
-                raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
-            fitting = column.field.fit(values[misfit], self.lanes, self.device)
-            values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
-            misfit = self._writer.write(row, values)
+        try:
+            if self._writer is None:
+                self._writer = self._make_writer()
+            misfit, fitted = self._writer.write(row, values), -1
+            while misfit >= 0:
+                # Not ready to be copied byte for byte: convert it if that can be, refuse it if not.
+                column = self.columns[misfit]
+                if misfit == fitted:
+                    raise RuntimeError(f"{column.field.name} was checked and still does not fit its block")
+                fitting = column.field.fit(values[misfit], self.lanes, self.device)
+                values, fitted = (*values[:misfit], fitting, *values[misfit + 1 :]), misfit
+                misfit = self._writer.write(row, values)
+        except ValueError:
+            self.check_blocks()
+            raise
         self.written += 1
         self.size = min(self.size + 1, self.steps)
 
@@ -178,9 +191,19 @@ class Ring:
 
     def zero(self) -> None:
         """Start again at row 0, every block zero."""
+        self.check_blocks()
         self.restart()
         for block in self.blocks.values():
             block.zero_()
+
+    def check_blocks(self) -> None:
+        """Refuse to go on with a block whose memory a caller has freed; attributes of a storage are its blocks."""
+        for name, block in self.blocks.items():
+            if not is_in_memory(block):
+                raise InvalidInputError(
+                    f"{name} has no memory any more: it was freed, for example by {name}.untyped_storage().resize_(0). "
+                    f"Assign a tensor {tuple(block.shape)} to it. Nothing was changed."
+                )
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same columns."""
@@ -202,4 +225,5 @@ class Ring:
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.
+        self.check_blocks()
         return {**self.__dict__, "_writer": None}

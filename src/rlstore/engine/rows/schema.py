@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
+from rlstore.kernels import is_in_memory as is_in_memory
 
 # A path into nested dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
@@ -98,11 +99,31 @@ class Field:
         return "_space" in self.origin and self.shape[:1] == (lanes,) and tuple(given.shape) == self.shape
 
 
+def check_memory(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor whose values are in no memory that could be read.
+
+    It is fake or meta, sparse, quantized or nested, wrapped by a function transform, or its memory was freed.
+    """
+    if not _has_memory(tensor):
+        raise InvalidInputError(
+            f"{name} is a {type(tensor).__name__} ({tensor.layout}) on {tensor.device}, which has no plain memory, or "
+            "none any more; give an ordinary tensor. Nothing was written."
+        )
+
+
 def _has_memory(tensor: Tensor) -> bool:
-    """False for a meta, sparse or otherwise unreadable tensor; only the CPU and CUDA have addresses to check."""
-    if tensor.is_meta or tensor.layout != torch.strided:
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
-    return tensor.device.type not in ("cpu", "cuda") or tensor.numel() == 0 or tensor.data_ptr() != 0
+    if tensor.device.type not in ("cpu", "cuda"):
+        return True  # only these have addresses that could be checked
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta" or not is_in_memory(tensor):
+            return False
+    except RuntimeError:  # it has none
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or storage.nbytes() >= (last + 1) * tensor.itemsize
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
@@ -112,11 +133,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
         InvalidInputError: If it is missing or cannot be a tensor; the message names the field.
     """
     if isinstance(value, Tensor):
-        if not _has_memory(value):
-            raise InvalidInputError(
-                f"{name} is a {type(value).__name__} ({value.layout}) on {value.device}, which has no plain memory. "
-                "Nothing was written."
-            )
+        check_memory(value, name)
         return value.detach().resolve_conj().resolve_neg()
     if value is None:
         raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
@@ -125,7 +142,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
             array = np.ascontiguousarray(value)
             return torch.from_numpy(array if array.flags.writeable else array.copy())
         if isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Tensor):
-            return torch.stack([element.detach() for element in value])
+            return torch.stack([as_tensor(element, f"{name}[{i}]") for i, element in enumerate(value)])
         return torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as error:
         problem = _RESET if is_from_reset(value) else f"cannot be converted to a tensor: {error}."
