@@ -25,6 +25,7 @@ from rlstore import (
 )
 from rlstore.engine import returns
 from rlstore.engine.memory import capacity
+from rlstore.engine.rows import ring
 from rlstore.errors import InvalidCallError
 
 N = 4
@@ -118,6 +119,7 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
     # 5 steps of 4 environments: observations 3, actions 2, rewards, values, log-probabilities, returns and advantages
     # of 4 bytes each, and a flag of one.
     needed = 5 * 4 * ((3 + 2 + 5) * 4 + 1)
+    monkeypatch.setattr(ring, "MUCH", 1)
     monkeypatch.setattr(capacity, "free_ram", lambda: (needed - 1, "a limit"))
     with pytest.raises(DoesNotFitError, match=rf"a rollout needs 0.00 GB \({needed} bytes\) for 5 steps of 4 env"):
         rollout()

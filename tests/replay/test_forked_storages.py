@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -184,6 +186,66 @@ def test_a_storage_in_ram_is_the_childs_own(kind, num_workers):
     assert sampled <= set(range(7, 23))
     assert left == 0
     assert rewards_of(storage) == list(range(4, 20))
+    storage.close()
+
+
+def test_batches_that_were_prepared_before_the_fork_are_served_although_their_rows_are_overwritten():
+    storage = KINDS["replay"](num_workers=2)
+    play(storage, 20)
+    storage.sample()
+    play(storage, 16, 20)
+
+    def sample():
+        return [storage.sample().rewards.flatten().tolist() for _ in range(4)]
+
+    told = in_child(sample)
+    assert told == sample()
+    assert set(told[0]) <= set(range(4, 20))  # as they were when it was drawn
+    assert set(told[3]) <= set(range(20, 36))
+    storage.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["replay", "prioritized"])
+def test_a_fork_beside_threads_that_add_and_sample_leaves_the_child_a_whole_storage(kind, num_workers):
+    """Wherever the threads are at that moment: no row of the child is half written, and no lock of it is held."""
+    storage, stop = KINDS[kind](num_workers=num_workers), threading.Event()
+
+    def add(step):
+        storage.add([[float(step)]], [0], [float(step)], [True], [False], {}, [[step + 0.5]])
+
+    def check(batch):
+        assert batch.observations.flatten().tolist() == batch.rewards.flatten().tolist()
+        assert (batch.next_observations - batch.observations).flatten().tolist() == [0.5] * 64
+
+    def keep(work):
+        steps = itertools.count(1)
+        while not stop.is_set():
+            work(next(steps))
+
+    def child():
+        signal.alarm(60)  # a child that hangs is an error
+        for step in range(-40, -20):
+            add(step)
+            check(storage.sample())
+        check(copy.deepcopy(storage).sample())
+        return rewards_of(storage)
+
+    add(0)
+    threads = [
+        threading.Thread(target=keep, args=(work,))
+        for work in (add, lambda step: check(storage.sample()), lambda step: len(storage))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        told = [in_child(child) for _ in range(4)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert told == [list(range(-36, -20))] * 4
+    check(storage.sample())
     storage.close()
 
 

@@ -20,7 +20,7 @@ from rlstore.engine.checks import check_count, check_positive, check_seed
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
-from rlstore.engine.memory.capacity import require_memory
+from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
@@ -40,7 +40,6 @@ from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
-_MUCH = 1 << 26  # bytes of batches from which on it is asked whether they fit into memory
 _SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
@@ -163,7 +162,7 @@ class ReplayCore(Storage):
     def _require_batches(self, view: View, size: int, ahead: int = 0) -> None:
         """Refuse batches of ``size`` that do not fit into memory together with those that are prefetched."""
         nbytes = view.nbytes * size * (1 + ahead)
-        if nbytes > _MUCH:
+        if nbytes >= MUCH:
             what = f"{1 + ahead:,} batches of {size:,}" if ahead else f"a batch of {size:,}"
             place = self._torch_device if self._options.memory == "device" else torch.device("cpu")
             advice = "Give a smaller batch_size or, of batches ahead, a smaller num_workers."
@@ -416,7 +415,7 @@ class ReplayCore(Storage):
         with self._guard:
             if self._pipeline is None:
                 raise self._not_ready()
-            if batch_size is not None and size * self._view.nbytes > _MUCH:
+            if batch_size is not None and size * self._view.nbytes >= MUCH:
                 self._require_batches(self._view, size)
             return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 

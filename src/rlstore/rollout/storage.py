@@ -318,7 +318,7 @@ class RolloutStorage(RolloutCore):
             example = as_tensor(leaf, name)
             if example.shape[0] != num_envs:
                 raise InvalidInputError(
-                    f"{name} is {tuple(example.shape)}; its first dimension must be the {num_envs} environments"
+                    f"{name} is {tuple(example.shape)}; its first axis has to be the environments, num_envs={num_envs}"
                 )
         actions = (actions_shape, f"actions_shape={list(actions_shape)} and num_envs={num_envs}")
         self._allocate(structure, fields, actions, num_envs)

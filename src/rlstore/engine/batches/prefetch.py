@@ -20,6 +20,7 @@ class _Job(Generic[Drawn]):
     drawn: Drawn
     added: int  # steps that had been added when it was drawn
     prepared: Future[Any]
+    batch: list[Any]  # what was prepared, once it is: a forked process must not ask the future, which may be locked
 
 
 class Prefetch(Generic[Drawn]):
@@ -96,7 +97,7 @@ class Prefetch(Generic[Drawn]):
         """Add a batch that was prepared before."""
         done: Future[Any] = Future()
         done.set_result(batch)
-        self._jobs.append(_Job(drawn, added, done))
+        self._jobs.append(_Job(drawn, added, done, [batch]))
 
     def _submit(self, drawn: Drawn, added: int) -> None:
         if not self._in_background:
@@ -107,17 +108,25 @@ class Prefetch(Generic[Drawn]):
             self._process = os.getpid()
             weakref.finalize(self, self._executor.shutdown, wait=False)
         self._guard.begin_read()
-        self._jobs.append(_Job(drawn, added, self._executor.submit(_prepare, self._prepare, drawn, self._guard)))
+        batch: list[Any] = []
+        prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
+        self._jobs.append(_Job(drawn, added, prepared, batch))
 
     def _follow_fork(self) -> None:
-        """In a forked process, where the thread is not, do the work that it had left."""
+        """In a forked process, where the thread is not, do the work that it had left.
+
+        What it had done is not done again: the rows may be overwritten since.
+        """
         if self._executor is None or self._process == os.getpid():
             return
         jobs, self._executor = list(self._jobs), None
         self._jobs.clear()
         self._guard.forget_reads()
         for job in jobs:
-            self._submit(job.drawn, job.added)
+            if job.batch:
+                self.put(job.drawn, job.added, job.batch[0])
+            else:
+                self._submit(job.drawn, job.added)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_jobs": self.prepared(), "_executor": None}
@@ -129,9 +138,10 @@ class Prefetch(Generic[Drawn]):
             self.put(*job)
 
 
-def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, guard: Guard) -> Any:
+def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any], guard: Guard) -> Any:
     try:
-        return prepare(drawn)
+        batch.append(prepare(drawn))
+        return batch[0]
     finally:
         guard.end_read()
 

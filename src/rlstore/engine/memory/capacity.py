@@ -11,6 +11,7 @@ from rlstore.errors import DoesNotFitError
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+MUCH = 1 << 26  # bytes from which on it is worth asking whether they fit: the answer takes a millisecond
 
 
 def free_ram(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> tuple[int, str] | None:

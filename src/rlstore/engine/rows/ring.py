@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_count
-from rlstore.engine.memory.capacity import require_memory
+from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_memory, check_real, dtype_name, is_in_memory
 from rlstore.errors import InvalidInputError
@@ -91,7 +91,7 @@ class Ring:
         self._writer = None
 
     def _require_memory(self, nbytes: Mapping[str, int]) -> None:
-        if nbytes:
+        if sum(nbytes.values()) >= MUCH:
             most = max(nbytes, key=lambda name: nbytes[name])
             what = f"{self.steps:,} steps of {self.lanes:,} environments, {most} the most of it"
             require_memory("a rollout", sum(nbytes.values()), what, self.device, _NEED_LESS)
