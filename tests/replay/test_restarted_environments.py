@@ -135,8 +135,9 @@ def test_a_storage_that_had_warned_warns_again_once_it_was_loaded(tmp_path):
 def test_a_mapped_folder_that_is_opened_again(tmp_path):
     storage = make(tmp_path, "mapped")
     begin(storage)
-    storage.close()
-    storage = make(tmp_path, "mapped")
+    for _ in range(2):  # the second time without a step in between
+        storage.close()
+        storage = make(tmp_path, "mapped")
     assert step(storage, [50, 102], [51, 103]) == 0
     assert episodes(storage) == [[[0, 1], [50]], [[100, 101, 102]]]
     assert step(storage, [51, 7], [52, 8]) == 1
