@@ -225,14 +225,19 @@ class TensorFile:
         plain = torch.view_as_real(target) if target.is_complex() else target
         if (self.dtypes[name], self.shapes[name]) != (plain.dtype, tuple(plain.shape)):
             raise self.damaged(f"{name} is not of the form that was saved")
-        found, offset = 0, self._begins[name]
+        found, offset, buffer = 0, self._begins[name], torch.empty(0, dtype=plain.dtype)
         for index in chunks(plain.shape, plain.element_size()):
-            part = torch.empty(plain[index].shape, dtype=plain.dtype)
+            part = target_part = plain[index]
+            if part.device.type != "cpu" or not part.is_contiguous():
+                if buffer.numel() < part.numel():
+                    buffer = torch.empty(part.numel(), dtype=plain.dtype)
+                part = buffer[: part.numel()].view(part.shape)
             content = _bytes_of(part)
             if os.preadv(self._descriptor, [content], offset) != len(content):
                 raise self.damaged(f"{name} is cut short")
             found, offset = zlib.crc32(content, found), offset + len(content)
-            plain[index].copy_(part)
+            if part is not target_part:
+                target_part.copy_(part)
         if checksum is not None and found != checksum:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
 
