@@ -50,16 +50,16 @@ test: $(VENV)/ready
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture
 
-# The tests that reach most of the C++ with the most hostile input, and those in which threads use it, with sanitizers of GCC.
-# The last lines: what processes share without a lock, in threads of one process and without Python.
-NATIVE := $(wildcard tests/kernels tests/engine tests/test_golden.py tests/replay/test_*_machine.py tests/test_*threads*.py) \
-	$(foreach kind,mutants forged threads,$(wildcard tests/*/test_*$(kind)*.py))
-SHARED := $(addprefix csrc/,episodes.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
+# The C++ with sanitizers of GCC: the tests that reach most of it, with random and hostile input; those in which threads use it;
+# and, in threads and without Python, what processes share without a lock.
+HOSTILE := $(wildcard tests/replay/test_*_machine.py tests/test_*forged*.py tests/*/test_*mutants*.py)
+LOCKLESS := $(addprefix csrc/,episodes.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
 
 sanitize: $(VENV)/ready
-	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup $(NATIVE)
-	tools/sanitize/run.sh thread $(PY) $(wildcard tests/test_*threads*.py tests/*/test_*threads*.py)
-	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan tests/sanitize/threads.cpp $(SHARED) -o build/sanitize/threads
+	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup \
+		tests/kernels tests/engine tests/test_golden.py tests/test_threads.py $(HOSTILE)
+	tools/sanitize/run.sh thread $(PY) tests/test_threads.py tests/kernels/test_native_threads.py
+	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan tests/sanitize/threads.cpp $(LOCKLESS) -o build/sanitize/threads
 	build/sanitize/threads
 
 # The libraries that we compare with have a separate environment, so that they cannot change the versions that the tests use.

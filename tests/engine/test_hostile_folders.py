@@ -19,6 +19,7 @@ from rlstore import (
     DiskFullError,
     InvalidInputError,
     NStepReplayStorage,
+    PrioritizedReplayStorage,
     ReplayStorage,
     RolloutStorage,
     SnapshotError,
@@ -375,6 +376,24 @@ def test_a_mapped_file_that_was_cut_is_not_filled_up_with_zeros(tmp_path):
     file.write_bytes(file.read_bytes() + b"\0")
     with pytest.raises(SnapshotError, match=r"records\.bin is damaged: it has .* bytes and should have"):
         make()
+
+
+def test_sums_of_priorities_are_never_taken_from_a_file(tmp_path):
+    def make():
+        return PrioritizedReplayStorage(
+            BOX, MOVES, storage_size=20, batch_size=64, memory="mapped", path=tmp_path / "rows", seed=0
+        )
+
+    storage = make()
+    play(storage, 0, 15)
+    storage.close()
+    (tmp_path / "rows" / "seal.json").unlink(missing_ok=True)
+    for name in ("priority%20sums.bin", "priority%20maxima.bin"):
+        file = tmp_path / "rows" / name
+        file.write_bytes(b"\x41" * file.stat().st_size)
+    storage = make()
+    assert storage.priority_total == 15
+    assert set(storage.sample().rows.tolist()) <= set(range(15))
 
 
 @pytest.mark.parametrize("made", [1, 2, 3, 4, 5])

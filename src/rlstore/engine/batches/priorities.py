@@ -44,7 +44,7 @@ class Priorities:
         is_known = ring.reopened and ring.backing.holds("priorities seen")
         self._seen = make("priorities seen", (ring.lanes,), torch.int64, is_late=True)
         if ring.reopened:
-            self._sums.zero_()  # they follow from the leaves
+            self._sums.zero_()  # what lies behind the last node is read, and rebuild() does not write it
             self._maxima.zero_()
             self.restore(ring.backing.unusable, is_known=is_known)
         else:

@@ -141,9 +141,11 @@ def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str
 
 def _entry(number: int, file: TensorFile) -> Entry:
     """What the metadata say of an episode; they are held against its tensors."""
+    if set(file.metadata) not in ({"steps", "lane"}, {"steps", "lane", "number", "crc32"}):
+        raise _damaged(file.path, f"its metadata are {sorted(file.metadata)}")
     try:
         steps, lane = (int(file.metadata[name]) for name in ("steps", "lane"))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise _damaged(file.path, repr(error)) from error
     lengths = {shape[0] if shape else 0 for shape in file.shapes.values()}
     if steps < 1 or lane < 0 or not lengths <= {steps, steps + 1}:
