@@ -86,13 +86,13 @@ class Priorities {
   void follow() {
     const Lanes& lanes = ring_->lanes();
     indices_.clear();
-    written_.assign(lanes.written, lanes.written + lanes.lanes);
     for (int64_t lane = 0; lane < lanes.lanes; lane++)
-      for (int64_t time = seen_[lane]; time < written_[static_cast<size_t>(lane)]; time++) indices_.push_back(leaf_of(lane, time));
+      for (int64_t time = seen_[lane]; time < lanes.written[lane]; time++) indices_.push_back(leaf_of(lane, time));
+    if (indices_.empty()) return;
     const float largest = tree_.maximum();
     set_all(largest > 0 ? largest : 1.0f);
     // Only now: in a mapped file rows that were not seen have no priority yet, should the process be killed.
-    for (int64_t lane = 0; lane < lanes.lanes; lane++) seen_[lane] = std::max(seen_[lane], written_[static_cast<size_t>(lane)]);
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) seen_[lane] = std::max(seen_[lane], lanes.written[lane]);
   }
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
@@ -212,7 +212,7 @@ class Priorities {
   EpisodeRing* ring_;
   int64_t* seen_ = nullptr;  // bound with the tree
   SumTree tree_;
-  std::vector<int64_t> indices_, written_;
+  std::vector<int64_t> indices_;
   std::vector<float> values_;
   std::vector<double> targets_;
 };

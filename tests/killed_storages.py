@@ -443,6 +443,15 @@ def _same(found: Any, expected: Any) -> bool:
     return np.array_equal(found.numpy(), expected)
 
 
+def _is_closed(storage: Any, lane: int, written: int) -> bool:
+    """Whether the newest episode was closed for a row that does not continue it, and that was not written any more."""
+    ring = storage._ring_of()
+    stop = int(ring.episodes[ring.blocks["episode"][lane, (written - 1) % ring.rows], 1])
+    assert stop in (-1, written)
+    assert stop == -1 or ended(lane, written - 1) or broken(lane, written)
+    return stop == written
+
+
 def windows_of(storage: Any, progress: Progress) -> set[int]:
     """The rows at which windows begin, found by looking at each."""
     length, stride = storage.sequence_length, storage.sequence_length - storage.overlap
@@ -456,7 +465,7 @@ def windows_of(storage: Any, progress: Progress) -> set[int]:
             else:
                 start = start_of(lane, time, since)
                 stop = next((t for t in range(time + 1, written) if start_of(lane, t, since) == t), written)
-                over = stop < written or ended(lane, written - 1)
+                over = stop < written or ended(lane, written - 1) or _is_closed(storage, lane, written)
                 regular = (time - start) % stride == 0 and time + length <= stop
                 begins = regular or (over and time == max(start, stop - length))
             if begins:

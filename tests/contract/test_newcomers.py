@@ -77,6 +77,14 @@ def decoupled_step(first, following):
 # ---------------------------------------------------------------------------------------------------- too much
 
 
+@pytest.fixture
+def little_memory(monkeypatch):
+    """Eight gigabytes, whatever the machine has."""
+    monkeypatch.setattr(capacity, "free_ram", lambda: (8 << 30, "as the test says"))
+    monkeypatch.setattr(capacity, "free_device", lambda device: 8 << 30)
+
+
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arguments", [{"num_workers": 10**9}, {"batch_size": 2**31}, {"num_workers": 2**64}])
 def test_batches_that_do_not_fit_are_refused_at_construction(kind, arguments):
@@ -84,6 +92,7 @@ def test_batches_that_do_not_fit_are_refused_at_construction(kind, arguments):
         replay(kind, **{"batch_size": 256, **arguments})
 
 
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_does_not_fit_is_refused(kind):
     storage, twin = replay(kind, num_workers=0, batch_size=8), replay(kind, num_workers=0, batch_size=8)

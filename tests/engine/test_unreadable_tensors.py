@@ -211,13 +211,9 @@ def test_a_block_that_a_caller_frees_is_named_when_it_is_used_next():
 
 
 def test_memory_that_was_made_smaller_than_its_tensor_is_refused():
-    short = torch.ones(STEPS, ENVS)
-    short.untyped_storage().resize_(8)
-    with pytest.raises(InvalidInputError, match=r"values is a Tensor .* no plain memory, or none any more"):
-        returns.gae(**{**SCANNED, "values": short}, gamma=1.0, lam=1.0)
     short = torch.ones(STEPS, ENVS, 1)
     short.untyped_storage().resize_(8)
-    with pytest.raises(InvalidInputError, match="rewards is a Tensor"):
+    with pytest.raises(InvalidInputError, match=r"rewards is a Tensor .* no plain memory, or none any more"):
         rollout().rewards = short
 
 

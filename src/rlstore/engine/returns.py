@@ -240,7 +240,7 @@ class _Inputs:
             raise InvalidInputError(
                 f"rewards are {tuple(rewards.shape)} {rewards.dtype}; returns need [steps, lanes] of float32 or float64"
             )
-        self._rewards = _plain_memory(rewards, rewards.dtype, rewards.device)
+        self._rewards = _plain_memory(rewards, rewards.dtype, rewards.device, "rewards")
         self.device_type = rewards.device.type
         if last_values.numel() != rewards.shape[1:].numel():
             raise InvalidInputError(
@@ -249,7 +249,7 @@ class _Inputs:
         self.all = (
             self._rewards,
             self.like_rewards(values, "values"),
-            _plain_memory(last_values, rewards.dtype, rewards.device),
+            _plain_memory(last_values, rewards.dtype, rewards.device, "last_values"),
             self._flags(terminated, "terminated"),
             None if truncated is None else self._flags(truncated, "truncated"),
             None if final_values is None else self.like_rewards(final_values, "final_values"),
@@ -262,12 +262,12 @@ class _Inputs:
 
     def like_rewards(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
-        return _plain_memory(given, self._rewards.dtype, self._rewards.device)
+        return _plain_memory(given, self._rewards.dtype, self._rewards.device, name)
 
     def _flags(self, given: Tensor, name: str) -> Tensor:
         self._check_size(given, name)
         flags = given if given.dtype in (torch.bool, torch.uint8) else given != 0
-        return _plain_memory(flags, flags.dtype, self._rewards.device)
+        return _plain_memory(flags, flags.dtype, self._rewards.device, name)
 
     def _check_size(self, given: Tensor, name: str) -> None:
         _check_readable(given, name)
@@ -280,19 +280,19 @@ def _plain(shape: torch.Size) -> tuple[int, ...]:
     return tuple(shape[:-1]) if len(shape) == 3 and shape[-1] == 1 else tuple(shape)
 
 
-def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _plain_memory(given: Tensor, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
     """The tensor itself if a kernel can read its memory, else a contiguous copy."""
     is_plain = given.dtype == dtype and given.device == device and not given.requires_grad and not given.is_neg()
     if is_plain and given.is_contiguous():
         return given
+    if given.is_complex():
+        raise InvalidInputError(f"{name} is {given.dtype}; returns need real numbers. Nothing was computed.")
     return given.detach().to(device, dtype).resolve_neg().contiguous()
 
 
 def _check_readable(given: Tensor, name: str) -> None:
+    if type(given) is Tensor and is_in_memory(given):
+        return  # as nearly all are
     if not isinstance(given, Tensor):
         raise InvalidInputError(f"{name} is a {type(given).__name__}; returns need a tensor. Nothing was computed.")
-    is_ordinary = type(given) is Tensor and is_in_memory(given) and given.untyped_storage().nbytes() >= given.nbytes
-    if not is_ordinary:
-        check_memory(given, name)
-    if given.is_complex():
-        raise InvalidInputError(f"{name} is {given.dtype}; returns need real numbers. Nothing was computed.")
+    check_memory(given, name)

@@ -4,13 +4,8 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-<<<<<<< HEAD
-operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``is_in_memory``,
-which is False for a tensor that has elements but no memory.
-=======
-operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, and ``restore_tables``, which
-reads what came from a disk.
->>>>>>> main
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, ``is_in_memory``, which is
+False for a tensor that has elements but no memory, and ``restore_tables``, which reads what came from a disk.
 """
 
 from __future__ import annotations

@@ -198,12 +198,12 @@ class Ring:
 
     def check_blocks(self) -> None:
         """Refuse to go on with a block whose memory a caller has freed; attributes of a storage are its blocks."""
-        for name, block in self.blocks.items():
-            if not is_in_memory(block):
-                raise InvalidInputError(
-                    f"{name} has no memory any more: it was freed, for example by {name}.untyped_storage().resize_(0). "
-                    f"Assign a tensor {tuple(block.shape)} to it. Nothing was changed."
-                )
+        if not all(map(is_in_memory, self.blocks.values())):
+            name, block = next((name, block) for name, block in self.blocks.items() if not is_in_memory(block))
+            raise InvalidInputError(
+                f"{name} has no memory any more: it was freed, for example by {name}.untyped_storage().resize_(0). "
+                f"Assign a tensor {tuple(block.shape)} to it. Nothing was changed."
+            )
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same columns."""
