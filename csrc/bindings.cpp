@@ -275,7 +275,9 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
-  nb::class_<RowWriter>(m, "RowWriter").def(nb::init<nb::sequence>()).def("write", &RowWriter::write);
+  nb::class_<RowWriter>(m, "RowWriter")
+      .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
+      .def("write", &RowWriter::write);
   nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
   nb::class_<BoundKernel>(m, "BoundKernel")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
@@ -291,7 +293,8 @@ NB_MODULE(_native, m) {
       .def("forget_reads", &Guard::forget_reads)
       .def_prop_ro("is_taken", &Guard::is_taken);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
-      .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t>())
+      .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t, nb::dict>(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
       .def("append", &EpisodeRing::append)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings_guard.h"
+#include "bindings_rules.h"
 #include "bindings_tensor.h"
 #include "bindings_values.h"
 #include "bindings_writer.h"
@@ -64,9 +65,10 @@ class EpisodeRing {
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, with the shape of a whole stack. columns: (block, shape), `reward` is the index of the
-  // rewards. first: the index of this ring's first lane among the lanes of the tables.
+  // rewards. first: the index of this ring's first lane among the lanes of the tables. rules: by the index of a column that
+  // may not hold every value, its bounds; see Rule.
   EpisodeRing(int64_t steps, nb::tuple counters, nb::object episode_of, nb::tuple leaves, nb::tuple columns, size_t reward, int resets,
-              int64_t first)
+              int64_t first, nb::dict rules)
       : reward_(reward), resets_(static_cast<ResetSteps>(resets)), first_(first) {
     const Block slot_block = bind_block(episode_of, &lanes_.lanes, &lanes_.rows);
     if (!(slot_block.dtype == DLDataType{kInt, 32, 1}) || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
@@ -89,6 +91,12 @@ class EpisodeRing {
       if (!fills(column_shapes_.back(), columns_.back().dtype, columns_.back().bytes)) throw nb::value_error("a column's shape is not its block's");
     }
     if (reward >= columns_.size() || !(columns_[reward].dtype == DLDataType{kFloat, 32, 1})) throw nb::value_error("rewards are float32");
+    for (auto [index, bounds] : rules) {
+      const size_t column = nb::cast<size_t>(index);
+      if (column >= columns_.size()) throw nb::value_error("a rule for no column");
+      const DLDataType dtype = columns_[column].dtype;
+      rules_.emplace_back(column, dtype, nb::cast<nb::sequence>(bounds), columns_[column].bytes * 8 / dtype.bits);
+    }
     moves_.resize(static_cast<size_t>(lanes_.lanes));
     terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
     givens_ = std::vector<Given>(leaves_.size() * 3 + columns_.size());
@@ -244,6 +252,8 @@ class EpisodeRing {
       step_.finals.push_back(given.memory);
     }
     fill_step(mask != Py_None, has_final != Py_None);
+    for (const Rule& rule : rules_)
+      if (!obeys(rule)) return static_cast<int64_t>(leaves * 2 + rule.field);
     switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
       case Need::kSlots: return kNeedSlots;
       case Need::kStarts: return kNeedStarts;
@@ -316,6 +326,15 @@ class EpisodeRing {
     return true;
   }
 
+  // Of lanes that take no part nothing is read.
+  bool obeys(const Rule& rule) const {
+    const char* memory = step_.columns[rule.field];
+    if (!step_.mask) return rule.holds(memory, moves_.size());
+    for (size_t lane = 0; lane < moves_.size(); lane++)
+      if (step_.mask[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
+    return true;
+  }
+
   void fill_step(bool masked, bool some_final) {
     const size_t leaves = leaves_.size();
     const auto memory_of = [&](size_t i) { return givens_[i].memory; };
@@ -358,6 +377,7 @@ class EpisodeRing {
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   std::vector<Given> givens_;
+  std::vector<Rule> rules_;
   std::vector<float> numbers_;  // columns that were given as plain numbers
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
   bool writing_ = false;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings_row_field.h"
+#include "bindings_rules.h"
 #include "bindings_tensor.h"
 #include "rows.h"
 
@@ -63,8 +64,9 @@ void write_flags(Target* target, const Source& source, size_t count) {
 // tensor (share_memory_(), set_data).
 class RowWriter {
  public:
-  // Each target is (block, lead, is_flag, optional): a value given for row t is written to block[t + lead].
-  explicit RowWriter(nb::sequence targets) {
+  // Each target is (block, lead, is_flag, optional): a value given for row t is written to block[t + lead]. rules: by the index
+  // of a field that may not hold every value, its bounds; see Rule.
+  explicit RowWriter(nb::sequence targets, nb::dict rules) {
     for (nb::handle target : targets) {
       Field field{RowField(target), nb::borrow(target[0])};
       field.bytes = field.count * element_bytes(describe(field.block));
@@ -73,6 +75,12 @@ class RowWriter {
       fields_.push_back(field);
     }
     sources_.resize(fields_.size());
+    for (auto [index, bounds] : rules) {
+      const size_t field = nb::cast<size_t>(index);
+      if (field >= fields_.size() || fields_[field].is_flag || fields_[field].shape.empty()) throw nb::value_error("a rule for no field");
+      const size_t entries = fields_[field].count / std::max<size_t>(static_cast<size_t>(fields_[field].shape[0]), 1);
+      rules_.emplace_back(field, fields_[field].dtype, nb::cast<nb::sequence>(bounds), entries);
+    }
   }
 
   // Returns -1 if the row was written, else the index of the first value that does not fit without conversion (nothing is
@@ -84,6 +92,8 @@ class RowWriter {
     // Python code that ran meanwhile may have freed memory, or written another row with this writer: everything is found again.
     if (misfit < 0 && has_run) misfit = find_sources(row, values.ptr(), nullptr);
     if (misfit >= 0) return misfit;
+    for (const Rule& rule : rules_)
+      if (!obeys(rule)) return static_cast<int64_t>(rule.field);
     for (size_t i = 0; i < fields_.size(); i++) {
       if (!sources_[i].memory) continue;
       const Field& field = fields_[i];
@@ -142,6 +152,15 @@ class RowWriter {
     return !field.is_flag || is_nan_free(*found, field.count);
   }
 
+  // False also for values whose memory is more than one run of elements, which must be copied first.
+  bool obeys(const Rule& rule) const {
+    const Source& source = sources_[rule.field];
+    if (!source.memory) return true;
+    const size_t lanes = static_cast<size_t>(fields_[rule.field].shape[0]);
+    if (!source.strided.data) return rule.holds(source.memory, lanes);
+    return rule.entries == 1 && rule.holds(source.memory, lanes, source.strided.strides[0]);
+  }
+
   // True if a strided tensor overlaps the row that is to be written, and would be overwritten before it is read.
   static bool overlaps(const DLTensor& tensor, const char* target, size_t bytes) {
     int64_t last = 0;
@@ -152,6 +171,7 @@ class RowWriter {
 
   std::vector<Field> fields_;
   std::vector<Source> sources_;
+  std::vector<Rule> rules_;
 };
 
 }  // namespace rlstore

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <cmath>
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -94,6 +96,28 @@ bool has_nan(const Source* source, size_t count) {
 }
 template bool has_nan<float>(const float*, size_t);
 template bool has_nan<double>(const double*, size_t);
+
+RLSTORE_CLONES
+bool all_finite(const float* source, size_t count, int64_t stride) {
+  return stride == 1 ? finite_at(source, count, 1) : finite_at(source, count, stride);
+}
+
+#define RLSTORE_WITHIN(Source)                                                                                           \
+  template <>                                                                                                            \
+  RLSTORE_CLONES bool all_within<Source>(const Source* source, size_t count, int64_t stride, int64_t low, int64_t high) { \
+    return stride == 1 ? within_at(source, count, 1, low, high) : within_at(source, count, stride, low, high);           \
+  }
+RLSTORE_WITHIN(uint8_t)
+RLSTORE_WITHIN(int8_t)
+RLSTORE_WITHIN(int16_t)
+RLSTORE_WITHIN(int32_t)
+RLSTORE_WITHIN(int64_t)
+RLSTORE_WITHIN(uint16_t)
+RLSTORE_WITHIN(uint32_t)
+RLSTORE_WITHIN(uint64_t)
+RLSTORE_WITHIN(float)
+RLSTORE_WITHIN(double)
+#undef RLSTORE_WITHIN
 
 RLSTORE_CLONES
 bool rows_in_range(const int64_t* rows, size_t count, int64_t limit) {

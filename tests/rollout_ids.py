@@ -146,7 +146,12 @@ def assert_equal(actual, expected):
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
         assert actual[name].shape == tensor.shape, name
-        assert torch.equal(actual[name], tensor), name
+        assert same(actual[name], tensor), name
+
+
+def same(one, other):
+    """Whether two tensors are equal; a NaN equals another."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def snapshot(storage):

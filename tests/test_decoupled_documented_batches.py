@@ -10,6 +10,9 @@ import torch
 from decoupled_ids import BLOCKS, assert_same, fill, make_step, make_storage, obs_of, snapshot
 from gymnasium import spaces
 
+# Most of these read other fields of batches whose returns and advantages nobody has written.
+pytestmark = pytest.mark.filterwarnings("ignore:the returns and advantages:RuntimeWarning")
+
 ORDER = ("obs", "actions", "values", "adv_preds", "returns", "terminateds", "truncateds", "old_log_probs", "advantages")
 
 
@@ -122,7 +125,7 @@ def test_what_the_blocks_hold_is_served_also_without_computing():
     storage = make_storage(2, 2)
     fill(storage)
     (batch,) = storage.sample(1)
-    assert not batch.returns.any()
+    assert batch.returns.isnan().all()
     storage.returns[1, 0] = 7
     storage.advantages[0, 1] = 8
     (batch,) = storage.sample(1)

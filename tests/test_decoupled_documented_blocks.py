@@ -8,6 +8,9 @@ import torch
 from decoupled_ids import BLOCKS, fill, ids_of, leaves, make_step, make_storage, obs_of
 from gymnasium import spaces
 
+# Most of these read other fields of batches whose returns and advantages nobody has written.
+pytestmark = pytest.mark.filterwarnings("ignore:the returns and advantages:RuntimeWarning")
+
 BOX = spaces.Box(-1.0, 1.0, (2,))
 
 # ------------------------------------------------------------------------------------------------- nests and images

@@ -30,6 +30,9 @@ from tensordict import TensorDict
 
 from rlstore import RolloutStorage
 
+# Most of these read other fields of batches whose returns and advantages nobody has written.
+pytestmark = pytest.mark.filterwarnings("ignore:the returns and advantages:RuntimeWarning")
+
 ROWS = ENVS * STEPS
 DTYPES = {
     "policy": torch.float32,

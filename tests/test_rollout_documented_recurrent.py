@@ -64,6 +64,7 @@ def test_a_rollout_written_out_by_hand():
         transition.distribution_params = (ids,)
         transition.hidden_states = (ids.view(1, 2, 1) + 100.0, None)
         storage.add_transition(transition)
+    storage.returns = storage.advantages = torch.zeros(4, 2, 1)
     (batch,) = storage.recurrent_mini_batch_generator(1, 1)
     assert batch.observations["policy"].squeeze(-1).tolist() == [
         [10.0, 12.0, 20.0, 21.0],

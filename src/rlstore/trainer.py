@@ -52,7 +52,7 @@ def fit(field: Field, value: Any, lead: Sequence[int], device: torch.device) -> 
             f"{field.name} is {tuple(given.shape)}; it has to begin with {lead}, as rewards do. Nothing was written."
         )
     flat = given.reshape(math.prod(lead), *given.shape[len(lead) :])
-    fitted: Tensor = field.fit(flat, math.prod(lead), device).unflatten(0, lead)
+    fitted: Tensor = field.fit(flat, math.prod(lead), device, math.prod(lead[:-1])).unflatten(0, lead)
     return fitted
 
 

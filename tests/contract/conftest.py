@@ -5,6 +5,8 @@ from replay_cases import REPLAY_CASES
 from storages import CASES
 from where import ASKED_FOR, TensorsOfTests
 
+from rlstore.rollout.targets import Targets
+
 
 @pytest.fixture(autouse=True)
 def tensors_on_the_device():
@@ -23,3 +25,9 @@ def case(request):
 @pytest.fixture(params=REPLAY_CASES, ids=lambda case: case.name)
 def replay(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def targets_need_not_be_computed(monkeypatch):
+    """Most of these tests look at other fields: what nobody has written stays zero, and can be served."""
+    monkeypatch.setattr(Targets, "blank", lambda self, ring: None)

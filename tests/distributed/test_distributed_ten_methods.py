@@ -42,7 +42,7 @@ def fill(rollout, number: int) -> None:
             last_action=mark + 1000,
             policy_outputs=torch.arange(4) + mark / 4,
             baseline=-mark,
-            action=mark + 2000,
+            action=mark % 4,
         )
     rollout.set_states((torch.full((2, 1, 5), number / 8),))
 

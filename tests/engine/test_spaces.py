@@ -189,7 +189,7 @@ def test_a_space_of_one_kind_for_observations_and_of_the_other_for_actions(wrap)
     ("space", "spec"),
     [
         (spaces.Discrete(4), ActionSpec("Discrete", (), torch.int64, (4,))),
-        (spaces.Discrete(4, start=-1), ActionSpec("Discrete", (), torch.int64, (4,))),
+        (spaces.Discrete(4, start=-1), ActionSpec("Discrete", (), torch.int64, (4,), (-1,))),
         (spaces.Box(-1, 1, (3,)), ActionSpec("Box", (3,), torch.float32)),
         (spaces.Box(-1, 1, (2, 3), np.float64), ActionSpec("Box", (2, 3), torch.float64)),
         (spaces.MultiDiscrete([2, 3]), ActionSpec("MultiDiscrete", (2,), torch.int64, (2, 3))),

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from rlstore.engine.rows.schema import (
     Field,
+    Rule,
     Structure,
     as_tensor,
     describe_fields,
     described_fields,
     fields_of_example,
     is_in_memory,
+    reward_field,
 )
 from rlstore.engine.rows.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
@@ -56,12 +58,14 @@ class RolloutFields:
         action_space: SpaceLike,
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
     ) -> RolloutFields:
         """The fields for a pair of spaces; the observations of a mapping without a dtype are uint8."""
         structure, observed = observation_fields(observation_space, "obs", owner, torch.uint8)
         spec = action_spec(action_space)
-        action = _action_field(spec.kind, spec.shape, f"the action_space given to {owner}()")
-        return cls._of_parts(structure, observed, action, spec.kind, _policy_width(spec), state_shapes, extra)
+        action = _action_field(spec.kind, spec.shape, f"the action_space given to {owner}()", spec.rule)
+        parts = (structure, observed, action, spec.kind, _policy_width(spec), state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     @classmethod
     def of_sample(
@@ -69,6 +73,7 @@ class RolloutFields:
         sample: Mapping[str, Any],
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
         lead: int = 1,
     ) -> RolloutFields:
         """The fields for samples like this one, in the vocabulary of :mod:`rlstore.storage`.
@@ -77,6 +82,7 @@ class RolloutFields:
             sample: One step ``[N, ...]``, or with ``lead`` 2 several steps ``[steps, N, ...]``.
             state_shapes: ``(layers, hidden)`` of each recurrent state.
             extra: The extra fields.
+            allow_nonfinite_rewards: Whether rewards may be NaN or infinite.
             lead: The number of axes before a field's own.
         """
         origin = "the first sample"
@@ -86,17 +92,23 @@ class RolloutFields:
         kind = "Box" if is_float else "Discrete" if actions.dim() == lead else "MultiDiscrete"
         action = _action_field(kind, tuple(actions.shape[lead:]), origin)
         width = 0 if params is None else join_params(params, lead).shape[-1]
-        return cls._of_parts(structure, observed, action, kind, width, state_shapes, extra)
+        parts = (structure, observed, action, kind, width, state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     @classmethod
     def of_settings(
-        cls, settings: Mapping[str, Any], state_shapes: Sequence[tuple[int, int]], extra: Sequence[Field] = ()
+        cls,
+        settings: Mapping[str, Any],
+        state_shapes: Sequence[tuple[int, int]],
+        extra: Sequence[Field] = (),
+        allow_nonfinite_rewards: bool = False,
     ) -> RolloutFields:
         """The fields that :meth:`settings` described."""
         structure, observed = described_fields(settings, "obs")
         kind = settings["action_kind"]
         action = _action_field(kind, tuple(settings["action_shape"]), "the snapshot")
-        return cls._of_parts(structure, observed, action, kind, settings["policy_width"], state_shapes, extra)
+        parts = (structure, observed, action, kind, settings["policy_width"], state_shapes, extra)
+        return cls._of_parts(*parts, allow_nonfinite_rewards)
 
     def settings(self) -> dict[str, Any]:
         """The fields as settings of a snapshot, but for the states and the extra fields."""
@@ -117,13 +129,14 @@ class RolloutFields:
         policy_width: int,
         state_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field],
+        allow_nonfinite_rewards: bool,
     ) -> RolloutFields:
         def scalar(name: str, dtype: torch.dtype = torch.float32) -> Field:
             return Field(name, (), dtype, "DistributedStorage", is_flag=dtype == torch.bool)
 
         fields = (
             *observed,
-            scalar("reward"),
+            reward_field("reward", (), "DistributedStorage", allow_nonfinite_rewards),
             scalar("terminated", torch.bool),
             scalar("truncated", torch.bool),
             scalar("episode_return"),
@@ -164,7 +177,7 @@ class RolloutFields:
         fitted = {}
         for key, value in flat.items():
             field = self.columns[key]
-            fitted[key] = value if _fits_unchanged(field, value) else _fit_one(field, value)
+            fitted[key] = value if _fits_unchanged(field, value) and field.allows(value) else _fit_one(field, value)
         return fitted
 
     def fit_states(self, states: Any, name: str, lanes: int) -> list[Tensor]:
@@ -215,8 +228,8 @@ def check_state_shapes(owner: str, state_shapes: Any) -> tuple[tuple[int, int], 
     return shapes
 
 
-def _action_field(kind: str, shape: tuple[int, ...], origin: str) -> Field:
-    return Field("action", shape, torch.float32 if kind == "Box" else torch.int64, origin)
+def _action_field(kind: str, shape: tuple[int, ...], origin: str, rule: Rule | None = None) -> Field:
+    return Field("action", shape, torch.float32 if kind == "Box" else torch.int64, origin, rule=rule)
 
 
 def _policy_width(spec: ActionSpec) -> int:

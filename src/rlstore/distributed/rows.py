@@ -7,7 +7,7 @@ Transition t of a rollout is row t (the observation, what the actor computed fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -311,7 +311,8 @@ def _single_rows(fields: RolloutFields, data: Sample, name: str, lanes: Sequence
     keys = STEP_KEYS if name == "first_rows" else (*ACTOR_KEYS, *fields.extra)
     given = data.get(name) or {}
     check_names(given, name, _OWNER, keys)
-    columns = fields.columns
+    # The actor may not have acted on the last observation: then its action is 0, whether that is one or not.
+    columns = {**fields.columns, "action": replace(fields.columns["action"], rule=None)}
     return {key: _fit(columns[key], given[key], lanes) if key in given else _zeros(columns[key], lanes) for key in keys}
 
 

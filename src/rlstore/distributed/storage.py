@@ -116,6 +116,8 @@ class DistributedStorage(Storage):
         seed: The seed of the storage's own generator; None draws one from torch's.
         extra_fields: Further keys of every row, by name a space or a pair ``(shape, dtype)``. Through the ten methods
             the extra field of transition t is that of row t, and row ``num_steps`` is zero.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise the methods that write a row refuse
+            them. What is written directly into ``storages`` or a rollout's tensors is not checked.
     """
 
     @explained
@@ -132,6 +134,7 @@ class DistributedStorage(Storage):
         timeout: float = 60.0,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
@@ -141,14 +144,17 @@ class DistributedStorage(Storage):
         self.state_shapes = check_state_shapes(owner, state_shapes)
         self.observation_space, self.action_space = observation_space, action_space
         self._extra: tuple[Field, ...] = parse_extra_fields(extra_fields, owner, TAKEN_NAMES)
+        self._allows_nonfinite = bool(allow_nonfinite_rewards)
         self._detach()
         # Both None: a storage from create_factory(), which takes shapes from its first sample.
         if observation_space is not None or action_space is not None:
             if observation_space is None or action_space is None:
                 raise InvalidInputError("observation_space and action_space go together; one of them is None")
-            self._allocate(
-                RolloutFields.of_spaces(owner, observation_space, action_space, self.state_shapes, self._extra)
-            )
+            self._allocate(RolloutFields.of_spaces(owner, observation_space, action_space, *self._row_options()))
+
+    def _row_options(self) -> tuple[tuple[tuple[int, int], ...], tuple[Field, ...], bool]:
+        """What the fields of a row depend on besides spaces or samples."""
+        return self.state_shapes, self._extra, self._allows_nonfinite
 
     # ---------------------------------------------------------------------------------------------- memory
 
@@ -347,6 +353,7 @@ class DistributedStorage(Storage):
         timeout: float = 60.0,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> Callable[..., _AnyStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of rollouts of ``size`` steps.
 
@@ -360,6 +367,7 @@ class DistributedStorage(Storage):
             timeout: Seconds to wait.
             seed: The seed of each storage's generator.
             extra_fields: Further keys of every row.
+            allow_nonfinite_rewards: Store rewards that are NaN or infinite.
         """
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> _AnyStorage:
@@ -374,6 +382,7 @@ class DistributedStorage(Storage):
                 timeout=timeout,
                 seed=seed,
                 extra_fields=extra_fields,
+                allow_nonfinite_rewards=allow_nonfinite_rewards,
             )
             storage._give(actor, algorithm)
             return storage
@@ -389,7 +398,7 @@ class DistributedStorage(Storage):
             Step.of_sample(self._slots.memory.fields, sample)
             return
         check_sample_names(sample, [field.name for field in self._extra])
-        fields = RolloutFields.of_sample(sample, self.state_shapes, self._extra)
+        fields = RolloutFields.of_sample(sample, *self._row_options())
         Step.of_sample(fields, sample)  # before anything is allocated for it
         self._allocate(fields)
 
@@ -483,7 +492,7 @@ class DistributedStorage(Storage):
         if self._slots is None:
             if not new_data:
                 return
-            fields = RolloutFields.of_sample(new_data, self.state_shapes, self._extra, lead=2)
+            fields = RolloutFields.of_sample(new_data, *self._row_options(), lead=2)
             rows = rows_of(fields, self.max_size, new_data)  # before anything is allocated for it
             self._allocate(fields)
         else:
@@ -551,6 +560,8 @@ class DistributedStorage(Storage):
         settings = {name: getattr(self, name) for name in _SETTINGS}
         settings["state_shapes"] = [list(shape) for shape in self.state_shapes]
         settings["extra_fields"] = describe_extra_fields(self._extra)
+        if self._allows_nonfinite:  # else as in snapshots of earlier versions
+            settings["allow_nonfinite_rewards"] = True
         from_sample = self._slots is not None and self.observation_space is None
         settings["learnt"] = self._ready_slots().memory.fields.settings() if from_sample else None
         return settings
@@ -560,7 +571,7 @@ class DistributedStorage(Storage):
         given = {name: value for name, value in settings.items() if name != "learnt"}
         storage = cls(**given, device=device, seed=0)
         if settings["learnt"] is not None:
-            storage._allocate(RolloutFields.of_settings(settings["learnt"], storage.state_shapes, storage._extra))
+            storage._allocate(RolloutFields.of_settings(settings["learnt"], *storage._row_options()))
         return storage
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -2,8 +2,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rlstore.kernels.rules import Rule
+
 class RowWriter:
-    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]]) -> None: ...
+    def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], rules: dict[int, Rule] = ...) -> None: ...
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int: ...
 
 class RowChecker:
@@ -115,6 +117,7 @@ class EpisodeRing:
         reward: int,
         resets: int,
         first: int,
+        rules: dict[int, Rule] = ...,
     ) -> None: ...
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]

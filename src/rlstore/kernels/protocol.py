@@ -19,12 +19,14 @@ A row id is ``time * lanes + lane``, where ``time`` counts the rows ever written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rlstore.kernels.rules import NO_RULES, Rule
 
 # What a flag may be given as.
 FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
@@ -66,16 +68,17 @@ class RowWriter(Protocol):
     Args:
         targets: For each field ``(block, lead, is_flag, optional)``: the value of row t goes to ``block[t + lead]``,
             and None may be given for an optional one.
+        rules: By the index of a field the values that it may hold, where not all are valid.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None: ...
+    def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None: ...
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
 
         A value fits if it is on the block's device, has the block's dtype (a flag: any of ``FLAG_DTYPES``, without NaN)
-        and the shape of a row; rows of scalars are ``[n]`` or ``[n, 1]``. None leaves an optional field's row as it is.
-        On CUDA a NaN among flags counts as True.
+        and the shape of a row, and obeys its rule; rows of scalars are ``[n]`` or ``[n, 1]``. None leaves an optional
+        field's row as it is. On CUDA a NaN among flags counts as True, and what breaks a rule is written and counted.
 
         Raises:
             ValueError: If there is not one value for each field.
@@ -289,11 +292,13 @@ class EpisodeRing(Protocol):
         reward: Which column holds the rewards, float32.
         resets: What the step after an end is: 0 a reset step if it looks like one, 1 always, 2 never.
         first: Of the lanes that the tables serve, the one that is the first here.
+        rules: By the index of a column the values that it may hold, where not all are valid. Lanes that take no part
+            are not looked at. On CUDA what breaks a rule is written and counted.
     """
 
     def __init__(
         self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+        columns: tuple[Column, ...], reward: int, resets: int, first: int, rules: Mapping[int, Rule] = NO_RULES,
     ) -> None: ...  # fmt: skip
 
     def set_tables(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rlstore.kernels.protocol import BUSY, FLAG_DTYPES, Column, Guard, Leaf, Priorities, WindowIndex
+from rlstore.kernels.rules import NO_RULES, Rule
 
 # How an episode ended, as bits; and what was before its first frame.
 TERMINATED, TRUNCATED = 1, 2
@@ -78,7 +79,7 @@ class RingMemory:
 
     def __init__(
         self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+        columns: tuple[Column, ...], reward: int, resets: int, first: int, rules: Mapping[int, Rule] = NO_RULES,
     ) -> None:  # fmt: skip
         self.steps = steps
         self.lanes, self.rows = episode_of.shape
@@ -87,7 +88,7 @@ class RingMemory:
         self._episode_of = episode_of
         self.leaves = [Block(*leaf) for leaf in leaves]
         self.columns = [Block(*column) for column in columns]
-        self.reward, self._resets, self._first = reward, resets, first
+        self.reward, self._resets, self._first, self.rules = reward, resets, first, rules
         self.kept = self.rows - max(leaf.stack for leaf in self.leaves)  # rows that a writer leaves alone
         if steps < 1 or self.kept < steps:
             raise ValueError("a ring has steps, and at least steps + stack rows")

@@ -84,7 +84,8 @@ class ReplayCore(Storage):
         self._options, self._view, self._sampler = options, view, sampler
         extra = extra_fields(options.extra_fields, owner, TAKEN)
         stack = (options.frame_stack, options.stack_axis)
-        self._fields = StepFields(owner, *stack, options.reward_shape, hidden_shapes, extra)
+        allowed = options.allow_nonfinite_rewards
+        self._fields = StepFields(owner, *stack, options.reward_shape, hidden_shapes, extra, allowed)
         # Both None: a storage from create_factory(), which takes them from its first sample.
         if self.observation_space is not None or self.action_space is not None:
             check_positive(owner, num_envs=self.num_envs)

@@ -66,6 +66,7 @@ class HindsightReplayStorage(ReplayCore):
         fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
@@ -103,6 +104,7 @@ class HindsightReplayStorage(ReplayCore):
         pin_memory: bool = False,
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
         options = Options(
@@ -126,6 +128,7 @@ class HindsightReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         sampler = GoalSampler(owner, strategy, relabel_fraction)
         super().__init__(options, HindsightView(owner, discount, compute_reward), sampler)

@@ -81,7 +81,11 @@ class KeptEpisodes:
     def _append(self, appender: Appender, episode: dict[str, Tensor], lane: int) -> None:
         """Append an episode ``[steps, ...]``, of observations one more, to a lane."""
         ring, names = self._ring, [field.name for field in self._fields.observations]
-        columns = [episode[column.name] for column in self._fields.columns]
+        # What is on disk was accepted once: what a rule would refuse by now is written behind its back.
+        ruled = [column for column in self._fields.columns if column.rule is not None]
+        nothing = torch.zeros(len(episode["terminated"]), dtype=torch.bool)
+        valid = {column.name: column.without(episode[column.name], nothing) for column in ruled}
+        columns = [valid.get(column.name, episode[column.name]) for column in self._fields.columns]
         observations, following = [episode[name][:-1] for name in names], [episode[name][1:] for name in names]
         order = [*observations, *following, *columns, episode["terminated"], episode["truncated"]]
         mask = torch.arange(ring.lanes) == lane
@@ -90,6 +94,9 @@ class KeptEpisodes:
             values = [value.to(ring.device).contiguous() for value in row]
             appender.write((*values, mask, *values[len(names) : 2 * len(names)], None))
             ring.after_end.fill_(RESUMED)  # no reset step follows from what is on disk
+            newest = int(ring.written[lane] - 1) % ring.rows
+            for column in ruled:
+                ring.blocks[column.name][lane, newest] = episode[column.name][step]
 
     def mark(self) -> None:
         """Rows written so far are on disk already, or belong to episodes that are not over."""

@@ -77,6 +77,7 @@ class NStepReplayStorage(ReplayCore):
         timeout: Seconds after which a wait for the rate limit, or for writers to pause, raises an error.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
@@ -111,6 +112,7 @@ class NStepReplayStorage(ReplayCore):
         rate_limit: RateLimit | None = None,
         timeout: float = 60.0,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         self.save_snapshot = bool(save_snapshot)
         self.snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
@@ -135,6 +137,7 @@ class NStepReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         view = TransitionView(type(self).__name__, n_step, discount, float_actions=True)
         super().__init__(options, view, UniformSampler())

@@ -42,6 +42,7 @@ class Options:
     pin_memory: bool
     fetch_every: int
     extra_fields: ExtraFields | None
+    allow_nonfinite_rewards: bool
 
     def check(self, owner: str) -> None:
         """Refuse what cannot be, and make values plain."""
@@ -62,6 +63,7 @@ class Options:
         if self.memory not in _MEMORIES:
             raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
         self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)
+        self.allow_nonfinite_rewards = bool(self.allow_nonfinite_rewards)
         self.storage_size, self.batch_size = int(self.storage_size), int(self.batch_size)
 
     def settings(self) -> dict[str, Any]:
@@ -70,6 +72,8 @@ class Options:
         limit = self.rate_limit
         return {
             **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every")},
+            # Only if it is not as in snapshots of earlier versions.
+            **({"allow_nonfinite_rewards": True} if self.allow_nonfinite_rewards else {}),
             "path": None if self.path is None else os.fspath(self.path),
             "rate_limit": limit and (limit.samples_per_insert, limit.min_size, limit.tolerance),
         }

@@ -57,6 +57,7 @@ class PrioritizedReplayStorage(ReplayCore):
         fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "alpha", "beta", "beta_steps")
@@ -96,6 +97,7 @@ class PrioritizedReplayStorage(ReplayCore):
         pin_memory: bool = False,
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
         options = Options(
@@ -119,6 +121,7 @@ class PrioritizedReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         view = TransitionView(owner, n_step, discount, weighted=True)
         super().__init__(options, view, PrioritySampler(owner, alpha, beta, beta_steps))

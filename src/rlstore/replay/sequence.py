@@ -64,6 +64,7 @@ class SequenceReplayStorage(ReplayCore):
         fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = (
@@ -106,6 +107,7 @@ class SequenceReplayStorage(ReplayCore):
         pin_memory: bool = False,
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, sequence_length=sequence_length)
@@ -134,6 +136,7 @@ class SequenceReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         length, stride = burn_in + sequence_length, sequence_length - overlap
         sampler = WindowSampler(owner, length, stride, self.across_episodes, alpha, beta, beta_steps)

@@ -50,6 +50,7 @@ class ReplayStorage(ReplayCore):
         fetch_every: A batch prefetched this many or more added steps ago is stale: it is dropped and drawn again.
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
@@ -82,6 +83,7 @@ class ReplayStorage(ReplayCore):
         pin_memory: bool = False,
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         options = Options(
             observation_space,
@@ -104,6 +106,7 @@ class ReplayStorage(ReplayCore):
             pin_memory=pin_memory,
             fetch_every=fetch_every,
             extra_fields=extra_fields,
+            allow_nonfinite_rewards=allow_nonfinite_rewards,
         )
         super().__init__(options, TransitionView(type(self).__name__, n_step, discount), UniformSampler())
 

@@ -63,11 +63,22 @@ def fit_steps(
         as_tensor(state, f"hidden_states[{i}]").transpose(len(lead), len(lead) + 1) for i, state in enumerate(states)
     ]
     given = (data["actions"], data["rewards"], *hidden, *(data[name] for name in fields.extra_names))
-    columns = [fit(column, value, axes, device) for column, value in zip(fields.columns, given, strict=True)]
     masks = None if data.get("masks") is None else flag("masks")
+    columns = [
+        fit(column, value if masks is None or column.rule is None else _without(column, value, masks), axes, device)
+        for column, value in zip(fields.columns, given, strict=True)
+    ]
     if not lead and data.get("final_observations") is not None:
         fit_final("final_observations", data["final_observations"], fields.structure, fields.observations, lanes)
     return (*leaves, *columns, flag("terminated"), flag("truncated"), masks)
+
+
+def _without(column: Field, value: Any, masks: Tensor) -> Any:
+    """A value ``[*lead, lanes, ...]`` with something valid where masks are 0."""
+    given = as_tensor(value, column.name)
+    if given.shape[: masks.dim()] != masks.shape:
+        return given  # it does not fit
+    return column.without(given.flatten(0, masks.dim() - 1), masks.flatten()).view(given.shape)
 
 
 def whole_data(ring: EpisodeRing, fields: StepFields, device: str | torch.device) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,10 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, is_in_memory, walk
+from rlstore.engine.rows.schema import Field, Rule, Structure, as_tensor, is_in_memory, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.rollout.targets import Targets
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (
     Check,
@@ -156,6 +158,8 @@ class RolloutCore(Storage):
 
     # What update_storage_parameter may change: fractions, and the number of steps.
     _parameters: ClassVar[Mapping[str, Check]] = {}
+    # What to do about missing targets.
+    _how_to_compute: ClassVar[str]
     # Words of get_all_buffer_data that are no columns.
     _data_words: ClassVar[tuple[str, ...]] = ()
     # How a scalar and a flag of an environment are held. Scalars of shape () are served with an axis of 1.
@@ -163,11 +167,14 @@ class RolloutCore(Storage):
     _flag_dtype: ClassVar[torch.dtype] = torch.uint8
 
     num_envs: int | None
+    _allows_nonfinite: bool
     _columns: dict[str, RolloutColumn]
     _observations: Structure
     _extra: tuple[Field, ...] = ()
     _observation_view: Any = None  # the observations as a caller sees them; None until they are read
     _handed_lists: dict[str, list[Tensor]]  # lists of blocks as a caller sees them
+    _targets: Targets  # there are both a ring and these, or neither
+    _warned = False  # of missing targets
     _spent = False  # the learner is done with this rollout: the next sample starts a new one
 
     # ---------------------------------------------------------------------------------------------- for subclasses
@@ -215,7 +222,12 @@ class RolloutCore(Storage):
         self._handed_lists = {}
 
     def _allocate(
-        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+        self,
+        structure: Structure,
+        observations: Sequence[Field],
+        actions: tuple[tuple[int, ...], str],
+        lanes: int,
+        rule: Rule | None = None,
     ) -> None:
         """Allocate the ring.
 
@@ -224,6 +236,7 @@ class RolloutCore(Storage):
             observations: A field for each leaf.
             actions: The shape of an action, and what errors say that it came from.
             lanes: The number of environments.
+            rule: Which values an action may have.
         """
         own, scalar, shape = f"num_envs={lanes}", self._scalar_shape, actions[0]
         for name, column in self._columns.items():
@@ -234,15 +247,18 @@ class RolloutCore(Storage):
                 fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
                 self._columns[name] = column.holding(fields, nest)
             elif column.form == "actions":
-                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1])])
+                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1], rule=rule)])
             elif column.form == "flag":
                 self._columns[name] = column.holding([Field(name, scalar, self._flag_dtype, own, is_flag=True)])
+            elif name == "rewards":
+                self._columns[name] = column.holding([reward_field(name, scalar, own, self._allows_nonfinite)])
             else:
                 self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
         held = [column for column in self._columns.values() if column.fields]
         rows = [part for column in held if not column.computed for part in column.row_columns()]
         computed = [field for column in held if column.computed for field in column.fields]
         self._ring = Ring(rows, self.max_size, lanes, self._torch_device, computed)
+        self._targets = Targets([field.name for field in computed])
         self._observations, self.num_envs = structure, lanes
 
     @property
@@ -304,6 +320,25 @@ class RolloutCore(Storage):
     def _start_rollout(self) -> None:
         self._ready_ring().restart()
         self._spent = False
+
+    def _has_no_targets(self) -> bool:
+        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring)
+
+    def _require_targets(self) -> None:
+        """Refuse to serve returns and advantages that nobody has written."""
+        if self._has_no_targets():
+            raise NotReadyError(f"the returns and advantages of this rollout were not computed; {self._how_to_compute}")
+
+    def _warn_of_missing_targets(self) -> None:
+        """Warn once: a program may iterate over batches for their other fields."""
+        if not self._warned and self._has_no_targets():
+            self._warned = True
+            warnings.warn(
+                f"the returns and advantages of this rollout are NaN: nobody has written them since it began; "
+                f"{self._how_to_compute}. (This warning is shown once.)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
@@ -438,6 +473,7 @@ class RolloutCore(Storage):
             epsilon=epsilon,
             dones=dones,
         )
+        self._targets.were_computed()
 
     @guarded
     def after_gradients(
@@ -479,8 +515,12 @@ class RolloutCore(Storage):
 
         Yields:
             Dicts, with the row ids as ``rows``.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if nobody has written the returns and advantages of this rollout.
         """
         size = self._batch_rows(num_mini_batch, num_epochs, mini_batch_size)
+        self._require_targets()
         yield from self._serve(
             self._word_sources, num_mini_batch, size, num_epochs, shuffle=shuffle, reuse=reuse, with_rows=True
         )
@@ -599,6 +639,7 @@ class RolloutCore(Storage):
             for name in computed:
                 if name in new_data:
                     twin._restore_block(name, new_data[name], steps)
+                    twin._targets.came_from_elsewhere()
             twin._restore(new_data)
         self.__dict__ = {**twin.__dict__, "_guard": self._guard}
 
@@ -634,9 +675,10 @@ class RolloutCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- save and load
 
-    def _saved_extra(self) -> dict[str, Any]:
-        """The extra fields as a setting; none, if there are none, as in snapshots of earlier versions."""
-        return {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+    def _saved_options(self) -> dict[str, Any]:
+        """Settings that snapshots of earlier versions do not have, where they are not as in those."""
+        extra = {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
+        return {**extra, "allow_nonfinite_rewards": True} if self._allows_nonfinite else extra
 
     @classmethod
     def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
@@ -668,6 +710,7 @@ class RolloutCore(Storage):
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():
                 reader.read_into(name, block)
+            self._targets.came_from_elsewhere()
 
 
 def flatten(

@@ -14,7 +14,15 @@ from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, describe_fields, described_fields, fields_of_example
+from rlstore.engine.rows.schema import (
+    Field,
+    Rule,
+    Structure,
+    as_tensor,
+    describe_fields,
+    described_fields,
+    fields_of_example,
+)
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.rollout.core import BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
@@ -78,6 +86,7 @@ class DecoupledRolloutStorage(RolloutCore):
         extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
             shape and dtype. They are keyword arguments of :meth:`add`, and batches have them after the other fields.
             Their blocks are in ``extra``, by name.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
     """
 
     obs = ObservationAttribute()
@@ -97,6 +106,9 @@ class DecoupledRolloutStorage(RolloutCore):
         "num_steps": whole_number,
     }
     _data_words: ClassVar[tuple[str, ...]] = ("flags_before",)
+    _how_to_compute: ClassVar[str] = (
+        "call compute_returns_and_advantages() or before_gradients(), or write both attributes yourself"
+    )
     _scalar_shape: ClassVar[tuple[int, ...]] = ()
     _flag_dtype: ClassVar[torch.dtype] = torch.float32
 
@@ -113,8 +125,10 @@ class DecoupledRolloutStorage(RolloutCore):
         *,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
+        self._allows_nonfinite = bool(allow_nonfinite_rewards)
         check_positive(owner, num_steps=num_steps)
         check_fraction(owner, discount=discount, gae_lambda=gae_lambda)
         super().__init__(num_steps, device, seed=seed)
@@ -127,8 +141,9 @@ class DecoupledRolloutStorage(RolloutCore):
             structure, fields = observation_fields(
                 _given_space(observation_space, "observation_space"), "obs", owner, torch.float32
             )
-            shape = action_spec(_given_space(action_space, "action_space")).shape
-            self._allocate(structure, fields, (shape, "the action space"), int(num_envs or 0))
+            spec = action_spec(_given_space(action_space, "action_space"))
+            origin = f"the action_space given to {owner}()"
+            self._allocate(structure, fields, (spec.shape, origin), int(num_envs or 0), spec.rule)
 
     @classmethod
     @explained
@@ -143,12 +158,14 @@ class DecoupledRolloutStorage(RolloutCore):
         gae_lambda: float = 0.95,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> Callable[..., DecoupledRolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         Without spaces, the number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"seed": seed, "extra_fields": extra_fields}
+        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
 
         def create(
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None
@@ -173,9 +190,14 @@ class DecoupledRolloutStorage(RolloutCore):
         self._allocate(structure, fields, (shape, "the action space"), num_envs)
 
     def _allocate(
-        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+        self,
+        structure: Structure,
+        observations: Sequence[Field],
+        actions: tuple[tuple[int, ...], str],
+        lanes: int,
+        rule: Rule | None = None,
     ) -> None:
-        super()._allocate(structure, observations, actions, lanes)
+        super()._allocate(structure, observations, actions, lanes, rule)
         self._unknown = allocate((lanes,), torch.float32, self._torch_device, torch.nan)
         self._row_columns = [column for column in self._columns.values() if not column.computed]
 
@@ -238,6 +260,8 @@ class DecoupledRolloutStorage(RolloutCore):
                 row = ring.fit(row)  # before the old rollout is given up
                 self._start_rollout()
             ring.write(row)
+            if ring.size == 1:
+                self._targets.blank(ring)
             self._spent = False
 
     def _row(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -294,6 +318,7 @@ class DecoupledRolloutStorage(RolloutCore):
             num_mini_batch: The number of mini-batches.
         """
         size = self._batch_rows(num_mini_batch, 1)
+        self._warn_of_missing_targets()
         count = self._require_rows() * self._ready_ring().lanes // size
         kind = extended(DecoupledBatch, [field.name for field in self._extra])
         yield from self._serve(self._sources, count, size, observations_as=torch.float32, make=kind)
@@ -336,7 +361,7 @@ class DecoupledRolloutStorage(RolloutCore):
 
     def _settings(self) -> dict[str, Any]:
         names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
-        settings = {**{name: getattr(self, name) for name in names}, **self._saved_extra()}
+        settings = {**{name: getattr(self, name) for name in names}, **self._saved_options()}
         if self._ring is not None and self.observation_space is None:  # learnt from the first sample
             fields = describe_fields(self._observations, self._columns["obs"].fields)
             settings["learnt"] = {**fields, "action_shape": list(self.actions.shape[2:])}

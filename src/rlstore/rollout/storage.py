@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
     Field,
+    Rule,
     Structure,
     as_tensor,
     describe_fields,
@@ -40,6 +43,7 @@ from rlstore.trainer import Check, fraction, whole_number
 
 # The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
 HiddenState = Tensor | tuple[Tensor, ...] | None
+_ALMOST = 0.88  # how alike two names are of which one is taken to be a misspelling of the other
 _HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
 # The columns of a rollout, in the order of a row; late ones follow in the order in which they are first given.
@@ -132,6 +136,7 @@ class RolloutStorage(RolloutCore):
         seed: The seed of the storage's random generator; None draws one from torch's default generator.
         extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
             shape and dtype. They are attributes of every transition and of every batch.
+        allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
     """
 
     class Transition:
@@ -236,6 +241,7 @@ class RolloutStorage(RolloutCore):
         "num_transitions_per_env": whole_number,
     }
     _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
+    _how_to_compute: ClassVar[str] = "call compute_returns() or before_gradients(), or write both attributes yourself"
 
     @explained
     def __init__(
@@ -251,8 +257,10 @@ class RolloutStorage(RolloutCore):
         lam: float = 0.95,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         owner = type(self).__name__
+        self._allows_nonfinite = bool(allow_nonfinite_rewards)
         if training_type not in list(_COLUMNS):
             raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
@@ -263,6 +271,9 @@ class RolloutStorage(RolloutCore):
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
         self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
+        stored = [name for name in self.Transition.__annotations__ if name in self._columns]
+        self._stored = {*stored, "hidden_states", *(field.name for field in self._extra)}  # of a transition
+        self._judged = set(self._stored)  # attributes that need no look at their spelling any more
         # All three None: a storage from create_factory(), which learns them from its first sample.
         if (num_envs, obs, actions_shape) != (None, None, None):
             check_positive(owner, num_envs=num_envs)
@@ -280,12 +291,14 @@ class RolloutStorage(RolloutCore):
         lam: float = 0.95,
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
     ) -> Callable[..., RolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         The number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
+        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
             storage = cls(training_type, None, size, None, None, device, **options)
@@ -325,9 +338,14 @@ class RolloutStorage(RolloutCore):
         self.actions_shape = actions_shape
 
     def _allocate(
-        self, structure: Structure, observations: Sequence[Field], actions: tuple[tuple[int, ...], str], lanes: int
+        self,
+        structure: Structure,
+        observations: Sequence[Field],
+        actions: tuple[tuple[int, ...], str],
+        lanes: int,
+        rule: Rule | None = None,
     ) -> None:
-        super()._allocate(structure, observations, actions, lanes)
+        super()._allocate(structure, observations, actions, lanes, rule)
         row = [
             c.name for c in self._columns.values() if not (c.computed or c.late or c.form in ("observations", "extra"))
         ]
@@ -363,7 +381,8 @@ class RolloutStorage(RolloutCore):
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
-            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read.
+            InvalidInputError: (a ValueError) if a field is missing or does not fit. Other attributes are not read; one
+                of the first step of a rollout that is named almost like a field that is not set is warned of.
         """
         with self._guard:
             ring = self._ready_ring()
@@ -378,17 +397,23 @@ class RolloutStorage(RolloutCore):
             if new:
                 values = self._extend(values, new)
             ring.write(values)
+            if ring.size == 1:  # what is done once for each rollout
+                self._targets.blank(ring)
+                if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
+                    self._check_spelling(given)
             self._spent, self._last_observations = False, None
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
-        if not hasattr(transition, "observations"):
+        try:
+            observations = transition.observations
+        except AttributeError:
             raise InvalidInputError(
                 f"a {type(transition).__name__} is no RolloutStorage.Transition; dicts go to insert_transition()"
-            )
-        if transition.observations is None:
+            ) from None
+        if observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
-        values = self._observations.leaves(transition.observations)
+        values = self._observations.leaves(observations)
         values.extend(self._get_row(transition))
         if self._extra:
             values.extend([getattr(transition, field.name, None) for field in self._extra])
@@ -408,6 +433,19 @@ class RolloutStorage(RolloutCore):
         for name, count in self._late.items():
             values.extend(self._late_row(name, count, late.pop(name, None)))
         return tuple(values), late
+
+    def _check_spelling(self, given: Mapping[str, Any]) -> None:
+        """Warn of attributes that are not stored and named almost like one that is not set; once for each name."""
+        for name in sorted(given.keys() - self._judged):
+            self._judged.add(name)
+            near = get_close_matches(name, self._stored, 1, _ALMOST)
+            if near and given[name] is not None and given.get(near[0]) is None:
+                warnings.warn(
+                    f"the transition has {name!r}, which is not stored, and no {near[0]!r}. If you meant {near[0]!r}, "
+                    "rename it. (This warning is shown once for each name.)",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def _flag(self, name: str) -> Field:
         return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)
@@ -555,6 +593,7 @@ class RolloutStorage(RolloutCore):
                 "reshuffle=True needs other batches in every epoch, and reuse=True the same; give one of the two"
             )
         size = self._batch_rows(num_mini_batches, num_epochs)
+        self._warn_of_missing_targets()
         how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
         yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
 
@@ -591,6 +630,7 @@ class RolloutStorage(RolloutCore):
         check_positive("recurrent_mini_batch_generator()", **given)
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
+        self._warn_of_missing_targets()
         self._outputs.begin()
         self._follow_callers()
         found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories)
@@ -651,6 +691,7 @@ class RolloutStorage(RolloutCore):
             return
         if mini_batch_size is not None:
             raise InvalidInputError("recurrent batches hold whole environments: give mini_batch_size=None")
+        self._require_targets()
         words = {column.batch: column.word for column in self._columns.values() if column.batch}
         how: dict[str, Any] = {"max_trajectories": max_trajectories, "reuse": reuse}
         for batch in self.recurrent_mini_batch_generator(num_mini_batch, num_epochs, **how):
@@ -726,7 +767,7 @@ class RolloutStorage(RolloutCore):
             "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
             "gamma": self.gamma,
             "lam": self.lam,
-            **self._saved_extra(),
+            **self._saved_options(),
         }
 
     @classmethod

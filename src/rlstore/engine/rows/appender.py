@@ -204,11 +204,8 @@ class Appender:
             value = as_tensor(value, field.name)
             if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
                 value = value.reshape(1, *field.shape)
-        if field.is_flag and index != mask and values[mask] is not None:
-            # Nothing is read of a lane that takes no part, not even that its flags are no flags.
-            given, taken = as_tensor(value, field.name), self._fit(mask, values)
-            if given.numel() == ring.lanes:
-                value = torch.where(taken.to(given.device).reshape(given.shape) != 0, given, torch.zeros_like(given))
+        if (field.is_flag or field.rule is not None) and index != mask and values[mask] is not None:
+            value = field.without(value, self._fit(mask, values))
         try:
             fitted = field.fit(value, ring.lanes, ring.device)
         except InvalidInputError as error:

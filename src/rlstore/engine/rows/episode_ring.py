@@ -313,6 +313,7 @@ class EpisodeRing:
                 names.index("rewards"),
                 _RESETS[self.autoreset],
                 self.first,
+                {i: column.rule for i, column in enumerate(self.columns) if column.rule is not None},
             )
             if self._inner is not None:
                 self._kernel.watch(self.counters[0])

@@ -128,7 +128,8 @@ class Ring:
             held = self.blocks[block]
             if tensor is not held:
                 self.blocks[block] = self._adopt(block, tensor, held)
-                self._writer = None
+                if any(column.block == block for column in self.columns):
+                    self._writer = None
         return True
 
     def _cannot_become(self, block: str, given: str) -> InvalidInputError:
@@ -221,7 +222,8 @@ class Ring:
         targets = [
             (self.blocks[column.block], column.lead, column.field.is_flag, column.optional) for column in self.columns
         ]
-        return kernel("RowWriter", self.device.type)(targets)
+        rules = {i: c.field.rule for i, c in enumerate(self.columns) if c.field.rule is not None}
+        return kernel("RowWriter", self.device.type)(targets, rules)
 
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.

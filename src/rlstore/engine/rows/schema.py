@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import is_in_memory as is_in_memory
+from rlstore.kernels.rules import FINITE, obeys
+from rlstore.kernels.rules import Rule as Rule
 
 # A path into nested dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
@@ -29,6 +32,8 @@ class Field:
         origin: Where shape and dtype came from, for errors: "the obs given to RolloutStorage()".
         is_flag: True for a flag: values of any dtype are stored as 0 or 1, in a byte or (``dtype``) a float32.
         lane_axis: The axis of the lanes in a row: the row shape is ``shape`` with the lanes inserted there.
+        rule: The values that it may hold; None for all. Kernels check it too; on CUDA they only count.
+        remedy: What to do about a value that the rule refuses, for errors.
     """
 
     name: str
@@ -37,19 +42,28 @@ class Field:
     origin: str
     is_flag: bool = False
     lane_axis: int = 0
+    rule: Rule | None = None
+    remedy: str = ""
 
     def row_shape(self, lanes: int) -> tuple[int, ...]:
         """The shape of a row of this field over all lanes."""
         return (*self.shape[: self.lane_axis], lanes, *self.shape[self.lane_axis :])
 
-    def fit(self, value: Any, lanes: int, device: torch.device) -> Tensor:
+    def fit(self, value: Any, lanes: int, device: torch.device, steps: int = 1) -> Tensor:
         """The value as a contiguous tensor of this field's row shape and dtype, on ``device``.
 
         Tensors, numpy arrays, lists and numbers are accepted; ``(n,)`` and ``(n, 1)`` are the same row of scalars. A
         flag is returned as bytes, whatever ``dtype`` is.
 
+        Args:
+            value: The value.
+            lanes: The size of its axis of lanes.
+            device: The device to return it on.
+            steps: The steps that the lanes are of, one after another, for errors.
+
         Raises:
-            InvalidInputError: If the shape is wrong, or a value would change its meaning in this dtype.
+            InvalidInputError: If the shape is wrong, a value would change its meaning in this dtype, or breaks the
+                rule. Values on CUDA are not looked at.
         """
         row_shape = self.row_shape(lanes)
         given = as_tensor(value, self.name)
@@ -64,13 +78,53 @@ class Field:
             if not can_hold(given, self.dtype):
                 raise self._misfit(given, lanes)
             held = given.to(self.dtype)
+            if self.rule is not None and not held.is_cuda:
+                self._check_rule(held, given, self.rule, steps)
         return held.to(device).contiguous()
+
+    def without(self, value: Any, taken: Tensor) -> Tensor:
+        """The value ``[lanes, ...]`` with something valid in the lanes that are not taken: of those nothing is read."""
+        given = as_tensor(value, self.name)
+        if given.dim() == 0 or len(given) != len(taken):
+            return given  # it does not fit
+        fillers = [low if low > 0 or high < 0 else 0 for low, high in self.rule or ((0, 0),)]
+        filler = torch.tensor(fillers, device=given.device).to(given.dtype)
+        filler = filler.view(given.shape[1:]) if filler.numel() == given.shape[1:].numel() > 1 else filler[0]
+        return torch.where(taken.to(given.device).view(-1, *[1] * (given.dim() - 1)) != 0, given, filler)
+
+    def allows(self, value: Tensor) -> bool:
+        """Whether the value of one lane, on the CPU and of this field's dtype, obeys the rule."""
+        rule = self.rule
+        if rule is None:
+            return True
+        if value.numel() > 1:
+            return bool(obeys(value.view(1, *self.shape), rule).all())
+        number = value.item()
+        return math.isfinite(number) if rule == FINITE else rule[0][0] <= number <= rule[0][1]
+
+    def _check_rule(self, held: Tensor, given: Tensor, rule: Rule, steps: int) -> None:
+        if _all_obey(held.numpy(), rule):
+            return
+        bad = (~obeys(held, rule)).nonzero()
+        if not len(bad):
+            return
+        lane, *entry = bad[0].tolist()
+        kept, value = held[(lane, *entry)].item(), given[(lane, *entry)].item()
+        shown = f"{value!r}" if kept == value or value != value else f"{value!r}, as {dtype_name(self.dtype)} {kept!r}"
+        place = f"{self.name}{entry if math.prod(self.shape) > 1 else ''} of environment {lane % (len(held) // steps)}"
+        step = f" in step {lane // (len(held) // steps)}" if steps > 1 else ""
+        if rule == FINITE:
+            needed = "it has to be finite"
+        else:
+            bounds = rule[int(np.ravel_multi_index(entry, self.shape)) if len(rule) > 1 else 0]
+            needed = f"it has to be a whole number from {bounds[0]} to {bounds[1]}, fixed by {self.origin}"
+        raise InvalidInputError(f"{place}{step} is {shown}; {needed}. Nothing was written. {self.remedy}".rstrip())
 
     def _misfit(self, given: Tensor, lanes: int) -> InvalidInputError:
         origin, hint, remedy = self.origin, "", "If the data changed, build a new storage."
         count = self._count_lanes(given)
         if given.shape == self.row_shape(lanes):
-            hint = _dtype_hint(given.dtype, self.dtype)
+            hint = _dtype_hint(given, self.dtype)
         elif self._is_of_all(given, lanes):
             hint = f" That is the space of all {lanes} environments together."
             name = "single_action_space" if self.name == "actions" else "single_observation_space"
@@ -97,6 +151,23 @@ class Field:
     def _is_of_all(self, given: Tensor, lanes: int) -> bool:
         """True if the field was probably taken from the space of a vector environment, which has the axis of lanes."""
         return "_space" in self.origin and self.shape[:1] == (lanes,) and tuple(given.shape) == self.shape
+
+
+def _all_obey(values: np.ndarray[Any, Any], rule: Rule) -> bool:
+    """``obeys(...).all()``, in less time for a few numbers; False for some others too."""
+    if rule == FINITE:
+        return bool(np.isfinite(values).all())
+    if len(rule) > 1 or not values.size or (values.dtype.kind == "f" and (np.floor(values) != values).any()):
+        return False
+    return bool(rule[0][0] <= values.min() and values.max() <= rule[0][1])
+
+
+def reward_field(name: str, shape: tuple[int, ...], origin: str, allows_nonfinite: bool) -> Field:
+    """The field of rewards, float32, which have to be finite unless ``allows_nonfinite``."""
+    if allows_nonfinite:
+        return Field(name, shape, torch.float32, origin)
+    remedy = "Mend it where it comes from, or give the storage allow_nonfinite_rewards=True to store it as it is."
+    return Field(name, shape, torch.float32, origin, rule=FINITE, remedy=remedy)
 
 
 def check_memory(tensor: Tensor, name: str) -> None:
@@ -160,19 +231,34 @@ def is_from_reset(value: Any) -> bool:
 def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
     """True if the values can be stored as ``dtype`` without losing a fraction, a sign or an overflowing digit.
 
-    Rounding a float to a shorter float is allowed, and so is storing an integer as a float.
+    Rounding a float to a shorter float is allowed, and so is storing an integer as a float that equals it; on CUDA
+    values are not looked at, and the integer is rounded.
     """
     if given.dtype == dtype:
         return True
     if given.dtype.is_complex or dtype.is_complex or not torch.can_cast(given.dtype, dtype):
         return False
-    if dtype.is_floating_point or given.dtype == torch.bool or given.numel() == 0:
+    if given.dtype == torch.bool or given.numel() == 0:
         return True
+    if dtype.is_floating_point:
+        return given.dtype.is_floating_point or given.is_cuda or not len(_inexact(given, dtype))
     limits, own = torch.iinfo(dtype), torch.iinfo(given.dtype)
     if limits.min <= own.min and own.max <= limits.max:
         return True
     integers = given.cpu().numpy()
     return limits.min <= int(integers.min()) and int(integers.max()) <= limits.max
+
+
+def _inexact(integers: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """Those of the integers that no number of a floating dtype equals."""
+    limit, own = round(2 / torch.finfo(dtype).eps), torch.iinfo(integers.dtype)  # 2**24 for float32
+    values = np.empty(0) if own.max <= limit else integers.cpu().numpy().ravel()
+    if not len(values) or (-limit <= int(values.min()) and int(values.max()) <= limit):
+        return np.empty(0)
+    large = values[values > limit] if own.min == 0 else values[(values > limit) | (values < -limit)]
+    most = int(torch.finfo(dtype).max)
+    odd = [value for value in large.tolist() if abs(value) > most or abs(value // (value & -value)) > limit]
+    return np.array(odd, dtype=values.dtype)
 
 
 def check_real(fields: Iterable[Field], keeper: str) -> None:
@@ -190,10 +276,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype_hint(given: torch.dtype, held: torch.dtype) -> str:
-    if not held.is_floating_point and not held.is_complex and not given.is_floating_point and not given.is_complex:
+def _dtype_hint(given: Tensor, held: torch.dtype) -> str:
+    is_whole = not given.dtype.is_floating_point and not given.dtype.is_complex
+    if is_whole and not held.is_floating_point and not held.is_complex:
         return f" Some values do not fit into {dtype_name(held)}."
-    return f" {dtype_name(given)} cannot be held as {dtype_name(held)} without loss."
+    if is_whole and held.is_floating_point:
+        return f" {_inexact(given, held)[0]} is not a number of {dtype_name(held)}, and would be rounded."
+    return f" {dtype_name(given.dtype)} cannot be held as {dtype_name(held)} without loss."
 
 
 def _as_flags(given: Tensor, name: str) -> Tensor:

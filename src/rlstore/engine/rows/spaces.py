@@ -14,6 +14,7 @@ from gymnasium import spaces
 from rlstore.engine.checks import check_shape
 from rlstore.engine.rows.schema import Field, Path, Structure, check_real
 from rlstore.errors import InvalidInputError, UnsupportedSpaceError
+from rlstore.kernels.rules import Rule
 
 SpaceLike = spaces.Space[Any] | Mapping[str, Any]
 # By name a space, or a shape and a dtype.
@@ -30,12 +31,27 @@ class ActionSpec:
         shape: The shape of one action: ``()`` for Discrete.
         dtype: The dtype of the space.
         choices: The number of choices: ``(n,)`` for Discrete, one for each entry for MultiDiscrete, else ``()``.
+        starts: The first of the choices, likewise; ``()`` for zeros.
     """
 
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     choices: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @property
+    def rule(self) -> Rule | None:
+        """Which numbers an action may be; None where they are not whole, or not known."""
+        if self.dtype in (torch.float16, torch.bfloat16):  # which kernels do not compare
+            return None
+        if self.kind == "MultiBinary":
+            return ((0, 1),)
+        if not self.choices:
+            return None
+        starts = self.starts or (0,) * len(self.choices)
+        pairs = tuple((start, start + count - 1) for start, count in zip(starts, self.choices, strict=True))
+        return pairs[:1] if len(set(pairs)) == 1 else pairs
 
 
 def observation_fields(
@@ -62,11 +78,13 @@ def observation_fields(
 def action_spec(space: SpaceLike) -> ActionSpec:
     """The action space, given as a gymnasium space or a mapping with ``shape``, ``type`` and ``range`` or ``n``."""
     if isinstance(space, spaces.Discrete):
-        return ActionSpec("Discrete", (), torch.int64, (int(space.n),))
+        return ActionSpec("Discrete", (), torch.int64, (int(space.n),), (int(space.start),) if space.start else ())
     if isinstance(space, spaces.Box):
         return ActionSpec("Box", tuple(space.shape), _torch_dtype(space.dtype, space))
     if isinstance(space, spaces.MultiDiscrete):
-        return ActionSpec("MultiDiscrete", tuple(space.shape), torch.int64, tuple(int(n) for n in space.nvec.flatten()))
+        choices, starts = ([int(n) for n in part.flatten()] for part in (space.nvec, space.start))
+        first = tuple(starts) if any(starts) else ()
+        return ActionSpec("MultiDiscrete", tuple(space.shape), torch.int64, tuple(choices), first)
     if isinstance(space, spaces.MultiBinary):
         return ActionSpec("MultiBinary", tuple(space.shape), torch.int8)
     if _is_mapping(space):
@@ -125,7 +143,7 @@ def _mapped_action_spec(space: Any) -> ActionSpec:
     kind = space.get("type")
     shape, dtype = _form(space, torch.float32 if kind == "Box" else torch.int64)
     if kind == "Discrete":
-        return ActionSpec("Discrete", (), dtype, (_choices(space, shape),))
+        return ActionSpec("Discrete", (), dtype, *_choices(space, shape))
     if kind == "Box":
         return ActionSpec("Box", shape, dtype)
     if kind in ("MultiDiscrete", "MultiBinary"):
@@ -135,13 +153,13 @@ def _mapped_action_spec(space: Any) -> ActionSpec:
     )
 
 
-def _choices(space: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+def _choices(space: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The number of choices and, unless it is 0, the first."""
+    low, high = (0, None) if space.get("range") is None else space["range"]
+    first = (int(low),) if int(low) else ()
     if space.get("n") is not None:
-        return int(space["n"])
-    if space.get("range") is not None:
-        low, high = space["range"]
-        return int(high) - int(low) + 1
-    return shape[0]
+        return (int(space["n"]),), first
+    return (shape[0] if high is None else int(high) - int(low) + 1,), first
 
 
 def _leaves(space: Any, path: Path = ()) -> list[tuple[Path, Any]]:

@@ -20,6 +20,7 @@ from rlstore.engine.rows.schema import (
     describe_fields,
     described_fields,
     fields_of_example,
+    reward_field,
 )
 from rlstore.engine.rows.spaces import ActionSpec, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError
@@ -45,6 +46,7 @@ class StepFields:
         reward_shape: The shape of one reward.
         hidden_shapes: ``(layers, hidden)`` of each recurrent state.
         extra: The user's extra fields.
+        allow_nonfinite_rewards: Whether rewards may be NaN or infinite.
     """
 
     structure: Structure
@@ -60,6 +62,7 @@ class StepFields:
         reward_shape: Sequence[int],
         hidden_shapes: Sequence[tuple[int, int]],
         extra: Sequence[Field],
+        allow_nonfinite_rewards: bool = False,
     ) -> None:
         check_positive(owner, frame_stack=frame_stack)
         if stack_axis is not None and (isinstance(stack_axis, bool) or not isinstance(stack_axis, int)):
@@ -68,6 +71,7 @@ class StepFields:
         self.reward_shape = check_shape(owner, "reward_shape", reward_shape)
         self.hidden_shapes, self.extra = tuple(hidden_shapes), tuple(extra)
         self.extra_names = tuple(field.name for field in extra)
+        self._allows_nonfinite = allow_nonfinite_rewards
         self.leaves: list[Leaf] = []
         self.columns: list[Field] = []
 
@@ -109,7 +113,7 @@ class StepFields:
         self._set(structure, fields, ActionSpec(kind, tuple(shape), dtype, tuple(choices)), "the snapshot")
 
     def _set(self, structure: Structure, fields: list[Field], action: ActionSpec, origin: str) -> None:
-        actions = Field("actions", action.shape, action.dtype, origin)
+        actions = Field("actions", action.shape, action.dtype, origin, rule=action.rule)
         check_real((*fields, actions), self._owner)
         leaves = [self._leaf(field) for field in fields]
         self.structure, self.observations, self.leaves, self.action = structure, fields, leaves, action
@@ -117,7 +121,7 @@ class StepFields:
         own = f"{self._owner}()"
         self.columns = [
             actions,
-            Field("rewards", self.reward_shape, torch.float32, f"the reward_shape given to {own}"),
+            reward_field("rewards", self.reward_shape, f"the reward_shape given to {own}", self._allows_nonfinite),
             *(
                 Field(f"hidden_states[{i}]", shape, torch.float32, f"the hidden_shape given to {own}")
                 for i, shape in enumerate(self.hidden_shapes)

@@ -13,6 +13,7 @@ say where its rows are, and ``TILES[f]`` how many elements a tile has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlstore.kernels.cuda.draws import ALIKE, BREAKS, LEAST_FREE, OLDEST, TOTAL, draw_rows
+from rlstore.kernels.cuda.draws import ALIKE, BREAKS, INVALID, LEAST_FREE, OLDEST, TOTAL, draw_rows
 from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
 from rlstore.kernels.cuda.memory import layout_of, place_of, plain
+from rlstore.kernels.cuda.rules import count_invalid, rule_table
 from rlstore.kernels.cuda.watch import Watch
 from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
 from rlstore.kernels.ring_memory import RingMemory
+from rlstore.kernels.rules import NO_RULES, Rule
 
 _WORDS = 8
 _TILE_ELEMENTS = 1024  # of a program that writes
@@ -163,13 +166,16 @@ def _put_leaf(
 
 @triton.jit
 def _put_column(
-    block, given, lane, acts, place,
+    block, given, lane, acts, place, words, limits,
     SIZE: tl.constexpr, LANE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, OFFSET: tl.constexpr, TILE: tl.constexpr,
+    RULE: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     for c in range(0, SIZE, TILE):
         e = c + tl.arange(0, TILE)
         inside = acts[:, None] & (e < SIZE)[None, :]
         value = tl.load(given + (lane * SIZE)[:, None] + e[None, :], mask=inside, other=0)
+        if RULE != 0:
+            count_invalid(words + INVALID, value, e[None, :], inside, limits, RULE, FIRST, PAIRS)
         value = value.to(block.dtype.element_ty, bitcast=True)
         row = OFFSET + lane * LANE_STRIDE + place * ROW_STRIDE
         tl.store(block + row[:, None] + e[None, :], value, mask=inside)
@@ -292,11 +298,12 @@ def _find_episodes(
 def write_step(
     observations, following, values, terminated, truncated, mask, final_values, given,
     blocks, columns, finals, starts, episode_of, episodes, free_slots,
-    written, begun, current, after_end, free_count, ends, words, marks, ticket,
+    written, begun, current, after_end, free_count, ends, words, marks, ticket, limits,
     SIZES: tl.constexpr, STACKS: tl.constexpr, INNERS: tl.constexpr, LANE_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr,
     COLUMN_SIZES: tl.constexpr, COLUMN_LANE_STRIDES: tl.constexpr, COLUMN_ROW_STRIDES: tl.constexpr,
-    COLUMN_OFFSETS: tl.constexpr, COLUMN_TILES: tl.constexpr, EPISODE_OF: tl.constexpr, COUNTERS: tl.constexpr,
+    COLUMN_OFFSETS: tl.constexpr, COLUMN_TILES: tl.constexpr, RULES: tl.constexpr, FIRST_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, EPISODE_OF: tl.constexpr, COUNTERS: tl.constexpr,
     LANES: tl.constexpr, ALL_LANES: tl.constexpr, FIRST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     KEPT_ROWS: tl.constexpr, REWARD: tl.constexpr, REWARD_SIZE: tl.constexpr, RESETS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_FINALS: tl.constexpr, HAS_GIVEN: tl.constexpr,
@@ -359,8 +366,9 @@ def write_step(
                   SIZES[f], STACKS[f], INNERS[f], LANE_STRIDES[f], ROW_STRIDES[f], OFFSETS[f], TILES[f],
                   HAS_FINALS)  # fmt: skip
     for f in tl.static_range(len(COLUMN_SIZES)):
-        _put_column(columns[f], values[f], lane, acts, place, COLUMN_SIZES[f], COLUMN_LANE_STRIDES[f],
-                    COLUMN_ROW_STRIDES[f], COLUMN_OFFSETS[f], COLUMN_TILES[f])  # fmt: skip
+        _put_column(columns[f], values[f], lane, acts, place, words, limits, COLUMN_SIZES[f], COLUMN_LANE_STRIDES[f],
+                    COLUMN_ROW_STRIDES[f], COLUMN_OFFSETS[f], COLUMN_TILES[f],
+                    RULES[f], FIRST_PAIRS[f], PAIRS[f])  # fmt: skip
     row = EPISODE_OF[0] + lane * EPISODE_OF[1] + place * EPISODE_OF[2]
     tl.store(episode_of + row, new.to(tl.int32), mask=acts)
     tl.store(written + COUNTERS[0] + lane, count + 1, mask=acts)
@@ -394,9 +402,9 @@ class EpisodeRing(RingMemory):
 
     def __init__(
         self, steps: int, counters: tuple[Tensor, ...], episode_of: Tensor, leaves: tuple[Leaf, ...],
-        columns: tuple[Column, ...], reward: int, resets: int, first: int,
+        columns: tuple[Column, ...], reward: int, resets: int, first: int, rules: Mapping[int, Rule] = NO_RULES,
     ) -> None:  # fmt: skip
-        super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first)
+        super().__init__(steps, counters, episode_of, leaves, columns, reward, resets, first, rules)
         self.leaf_memory, self.leaf_layout = layout_of(self.leaves)
         self.column_memory, self.column_layout = layout_of(self.columns)
         self.episode_place = place_of(episode_of)
@@ -407,6 +415,7 @@ class EpisodeRing(RingMemory):
             self._marks = torch.zeros(_WORDS, dtype=torch.int64, device=self.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._watch, self._asked = Watch(self.words), False
+        self._rules = rule_table(rules, len(columns), self.device)
         self._deep = 0
         self._launchers: dict[tuple[Any, ...], tuple[Launcher, tuple[int, int, int]]] = {}
         # The values of a step, before its flags; and whether some of them are flags of one byte.
@@ -441,7 +450,7 @@ class EpisodeRing(RingMemory):
         self._own: tuple[Argument, ...] = (
             *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
             *(place.memory for place in self.counter_places),
-            *(self.ends, self.words, self._marks, self._ticket),
+            *(self.ends, self.words, self._marks, self._ticket, self._rules.limits),
         )
         self._refresh()
 
@@ -492,6 +501,7 @@ class EpisodeRing(RingMemory):
         misfit = None if self._is_usual(values) else self.misfit(values)
         if misfit is not None:
             return misfit
+        self._watch.report.tell()
         if self._lacks_starts:
             return NEEDS_STARTS
         # With an episode index for each row there always is one.
@@ -564,6 +574,7 @@ class EpisodeRing(RingMemory):
         constants = (
             *self.leaf_layout,
             *(columns.sizes, columns.lane_strides, columns.row_strides, columns.offsets, columns.tiles),
+            *self._rules[1:],
             (self.episode_place.offset, *self.episode_place.strides),
             tuple(place.offset for place in self.counter_places),
             *(self.lanes, self._all_lanes, self._first, self.steps, self.rows, self.kept),

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,15 +17,18 @@ from torch import Tensor
 
 from rlstore.kernels._native import RowChecker
 from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.rules import Counts, count_invalid, rule_table
 from rlstore.kernels.protocol import Target
+from rlstore.kernels.rules import NO_RULES, Rule
 
 _PROGRAM_BYTES, _WARPS = 16 << 10, 8  # what one program copies of a field
 
 
 @triton.jit(do_not_specialize=["row"])
 def write_row(
-    values, blocks, row: tl.int64, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr,
+    values, blocks, invalid, limits, row: tl.int64, COUNTS: tl.constexpr, WIDTHS: tl.constexpr, STRIDES: tl.constexpr,
     LEADS: tl.constexpr, FLAGS: tl.constexpr, ENTRIES: tl.constexpr, FIRSTS: tl.constexpr,
+    RULES: tl.constexpr, FIRST_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """``blocks[f][row + LEADS[f]] = values[f]`` for every field f.
 
@@ -52,6 +55,9 @@ def write_row(
                 tl.store(target, (value != 0).to(blocks[f].dtype.element_ty), mask=inside)
             else:
                 tl.store(target, value, mask=inside)
+            if RULES[f] != 0:
+                count_invalid(invalid, value, (begin + entry) % WIDTHS[f], inside, limits,
+                              RULES[f], FIRST_PAIRS[f], PAIRS[f])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,20 @@ class RowWriter:
     wider tensor; others that are not contiguous are copied first.
     """
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None:
         self._targets = [
             _Target(block, lead, is_flag, math.prod(block.shape[1:])) for block, lead, is_flag, _ in targets
         ]
         self._device = targets[0][0].device if targets else torch.device("cpu")
         self._checker = RowChecker(targets)
         self._plans: dict[bytes, _Plan] = {}  # by what the checker calls the kind of a row
+        self._rules, self._invalid = rule_table(rules, len(targets), self._device), Counts(self._device)
+        self._has_rules = bool(rules)
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing."""
+        if row == 0 and self._has_rules:  # a rollout begins
+            self._invalid.look()
         found = self._checker.look(row, values)
         while isinstance(found, int):
             if found >= 0:
@@ -101,7 +111,8 @@ class RowWriter:
         if plan is None:
             plan = self._plans[found] = self._plan(values)
         given = values if plan.places is None else tuple([values[place] for place in plan.places])
-        plan.launcher(plan.grid, self._device, given, plan.blocks, row)  # type: ignore[arg-type]
+        own = self._invalid.memory, self._rules.limits
+        plan.launcher(plan.grid, self._device, given, plan.blocks, *own, row)  # type: ignore[arg-type]
         return -1
 
     def _plan(self, values: tuple[Tensor | None, ...]) -> _Plan:
@@ -121,6 +132,7 @@ class RowWriter:
             tuple(target.is_flag for _, target in copied),
             tuple(entries),
             firsts,
+            *(tuple(part[place] for place in places) for part in self._rules[1:]),
         )
         return _Plan(
             None if len(places) == len(values) else places,

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST_FREE, _BREAKS = 3, 4  # which of the words
+from rlstore.kernels.cuda.rules import Report
+
+_LEAST_FREE, _BREAKS, _INVALID = 3, 4, 5  # which of the words
 _FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words, if nothing calls for one earlier
 
 
 class Watch:
-    """How many episode indices are free, and whether episodes were broken off.
+    """How many episode indices are free, whether episodes were broken off, and how many values were invalid.
 
     A write takes at most one episode index of a lane, so those that were free at the last look, less the writes since,
     are a lower bound. A look is a copy into pinned memory; later writes ask whether it has finished. It is waited for
@@ -29,6 +31,7 @@ class Watch:
             self._seen = torch.zeros(len(words), dtype=torch.int64, pin_memory=on_cuda)
         self._event: Any = torch.cuda.Event() if on_cuda else None
         self._reported = 0  # breaks that has_broken() has reported
+        self.report = Report()
         self.forget()
 
     def forget(self) -> None:
@@ -84,4 +87,5 @@ class Watch:
     def _take(self) -> None:
         self._looking = False
         self._least = int(self._seen[_LEAST_FREE])
+        self.report.find(*self._seen[_INVALID : _INVALID + 2].tolist())
         self._free = self._least - self._since

@@ -23,6 +23,7 @@ from rlstore.kernels.ring_memory import (
     RingMemory,
     raw,
 )
+from rlstore.kernels.rules import obeys
 
 
 @dataclass
@@ -86,6 +87,11 @@ class EpisodeRing(RingMemory):
         if misfit is not None:
             return misfit
         step = self._step(values)
+        for index, rule in self.rules.items():
+            column = self.columns[index]
+            given = step.columns[index].view(column.dtype).view(self.lanes, *column.shape)
+            if bool((~obeys(given, rule).view(self.lanes, -1).all(1) & step.mask).any()):
+                return 2 * len(self.leaves) + index
         seen = self._see(step)
         episodes, going, after = self.episodes, self._current >= 0, self._after_end >= 0
         is_reset = seen.mask & ~going & after & ((self._resets == ALWAYS) | seen.repeats_final)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rlstore.kernels.protocol import FLAG_DTYPES, Target
+from rlstore.kernels.rules import NO_RULES, Rule, obeys
 
 
 class RowWriter:
     """Writes one time row into several blocks, one copy after another."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self._targets = list(targets)
+    def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None:
+        self._targets, self._rules = list(targets), rules
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing."""
@@ -26,6 +27,10 @@ class RowWriter:
             if row + lead >= block.shape[0]:
                 raise IndexError("a row beyond the end of its block")
             if not self._fits(value, block, is_flag):
+                return index
+        for index, rule in self._rules.items():
+            value, shape = values[index], self._targets[index][0].shape[1:]
+            if value is not None and not bool(obeys(value.detach().reshape(shape), rule).all()):
                 return index
         for value, (block, lead, is_flag, _) in zip(values, self._targets, strict=True):
             if value is not None:
