@@ -122,6 +122,16 @@ def test_a_folder_may_be_used_as_it_is_without_its_seal(tmp_path):
     assert len(make(folder)) == 40
 
 
+def test_a_seal_of_other_segments_is_not_taken_for_damage(tmp_path, monkeypatch):
+    folder = closed(tmp_path / "rows")
+    monkeypatch.setattr(seal, "_SEGMENT_BYTES", 120)
+    storage = make(folder)
+    assert held(storage) == list(range(20))
+    assert not (folder / "seal.json").exists()
+    storage.close()
+    assert held(make(folder)) == list(range(20))
+
+
 def test_a_folder_that_was_only_collected_is_sealed_too(tmp_path):
     storage = make(tmp_path / "rows")
     play(storage, 0, 9)
@@ -199,6 +209,31 @@ def test_a_snapshot_that_was_loaded_into_the_folder_breaks_the_seal(tmp_path):
     assert held(make(left)) == list(range(108, 140))
     loaded.close()
     assert held(make(tmp_path / "rows")) == list(range(108, 140))
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_an_opening_that_failed_is_no_damage(is_sealed, tmp_path, monkeypatch):
+    """What was opened by then is left, and sealed, but not as if there were nothing else."""
+    folder = closed(tmp_path / "rows", kind=PrioritizedReplayStorage)
+    if not is_sealed:
+        (folder / "seal.json").unlink()
+    real = mapped.MappedFiles.map
+
+    def fails(files, name, *arguments, **options):
+        if name == "priorities":
+            raise KeyboardInterrupt
+        return real(files, name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped.MappedFiles, "map", fails)
+        with pytest.raises(KeyboardInterrupt):
+            make(folder, PrioritizedReplayStorage)
+    gc.collect()
+    if is_sealed:  # what was known of the rows still is
+        flip(in_use(folder, tmp_path / "damaged") / "records.bin", 8)
+        with pytest.raises(SnapshotError, match=r"records\.bin is damaged"):
+            make(tmp_path / "damaged", PrioritizedReplayStorage)
+    assert held(make(folder, PrioritizedReplayStorage)) == list(range(20))
 
 
 def add_until_killed(path, first, told):

@@ -1,7 +1,7 @@
 """The seal of a mapped folder: checksums of what its files held when the folder was left.
 
-seal.json        see manifest.py; "closed", "written": the rows that each lane had ever written, and "files": by name
-                 {"bytes", "extent", "crc32"}
+seal.json        see manifest.py; "closed", "segment": the bytes of a segment, "written": the rows that each lane had
+                 ever written, and "files": by name {"bytes", "extent", "crc32"}
 
 A file is cut into segments with a checksum each. Those of a file of rows lie within one lane, and only the first
 "extent" rows of each lane are covered, the others being zeros; other files are covered from the beginning to the end.
@@ -29,7 +29,7 @@ from rlstore.errors import SnapshotError
 
 NAME = "seal.json"
 _KIND = "seal"
-_FIELDS = {"closed": bool, "written": list, "files": dict}
+_FIELDS = {"closed": bool, "segment": int, "written": list, "files": dict}
 _FILE_FIELDS = {"bytes": int, "extent": int, "crc32": list}
 _SEGMENT_BYTES = 4 << 20
 _MANY_BYTES = 64 << 20  # from here on it pays to use threads
@@ -113,6 +113,9 @@ class Seal:
             manifest.check_fields(path, found["files"], dict.fromkeys(found["files"], _FILE_FIELDS), "files.")
         except SnapshotError as error:
             raise SnapshotError(f"{error}. {_REMEDY}") from error
+        if found["segment"] != _SEGMENT_BYTES:  # another version made it, with checksums of other parts
+            self.remove()
+            return
         lanes = 0 if self._rows is None else self._rows.lanes
         if len(found["written"]) != lanes or not all(type(n) is int and n >= 0 for n in found["written"]):
             raise SnapshotError(f'{path} is damaged: "written" is not a number for each of {lanes} lanes. {_REMEDY}')
@@ -188,17 +191,18 @@ class Seal:
         """Seal what files hold now.
 
         Args:
-            names: The files that are in use.
+            names: The files that are in use. If there are others the seal stays as it is: opening them failed.
             still: Nobody can write any more: the seal is closed. Otherwise it is open, and tells what rows were.
         """
-        if os.getpid() != self._process:  # a forked child: the folder is the parent's
+        names = sorted(names)
+        if os.getpid() != self._process or not set(names) >= set(_files(self._directory)):  # a child's, or half open
             return
         written = self.written()
         if self._rows is not None and not written:  # the folder was not even completed
             return
         extent = 0 if self._rows is None else min(max(written, default=-1) + 1, self._rows.rows)
-        files = {name: self._entry(name, extent, written, still=still) for name in sorted(names)}
-        self._write({"closed": still, "written": written, "files": files})
+        files = {name: self._entry(name, extent, written, still=still) for name in names}
+        self._write({"closed": still, "segment": _SEGMENT_BYTES, "written": written, "files": files})
 
     def _entry(self, name: str, extent: int, written: list[int], *, still: bool) -> dict[str, Any]:
         is_rows = self._rows is not None and name in self._rows.row_bytes
