@@ -440,3 +440,22 @@ def test_how_many_digits_each_dtype_has(dtype, good, bad):
     with pytest.raises(InvalidInputError, match=f"number is .* {bad} is not a number of"):
         storage.add(obs, [0], [0.0], [False], [False], {}, obs, number=torch.tensor([bad]))
     assert len(storage) == len(good)
+
+
+def test_what_was_stored_before_is_served(tmp_path):
+    obs = np.zeros(2, np.float32)
+
+    def make(**options):
+        folder = {"save_snapshot": True, "snapshot_dir": tmp_path / "episodes", "num_workers": 0, "pin_memory": False}
+        return NStepReplayStorage(BOX, DISCRETE, storage_size=8, n_step=1, **folder, **options)
+
+    storage = make(allow_nonfinite_rewards=True)
+    storage.add(obs, 3, INF, True, False, {}, obs)
+    storage.close()
+    again = make()
+    assert again.sample(1).rewards.tolist() == [[INF]]
+    assert again.sample(1).actions.tolist() == [3.0]
+    with pytest.raises(InvalidInputError, match="rewards of environment 0 is inf"):
+        again.add(obs, 3, INF, True, False, {}, obs)
+    assert len(again) == 1
+    again.close()
