@@ -58,6 +58,11 @@ class Sampler:
         """The same rows as :meth:`draw` and their tensors in one call; None where the kernel cannot."""
         return None
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether what is drawn has weights."""
+        return False
+
     def _require_rows(self) -> None:
         if not self._has_rows:
             if not self._ring.has_rows:
@@ -254,6 +259,11 @@ class PrioritySampler(Sampler):
             raise InvalidInputError("info holds priorities; give the rows they are for, there or in the batch")
         self.tree.update(rows, info["priorities"])
         info["stale_updates"] = self.stale_updates
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether what is drawn has weights: not, where draws are uniform."""
+        return self.tree is not None
 
     @property
     def stale_updates(self) -> int:

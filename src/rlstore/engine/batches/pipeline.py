@@ -143,6 +143,11 @@ class Draws(Protocol):
         """Whether kernels can draw and gather in one call."""
         ...
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether what is drawn has weights."""
+        ...
+
     def draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of a batch of ``count``."""
         ...
@@ -350,6 +355,8 @@ class Pipeline:
                 if f"prepared {index} {name}" in reader.names
             }
             drawn = Drawn(**fields)
+            if (drawn.weights is None) == self._sampler.has_weights or (self._others and drawn.others is None):
+                raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
             forms = self._forms(drawn)
             names = [f"prepared {index} {k}" for k in range(len(forms))]
             batch = tuple(reader.tensor(name, device) for name in names)
