@@ -39,6 +39,7 @@ class Folder:
 
     Raises:
         InvalidInputError: If the path is a file, holds something else, or another storage uses it. Nothing was changed.
+        SnapshotError: If what a mapped storage or episodes are to be read from has a damaged manifest.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Folder:
             try:
                 return manifest.read_manifest(directory, self._kind, self._fields)
             except SnapshotError as error:
-                raise InvalidInputError(
+                # For save() the folder is a wrong argument; for the others it holds the data that they are to use.
+                kind = InvalidInputError if self._kind == "snapshot" else SnapshotError
+                raise kind(
                     f"{error} {self._owner} cannot write to this folder; give another path. Nothing was changed."
                 ) from error
         ours = (_LOCK, f"{manifest.NAME}.new")
