@@ -54,6 +54,15 @@ inline bool read_array(PyObject* value, Given* given) {
   return true;
 }
 
+// True if the values of a tensor are the negatives of what its memory holds, which DLPack does not report.
+inline bool is_negated(PyObject* tensor) {
+  PyObject* answer = PyObject_CallMethod(tensor, "is_neg", nullptr);
+  if (!answer) PyErr_Clear();
+  const bool negated = answer != Py_False;
+  Py_XDECREF(answer);
+  return negated;
+}
+
 inline bool read_tensor(PyObject* value, Given* given) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
@@ -62,7 +71,12 @@ inline bool read_tensor(PyObject* value, Given* given) {
   }
   if (tensor.device.type != kCpu || !has_memory(value, tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
     return false;
-  // A lazily negated tensor is not marked as such; its last stride is 2, even if it has a single element.
+  // The last stride of a lazily negated tensor is 2, even if it has a single element. A number has no strides: it is asked,
+  // and what code of a subclass may have done meanwhile is looked at again.
+  if (tensor.ndim == 0 && (is_negated(value) || exchange->describe(value, &tensor) || !has_memory(value, tensor) || tensor.ndim != 0)) {
+    PyErr_Clear();
+    return false;
+  }
   if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
   given->memory = address(tensor);
   given->dtype = tensor.dtype;

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
+from rlstore import ReplayStorage
 from rlstore.engine.rows import ring as ring_module
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field
@@ -29,6 +32,16 @@ def test_a_lazily_negated_value_is_written_as_what_it_is(lanes, shape):
         assert (ring.blocks["rewards"][(ring.size - 1) % 2] == -2.0).all()
         ring.restart()
         ring.blocks["rewards"].zero_()
+
+
+@pytest.mark.parametrize("index", [0, slice(0, 1)], ids=["a number", "one of them"])
+def test_a_lazily_negated_reward_of_one_environment_is_stored_as_what_it_is(index):
+    """Also as a number, which has no strides that would tell."""
+    storage = ReplayStorage(spaces.Box(-9, 9, (1,), np.float32), spaces.Discrete(4), storage_size=8)
+    value = torch.full((2,), 1 + 2j).conj().imag[index]
+    assert value.is_neg()
+    storage.add(torch.zeros(1), 1, value, True, False, {}, torch.ones(1))
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [-2.0]
 
 
 def test_a_lazily_conjugated_value_is_written_as_what_it_is():
