@@ -16,6 +16,7 @@ from thread_worlds import KINDS, REPLAY_KINDS, SCENARIOS, ReplayWorld, run
 from rlstore import DistributedStorage, NotReadyError, ReplayStorage
 from rlstore.engine.guard import new_guard
 
+pytestmark = pytest.mark.filterwarnings("ignore:the returns and advantages of this rollout are NaN")
 TURNS = 10  # of each thread; those of make torture go on for a minute
 # Every scenario with some kinds, every kind with some scenarios; make torture runs all.
 PAIRS = [(kind, name) for i, kind in enumerate(KINDS) for j, name in enumerate(SCENARIOS) if (i + j) % 3 == 0]

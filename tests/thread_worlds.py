@@ -245,6 +245,7 @@ class RolloutWorld:
         )
 
     def generate(self):
+        self.update()  # without returns it refuses
         self._serve(lambda: self.storage.generate_batches(2, None, 1))
 
     def tune(self):
