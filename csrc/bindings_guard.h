@@ -90,7 +90,7 @@ class Guard {
       }
       if (!own.granted && PyErr_CheckSignals()) {  // as Ctrl-C; a signal handler may have granted it meanwhile
         if (own.granted) {
-          exit();
+          leave();
         } else {
           waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &own));
         }

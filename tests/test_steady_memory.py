@@ -170,7 +170,7 @@ def loop(request):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("rollouts", [200, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("rollouts", [100, pytest.param(2000, marks=pytest.mark.torture)])
 def test_resident_memory_is_flat_over_many_rollouts(loop, rollouts):
     gc.collect()
     before = resident_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import signal
 import threading
@@ -13,8 +14,16 @@ import torch
 from gymnasium import spaces
 from thread_worlds import KINDS, REPLAY_KINDS, SCENARIOS, ReplayWorld, run
 
-from rlstore import DistributedStorage, NotReadyError, ReplayStorage
-from rlstore.engine.guard import new_guard
+from rlstore import (
+    DistributedStorage,
+    InvalidInputError,
+    NotReadyError,
+    RateLimit,
+    ReplayStorage,
+    StorageClosedError,
+    WaitTimeoutError,
+)
+from rlstore.engine.guard import _after_fork, _before_fork, new_guard
 
 pytestmark = pytest.mark.filterwarnings("ignore:the returns and advantages of this rollout are NaN")
 TURNS = 10  # of each thread; those of make torture go on for a minute
@@ -197,6 +206,101 @@ def test_a_value_whose_conversion_adds_to_the_same_storage_does_not_mix_the_two(
     data = storage.get_all_buffer_data()
     assert data["actions"].flatten().tolist() == [1, 2]
     assert data["rewards"].flatten().tolist() == [1.0, 2.0]
+
+
+def test_a_storage_that_waits_for_its_rate_limit_is_not_added_to_once_it_has_writers(monkeypatch):
+    storage = ReplayStorage(
+        spaces.Box(-9, 9, (2,), np.float32),
+        spaces.Discrete(9),
+        storage_size=8,
+        batch_size=1,
+        rate_limit=RateLimit(1.0, min_size=1, tolerance=4.0),
+    )
+    step, writers = (np.zeros(2, np.float32), 1, 1.0, True, False, {}, np.ones(2, np.float32)), []
+    storage.add(*step)
+    limiter = storage._sharing.control.limiter
+    insert = limiter.insert
+
+    def wait(count, seconds):
+        in_threads(lambda: writers.append(storage.writer()))  # another thread is not kept out by the wait
+        return insert(count, seconds)
+
+    monkeypatch.setattr(limiter, "insert", wait)
+    with pytest.raises(InvalidInputError, match="added by its writers"):
+        storage.add(*step)
+    assert limiter.inserted == len(storage) == 1
+
+
+def test_a_fork_does_not_wait_for_a_learner_that_waits():
+    storage = DistributedStorage(
+        spaces.Box(-9, 9, (3,), np.float32), spaces.Discrete(4), num_steps=2, num_storages=4, batch_size=2
+    )
+    learner = storage.learner(prefetch=1, timeout=0.05)
+    with pytest.raises(WaitTimeoutError):
+        next(learner)
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    learner.close()
+    storage.close()
+
+
+def test_an_insert_that_waits_for_a_slot_holds_nobody_up(monkeypatch):
+    """Another thread closes the storage meanwhile."""
+    storage = DistributedStorage.create_factory(1, num_storages=1, batch_size=1)("cpu")
+    ones = torch.ones(1)
+    sample = {
+        "observations": torch.ones(1, 3),
+        "next_observations": torch.ones(1, 3),
+        "actions": ones.long(),
+        "rewards": ones,
+        "terminated": ones,
+        "truncated": ones,
+    }
+    storage.insert_transition(sample)
+    learner = storage.learner(prefetch=0)
+    assert len(next(learner).versions) == 1
+    storage.insert_transition(sample)  # the only slot
+    inserter = storage._slots._inserter
+    reserve = inserter.reserve
+
+    def wait():
+        in_threads(storage.close)
+        return reserve()
+
+    monkeypatch.setattr(inserter, "reserve", wait)
+    with pytest.raises(StorageClosedError):
+        storage.insert_transition(sample)
+
+
+def test_a_signal_during_a_fork_leaves_no_guard_taken():
+    guard, taken, end = new_guard(), threading.Event(), threading.Event()
+
+    def hold():
+        with guard:
+            taken.set()
+            end.wait()
+
+    def interrupt(number, frame):
+        end.set()
+        raise KeyboardInterrupt
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _before_fork()  # Python forks nevertheless
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        holder.join()
+    assert guard.is_taken
+    _after_fork()
+    assert not guard.is_taken
+    in_threads(lambda: (_before_fork(), _after_fork()))  # nor is another thread kept from forking
 
 
 def test_threads_share_one_learner_and_one_actor():

@@ -257,6 +257,8 @@ class Storage(ABC):
             DoesNotFitError: (a MemoryError) if there is not enough memory for it.
         """
         check_path("load()", "path", path)
+        for name, folder in (folders or {}).items():
+            check_path("load()", f"folders[{name!r}]", folder)
         if device is not None:
             check_device(cls.__name__, device)
         with _refusing(path), SnapshotReader(path) as reader:
@@ -382,8 +384,10 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (SnapshotError, DoesNotFitError, DiskFullError):
         raise
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         raise DoesNotFitError(f"there is not enough memory to load the snapshot in {os.fspath(path)}") from error
+    except OSError as error:
+        raise SnapshotError(f"the snapshot in {os.fspath(path)} cannot be read: {error}") from error
     except StorageError as error:
         raise SnapshotError(
             f"{Path(path).absolute() / NAME} cannot be loaded: its settings are refused. {error}"
@@ -396,15 +400,15 @@ def _placed(
     reader: SnapshotReader, used: Mapping[str, Any], given: Mapping[str, str | os.PathLike[str]]
 ) -> Mapping[str, Any]:
     """The settings, with the caller's folders in the place of those that the snapshot names."""
+    unknown = sorted(given.keys() - used.keys())
+    if unknown:
+        raise SnapshotError(f"folders has {unknown}; the storage in {reader.folder} uses {sorted(used) or 'none'}")
     for name, folder in used.items():
         if name not in given:
             raise SnapshotError(
                 f"the storage in {reader.folder} also uses the folder {folder!r} (its {name}), and a snapshot cannot "
                 f"choose which folders are read and written. Name it, as in load(path, folders={{{name!r}: ...}})."
             )
-    unknown = sorted(given.keys() - used.keys())
-    if unknown:
-        raise SnapshotError(f"folders has {unknown}; the storage in {reader.folder} uses {sorted(used) or 'none'}")
     return {**reader.settings, **{name: os.fspath(folder) for name, folder in given.items()}}
 
 

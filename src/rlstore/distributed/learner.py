@@ -17,7 +17,7 @@ from rlstore.distributed.actor import check_version
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.engine.batches.staging import Staging, received
-from rlstore.engine.guard import guarded, new_guard
+from rlstore.engine.guard import Guard, guarded, new_guard
 from rlstore.engine.processes.handoff import Member
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 
@@ -39,7 +39,7 @@ class _Collector:
         self, memory: RolloutMemory, member: Member, batch_size: int, prefetch: int, device: torch.device
     ) -> None:
         self.member, self._batch_size, self._stopped = member, batch_size, False
-        self._guard = new_guard()
+        self._guard = Guard()  # not one that a fork waits for: it is held during waits, and no child uses this object
         self._gather, self._structure = RolloutGather(memory, pin_memory=device.type == "cuda"), memory.fields.structure
         self._staging = None if device.type == "cpu" else Staging(device)
         self._ready: queue.Queue[_Collected | BaseException] = queue.Queue()

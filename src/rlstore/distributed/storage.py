@@ -169,7 +169,7 @@ class DistributedStorage(Storage):
         self._learners: weakref.WeakSet[Learner] = weakref.WeakSet()
 
     def _allocate(self, fields: RolloutFields) -> None:
-        self._slots = TrainerSlots(RolloutMemory(fields, self.max_size, self.num_storages), self.timeout)
+        self._slots = TrainerSlots(RolloutMemory(fields, self.max_size, self.num_storages), self.timeout, self._guard)
         self._views = None
 
     def _ready_slots(self) -> TrainerSlots:

@@ -16,6 +16,7 @@ from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
 from rlstore.engine.checks import check_count
+from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
@@ -28,10 +29,11 @@ class TrainerSlots:
     Args:
         memory: The slots.
         timeout: Seconds to wait for slots, if there are other actors or learners to wait for.
+        guard: That of the storage, with which all methods are called; waits release it.
     """
 
-    def __init__(self, memory: RolloutMemory, timeout: float) -> None:
-        self.memory = memory
+    def __init__(self, memory: RolloutMemory, timeout: float, guard: Guard) -> None:
+        self.memory, self._guard = memory, guard
         # Inserting, serving and copying are peers of their own, so that each can return its slots alone.
         self._inserter, self._server, self._copier = (Member(memory.handoff, "maker", None, timeout) for _ in range(3))
         _ = self._inserter.number  # the first that joins is the maker
@@ -73,8 +75,13 @@ class TrainerSlots:
         if self._spent:
             self._release()
         if not self._lanes:
-            self._lanes = self._reserve(step.lanes)
-        elif step.lanes != len(self._lanes):
+            lanes = self._reserve(step.lanes)
+            if self._lanes:  # another thread has begun the rollouts meanwhile
+                for slot in lanes:
+                    self._inserter.abandon(slot, 0)
+            else:
+                self._lanes = lanes
+        if step.lanes != len(self._lanes):
             raise InvalidInputError(
                 f"the sample has {step.lanes} environments, and this rollout was begun with {len(self._lanes)}. "
                 "Nothing was written."
@@ -105,12 +112,16 @@ class TrainerSlots:
                         "rollouts that were not learned from. Call after_gradients() after the update, or raise "
                         "num_storages. Nothing was written."
                     )
-                lanes.append(self._inserter.reserve() if slot is None else slot)
+                lanes.append(self._await_slot() if slot is None else slot)
         except BaseException:
             for slot in lanes:
                 self._inserter.abandon(slot, 0)
             raise
         return lanes
+
+    def _await_slot(self) -> int:
+        with released(self._guard):
+            return self._inserter.reserve()
 
     def replace(self, rows: Rows) -> None:
         """Replace everything that is held with other rollouts."""
@@ -189,7 +200,8 @@ class TrainerSlots:
         more = self._server.try_collect(wanted - held)
         if held + len(more) < least:
             try:
-                more += self._server.collect(least - held - len(more), None)
+                with released(self._guard):
+                    more += self._server.collect(least - held - len(more), None)
             except BaseException:
                 self._held = []  # all of them were put back
                 raise

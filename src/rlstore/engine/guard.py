@@ -77,31 +77,47 @@ def released(guard: Guard) -> Iterator[None]:
     try:
         yield
     finally:
-        guard.enter(depth)
+        _take(guard, depth)
+
+
+def _take(guard: Guard, depth: int = 1) -> None:
+    """Take a guard whatever interrupts the wait, as Ctrl-C does; the interruption is raised when it is taken."""
+    interruption: BaseException | None = None
+    while True:
+        try:
+            guard.enter(depth)
+            break
+        except BaseException as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 # ---------------------------------------------------------------------------------------------------- forks
 
 _GUARDS: weakref.WeakSet[Any] = weakref.WeakSet()
-_held: list[Guard] = []  # by the thread that is forking
+_held: list[Guard] = []  # by the thread that is forking: all of them
 
 
 def _before_fork() -> None:
-    _FORKING.__enter__()  # two threads that fork would wait for each other
-    _held.extend(_GUARDS)
-    for guard in _held:
-        guard.__enter__()
+    interruption: BaseException | None = None
+    for guard in (_FORKING, *_GUARDS):  # first that: two threads that fork would wait for each other
+        try:
+            _take(guard)
+        except BaseException as error:  # Python would fork nevertheless
+            interruption = error
+        _held.append(guard)
+    if interruption is not None:
+        raise interruption
 
 
 def _after_fork() -> None:
-    for guard in _held:
-        guard.__exit__(None, None, None)
-    _held.clear()
-    _FORKING.__exit__(None, None, None)
+    while _held:
+        _held.pop().__exit__(None, None, None)
 
 
 def _after_fork_in_child() -> None:
-    for guard in (_FORKING, *_held):
+    for guard in _held:
         guard.forget_waiting()
     _after_fork()
 

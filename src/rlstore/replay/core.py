@@ -212,6 +212,7 @@ class ReplayCore(Storage):
     def _shared(self) -> Sharing:
         if self._sharing is None:
             self._sharing = Sharing(type(self).__name__, self._ring_of(), self._sampler, self.timeout, self._guard)
+            self._appender.permit = self._sharing.require_no_writers
         return self._sharing
 
     def _catch_up(self) -> None:

@@ -124,6 +124,7 @@ class Sharing:
             raise self._late("added", "sampled")
         before = self._ring.total_written
         try:
+            self.require_no_writers()  # another thread may have made one meanwhile
             appender.append(*step)
         finally:
             count -= self._ring.total_written - before

@@ -109,7 +109,11 @@ class Prefetch(Generic[Drawn]):
             weakref.finalize(self, self._executor.shutdown, wait=False)
         self._guard.begin_read()
         batch: list[Any] = []
-        prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
+        try:
+            prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
+        except BaseException:  # as if no thread can be started
+            self._guard.end_read()
+            raise
         self._jobs.append(_Job(drawn, added, prepared, batch))
 
     def _follow_fork(self) -> None:

@@ -90,7 +90,8 @@ class Folder:
                 # For save() the folder is a wrong argument; for the others it holds the data that they are to use.
                 kind = InvalidInputError if self._kind == "snapshot" else SnapshotError
                 raise kind(
-                    f"{error} {self._owner} cannot write to this folder; give another path. Nothing was changed."
+                    f"{str(error).rstrip('.')}. {self._owner} cannot write to this folder; give another path. "
+                    "Nothing was changed."
                 ) from error
         ours = (_LOCK, f"{manifest.NAME}.new")
         foreign = [name for name in names if name not in ours and self._is_foreign(name)]

@@ -195,7 +195,8 @@ class Seal:
             still: Nobody can write any more: the seal is closed. Otherwise it is open, and tells what rows were.
         """
         names = sorted(names)
-        if os.getpid() != self._process or not set(names) >= set(_files(self._directory)):  # a child's, or half open
+        there = _files(self._directory) if self._found is None else self._found["files"]  # besides files of others
+        if os.getpid() != self._process or not set(names) >= set(there):  # a child's, or half open
             return
         written = self.written()
         if self._rows is not None and not written:  # the folder was not even completed

@@ -50,6 +50,8 @@ class Appender:
         warned: True once it has warned of observations that do not continue their episode.
         settle: Called before rows change while batches are gathered; None if there is nothing to wait for.
         keep: Called after rows were written; None if they are kept nowhere else.
+        permit: Called before a step that had to wait for the guard, during which another thread may have handed the
+            lanes to a writer; it may raise. None while there can be no writers.
     """
 
     def __init__(self, ring: EpisodeRing, fields: StepFields, guard: Guard, sampler: Follower | None = None) -> None:
@@ -57,6 +59,7 @@ class Appender:
         self.ring, self.fields = ring, fields
         self.settle: Callable[[], None] | None = None
         self.keep: Callable[[], None] | None = None
+        self.permit: Callable[[], None] | None = None
         self._guard, self._sampler = guard, sampler
         self._kernel: protocol.EpisodeRing | None = None
         self._direct: protocol.EpisodeRing | None = None  # the same, once it may append alone
@@ -108,6 +111,8 @@ class Appender:
             self.added += 1  # threads are switched at calls and jumps, not within this line
         else:
             with self._guard:
+                if self.permit is not None:
+                    self.permit()
                 if outcome == BUSY and not self._is_part:
                     self._find_direct()
                 outcome = self.write(values, outcome)
@@ -217,7 +222,8 @@ class Appender:
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernel": None, "_direct": None, "_followers": (None, None), "keep": None}
+        own = {"_kernel": None, "_direct": None, "_followers": (None, None), "keep": None, "permit": None}
+        return {**self.__dict__, **own}
 
 
 _BROKEN = (

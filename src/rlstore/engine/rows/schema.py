@@ -166,7 +166,7 @@ def reward_field(name: str, shape: tuple[int, ...], origin: str, allows_nonfinit
     """The field of rewards, float32, which have to be finite unless ``allows_nonfinite``."""
     if allows_nonfinite:
         return Field(name, shape, torch.float32, origin)
-    remedy = "Mend it where it comes from, or give the storage allow_nonfinite_rewards=True to store it as it is."
+    remedy = "Fix it where it comes from, or give the storage allow_nonfinite_rewards=True to store it as it is."
     return Field(name, shape, torch.float32, origin, rule=FINITE, remedy=remedy)
 
 

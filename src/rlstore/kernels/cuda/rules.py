@@ -84,7 +84,7 @@ class Report:
         found = " and ".join(f"{count} {name}" for count, name in zip(new, names, strict=True) if count)
         warnings.warn(
             f"{found} were stored by earlier steps, and will be served. On CUDA values are counted and not refused. "
-            "Mend them where they come from; allow_nonfinite_rewards=True stores rewards without a look at them.",
+            "Fix them where they come from; allow_nonfinite_rewards=True stores rewards without a look at them.",
             RuntimeWarning,
             stacklevel=2,
         )
