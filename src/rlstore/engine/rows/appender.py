@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,11 +185,12 @@ class Appender:
 
     def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
         """Bring a write to its end that has written nothing yet: convert values, and make room in tables."""
-        fitted = -1
+        given, fitted = values, -1
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # Not ready to be copied byte for byte: convert it if possible, else refuse it.
                 if outcome == fitted:
+                    self._fit(outcome, given, check_rule=True)  # the kernel has found that it breaks the rule
                     raise RuntimeError(f"{self._place(outcome).name} was checked and still does not fit its block")
                 fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
@@ -202,17 +204,17 @@ class Appender:
             self._places = self.fields.places(self.ring.lanes)
         return self._places[index]
 
-    def _fit(self, index: int, values: tuple[Any, ...]) -> Tensor:
+    def _fit(self, index: int, values: tuple[Any, ...], *, check_rule: bool = False) -> Tensor:
         """The value at a place as the ring takes it, on its device."""
         field, value, ring, mask = self._place(index), values[index], self.ring, self._columns_end + 2
         if ring.lanes == 1 and value is not None:
-            value = as_tensor(value, field.name)
-            if tuple(value.shape) == field.shape or (value.dim() == 0 and field.shape == (1,)):
+            value = value if isinstance(value, (np.ndarray, Tensor)) else as_tensor(value, field.name)
+            if tuple(value.shape) == field.shape or (len(value.shape) == 0 and field.shape == (1,)):
                 value = value.reshape(1, *field.shape)
         if (field.is_flag or field.rule is not None) and index != mask and values[mask] is not None:
             value = field.without(value, self._fit(mask, values))
         try:
-            fitted = field.fit(value, ring.lanes, ring.device)
+            fitted = field.fit(value, ring.lanes, ring.device, check_rule=check_rule)
         except InvalidInputError as error:
             has_shape = field.name == "actions" and self._is_plain and not getattr(value, "is_nested", False)
             if has_shape and tuple(getattr(value, "shape", ())) == (ring.lanes, *self._place(0).shape):
