@@ -81,7 +81,7 @@ class Field:
             held = given.to(self.dtype)
             if check_rule and self.rule is not None and not held.is_cuda:
                 self._check_rule(held, given, self.rule, steps)
-        return held.to(device).contiguous()
+        return (held if held.device == device else held.to(device)).contiguous()
 
     def without(self, value: Any, taken: Tensor) -> Tensor:
         """The value ``[lanes, ...]`` with something valid in the lanes that are not taken: of those nothing is read."""
