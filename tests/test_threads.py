@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_a_batch_that_one_thread_holds_is_not_written_by_another(tmp_path):
 
 
 def test_a_thread_that_takes_the_guard_again_and_again_keeps_nobody_out():
-    guard, done = new_guard(), threading.Event()
+    guard, done, turns = new_guard(), threading.Event(), []
 
     def greedy():
         while not done.is_set():
@@ -109,10 +110,11 @@ def test_a_thread_that_takes_the_guard_again_and_again_keeps_nobody_out():
     def patient():
         for _ in range(50):
             with guard:
-                pass
+                turns.append("patient")
         done.set()
 
-    in_threads(greedy, patient)
+    in_threads(greedy, patient)  # it would not end
+    assert turns.count("patient") == 50
 
 
 def test_a_guard_is_reentrant_and_of_one_thread():
@@ -129,19 +131,15 @@ def test_a_guard_is_reentrant_and_of_one_thread():
         guard.leave()
 
 
-def test_a_wait_for_the_guard_can_be_interrupted():
-    guard, taken, end = new_guard(), threading.Event(), threading.Event()
+@contextmanager
+def taken_until(end, guard, interrupt):
+    """Another thread has the guard until ``end`` is set; a signal, handled by ``interrupt``, comes soon."""
+    taken = threading.Event()
 
     def hold():
         with guard:
             taken.set()
             end.wait()
-
-    class StopWaitingError(Exception):
-        pass
-
-    def interrupt(number, frame):
-        raise StopWaitingError
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -149,12 +147,21 @@ def test_a_wait_for_the_guard_can_be_interrupted():
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     try:
-        with pytest.raises(StopWaitingError), guard:
-            pass
+        yield
     finally:
         signal.signal(signal.SIGALRM, before)
         end.set()
         holder.join()
+
+
+def test_a_wait_for_the_guard_can_be_interrupted():
+    guard = new_guard()
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    with taken_until(threading.Event(), guard, interrupt), pytest.raises(KeyboardInterrupt), guard:
+        pass
     with guard:  # nothing is left of the wait that was given up
         pass
     assert not guard.is_taken
@@ -275,28 +282,14 @@ def test_an_insert_that_waits_for_a_slot_holds_nobody_up(monkeypatch):
 
 
 def test_a_signal_during_a_fork_leaves_no_guard_taken():
-    guard, taken, end = new_guard(), threading.Event(), threading.Event()
-
-    def hold():
-        with guard:
-            taken.set()
-            end.wait()
+    guard, end = new_guard(), threading.Event()
 
     def interrupt(number, frame):
         end.set()
         raise KeyboardInterrupt
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    taken.wait()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _before_fork()  # Python forks nevertheless
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        holder.join()
+    with taken_until(end, guard, interrupt), pytest.raises(KeyboardInterrupt):
+        _before_fork()  # Python forks nevertheless
     assert guard.is_taken
     _after_fork()
     assert not guard.is_taken
