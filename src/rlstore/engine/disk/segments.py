@@ -13,7 +13,6 @@ import math
 import os
 import re
 import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.engine.disk.manifest import check_fields
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
 from rlstore.errors import SnapshotError
+from rlstore.kernels import crc32
 
 SEGMENT_BYTES = 64 << 20
 SEGMENT_NAME = re.compile(r"rows-([0-9]{6,})\.bin")
@@ -55,11 +55,11 @@ class SegmentFile:
         parts = [bytes_of(tensor) for tensor in tensors.values()]
         header = dump_json(
             {
-                name: {"dtype": dtype_code(tensor.dtype), "shape": list(tensor.shape), "crc32": zlib.crc32(part)}
+                name: {"dtype": dtype_code(tensor.dtype), "shape": list(tensor.shape), "crc32": crc32(part)}
                 for (name, tensor), part in zip(tensors.items(), parts, strict=True)
             }
         )
-        frame = _FRAME.pack(_MARK, len(header), zlib.crc32(header), sum(map(len, parts)))
+        frame = _FRAME.pack(_MARK, len(header), crc32(header), sum(map(len, parts)))
         self.nbytes += _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
 
     def close(self, *, sync: bool) -> None:
@@ -105,7 +105,7 @@ class Record:
         if header_bytes > _MOST_HEADER or offset + self.nbytes > committed:
             raise self.damaged(f"it would have {self.nbytes:,} bytes, and the file has {committed:,}")
         header = os.pread(descriptor, header_bytes, offset + _FRAME.size)
-        if zlib.crc32(header) != checksum:
+        if crc32(header) != checksum:
             raise self.damaged("its header is not what was saved (its checksum differs)")
         self._entries = parse_json(header, f"the header of {self._where}")
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -145,7 +145,7 @@ class Record:
         content = bytes_of(flat)
         if nbytes and os.preadv(self._descriptor, [content], self._begins[name]) != nbytes:
             raise self.damaged(f"{name} is cut short")
-        if zlib.crc32(content) != self._entries[name]["crc32"]:
+        if crc32(content) != self._entries[name]["crc32"]:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
         return flat.view(dtype).view(shape)
 
