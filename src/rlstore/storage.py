@@ -48,6 +48,7 @@ from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import (
     Content,
+    Rows,
     SnapshotReader,
     SnapshotWriter,
     generator_state,
@@ -245,9 +246,10 @@ class Storage(ABC):
     ) -> BackgroundSave | None:
         """:meth:`save`, with a ``note``: JSON that whoever loads the snapshot can read."""
         with ExitStack() as stack:
-            writer = stack.enter_context(SnapshotWriter("save()", path))
             with self._still():
-                content = self._content(writer, copy=background, note=note)
+                content = self._content(copy=background, note=note)
+                writer = stack.enter_context(SnapshotWriter("save()", path))
+                content.rows = self._rows_for(writer)
                 if content.rows is None and not background:
                     writer.write(content)  # before anything can change
                     return None
@@ -261,11 +263,10 @@ class Storage(ABC):
         """Nothing changes meanwhile."""
         return self._guarding()
 
-    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
-        """What a snapshot of the state as it is now holds; the caller is in :meth:`_still`.
+    def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        """What a snapshot of the state as it is now holds, but for :meth:`_rows_for`; the caller is in :meth:`_still`.
 
         Args:
-            writer: Where it is to be saved.
             copy: Whether the state may change before it is written.
             note: See :meth:`_save`.
         """
@@ -277,7 +278,11 @@ class Storage(ABC):
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         # As it was given: "cuda" then means the current device of the process that loads it.
         device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-        return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, None, note or {})
+        return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, note or {})
+
+    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
+        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`."""
+        return None
 
     @classmethod
     def load(

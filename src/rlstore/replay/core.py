@@ -649,15 +649,16 @@ class ReplayCore(Storage):
         with self._guard, self._paused():
             yield
 
-    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
-        ring = self._rows
-        content = super()._content(writer, copy=copy or ring is not None, note=note)
-        if ring is not None:
-            content.rows = rows = RowCut(ring, self._guard, writer)
-            content.tensors = {**content.tensors, **rows.tensors}
-            if self._sharing is not None and self._sharing.control.has_writers:
-                rows.copy_all()  # who write without asking whether a row may be overwritten
-        return content
+    def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        return super()._content(copy=copy or self._rows is not None, note=note)  # rows are written after the guard
+
+    def _rows_for(self, writer: SnapshotWriter) -> RowCut | None:
+        if self._rows is None:
+            return None
+        rows = RowCut(self._rows, self._guard, writer)
+        if self._sharing is not None and self._sharing.control.has_writers:
+            rows.copy_all()  # they write without asking whether a row may be overwritten
+        return rows
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)

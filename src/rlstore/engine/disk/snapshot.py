@@ -95,7 +95,8 @@ class SavedRows:
 
     def are_mostly_needed(self, nbytes: int) -> bool:
         """False if it is better to write all rows anew, of which ``nbytes`` are needed."""
-        held, records = (sum(getattr(s, name) for s in self.segments) for name in ("nbytes", "records"))
+        held = sum(segment.nbytes for segment in self.segments)
+        records = sum(segment.records for segment in self.segments)
         return held <= 2 * nbytes + SEGMENT_BYTES and records <= _MOST_RECORDS
 
 
@@ -107,12 +108,14 @@ class Rows(Protocol):
         first: Where :meth:`records` begin in each lane, int64 ``[lanes]``.
         oldest: The oldest row of each lane that is needed, int64 ``[lanes]``.
         nbytes: The bytes of all rows that are needed.
+        tensors: What else is saved, by name.
     """
 
     saved: SavedRows | None
     first: Tensor
     oldest: Tensor
     nbytes: int
+    tensors: Mapping[str, Tensor]
 
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """The rows from ``first`` on, as records; each says in "stop" up to which row of each lane there are all."""
@@ -133,8 +136,11 @@ class Content:
         settings: The arguments of the storage (see :mod:`rlstore.engine.disk.space_json` for what they may hold).
         numbers: The rest of its state that is not a tensor, likewise.
         tensors: By name; views are fine.
-        rows: Its rows, if they are apart.
         note: What the caller wants to know of it, as JSON.
+        rows: Its rows, if they are apart.
+
+    Raises:
+        InvalidInputError: If something cannot be saved.
     """
 
     class_name: str
@@ -142,8 +148,13 @@ class Content:
     settings: Mapping[str, Any]
     numbers: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    rows: Rows | None = None
     note: Mapping[str, Any] = field(default_factory=dict)
+    rows: Rows | None = None
+
+    def __post_init__(self) -> None:
+        self.settings, self.numbers = to_json(self.settings), to_json(self.numbers, "numbers")
+        for name, tensor in self.tensors.items():
+            storable(name, tensor)
 
 
 class SnapshotWriter:
@@ -193,16 +204,17 @@ class SnapshotWriter:
 
     def _write(self, content: Content) -> SavedRows | None:
         """Write everything, the manifest last; the rows that are in the folder then."""
-        found = {
+        found: dict[str, Any] = {
             "contents": "whole" if content.rows is None else "segments",
             "id": uuid.uuid4().hex,
             "class": content.class_name,
             "device": content.device,
-            "settings": to_json(content.settings),
-            "numbers": to_json(content.numbers, "numbers"),
-            "note": dict(content.note),
+            "settings": content.settings,
+            "numbers": content.numbers,
+            **({"note": dict(content.note)} if content.note else {}),
         }
-        forms = {name: storable(name, tensor) for name, tensor in content.tensors.items()}
+        tensors = {**content.tensors, **({} if content.rows is None else content.rows.tensors)}
+        forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
         directory = self._folder.directory
         segments = [] if content.rows is None else self._append(content.rows)
         file = f"tensors-{_last_number(directory, _TENSOR_FILE) + 1:06}.safetensors"
@@ -211,7 +223,7 @@ class SnapshotWriter:
         found["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
         found["tensors"] = {
             name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
-            for name, tensor in content.tensors.items()
+            for name, tensor in tensors.items()
         }
         if content.rows is not None:
             found["segments"] = [{"name": segment.name, "bytes": segment.nbytes} for segment in segments]
@@ -390,7 +402,7 @@ class SnapshotReader:
     @property
     def nbytes(self) -> int:
         """The bytes of tensors and rows."""
-        return self._file.nbytes + sum(segment["bytes"] for segment in self.segments)
+        return self._file.nbytes + sum(int(segment["bytes"]) for segment in self.segments)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -462,7 +474,7 @@ def _open_newest(directory: Directory) -> tuple[dict[str, Any], list[int]]:
         patterns = (_TENSOR_FILE, *(SEGMENT_NAME,) * len(segments))
         for name, pattern in zip(names, patterns, strict=True):
             if not pattern.fullmatch(name):
-                raise SnapshotError(f"{path} is damaged: it names {name!r} as a file")
+                raise SnapshotError(f'{path} is damaged: a "name" of a file in it is {name!r}')
         descriptors: list[int] = []
         try:
             for name in names:

@@ -67,11 +67,7 @@ def checksum_of(tensor: Tensor) -> int:
     """The checksum of a tensor that is :func:`storable`."""
     checksum = 0
     for index in chunks(tensor.shape, tensor.element_size()):
-<<<<<<< HEAD
-        checksum = zlib.crc32(bytes_of(tensor[index].cpu()), checksum)
-=======
-        checksum = crc32(_bytes_of(tensor[index].cpu()), checksum)
->>>>>>> main
+        checksum = crc32(bytes_of(tensor[index].cpu()), checksum)
     return checksum
 
 
@@ -105,13 +101,8 @@ def write_tensors(
         for name, tensor in ordered.items():
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
-<<<<<<< HEAD
                 content = bytes_of(tensor[index].cpu())
-                checksum = zlib.crc32(content, checksum)
-=======
-                content = _bytes_of(tensor[index].cpu())
                 checksum = crc32(content, checksum)
->>>>>>> main
                 file.write(content)
             checksums[name] = checksum
         file.flush()

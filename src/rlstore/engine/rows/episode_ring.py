@@ -8,12 +8,8 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-<<<<<<< HEAD
 from pathlib import Path
-from typing import Any
-=======
 from typing import Any, Protocol
->>>>>>> main
 
 import torch
 from torch import Tensor

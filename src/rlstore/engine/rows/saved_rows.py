@@ -81,7 +81,7 @@ class RowCut:
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
         self._episodes = ring.episodes.cpu().clone()
-        self.tensors = {"counters": counters, "episodes": self._episodes, **self._following()}
+        self.tensors: Mapping[str, Tensor] = {"counters": counters, "episodes": self._episodes, **self._following()}
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
         self._spares = Recycler()
         self._copied: list[dict[str, Tensor]] = self._broken_off()
@@ -151,7 +151,7 @@ class RowCut:
 
     def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
         """The indices of episodes that, at the moment of the cut, had begun or ended among these rows."""
-        slots = episode.unique()
+        slots: Tensor = episode.unique()
         slots = slots[slots >= 0]
         begin, end = self._episodes[slots, 0], self._episodes[slots, 1]
         lane = slots % self._ring.lanes
@@ -224,6 +224,12 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
             buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
             rows = record.tensor(name, (count, block.shape[1]), torch.uint8, buffer)
             _put(block, places, rows if kept is None else rows[kept])
+        # As they were checked: the bytes of the rows could say something else.
+        episode = record.tensor("episode", (count,), torch.int32)
+        at = places.to(ring.device)
+        ring.blocks["episode"][at // ring.rows, at % ring.rows] = (episode if kept is None else episode[kept]).to(
+            at.device
+        )
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
             raise record.damaged("it has episodes that there cannot be")
