@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -16,14 +17,15 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained
-from rlstore.engine.checks import check_count, check_positive, check_seed
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
+from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
+from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
@@ -58,6 +60,8 @@ class ReplayCore(Storage):
 
     # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
+    # Arguments of a public class that name folders.
+    _folders: ClassVar[tuple[str, ...]] = ("path",)
     _pipeline: Pipeline | None = None  # None until the fields are known, and after close()
     _rows: EpisodeRing | None = None
     _appender: Appender  # there are both or neither
@@ -452,18 +456,31 @@ class ReplayCore(Storage):
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` transitions.
 
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
-        those of the class, by keyword.
+        those of the class, by keyword. Of a storage with folders (``path``, ``snapshot_dir``), only one can use them:
+        ``f(device, actor, algorithm, subfolder="a")`` creates one that uses the folders ``a`` in them.
         """
         check_keywords(cls, arguments)
 
-        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
+        def create(
+            device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None, *, subfolder: str = ""
+        ) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
+            if subfolder:
+                given.update(cls._folders_in(subfolder, given))
             make: Any = cls
             storage = make(observation_space, action_space, **given)
             storage._give(actor, algorithm)
             return storage
 
         return create
+
+    @classmethod
+    def _folders_in(cls, subfolder: str, given: Mapping[str, Any]) -> dict[str, str]:
+        """The folders that the class would use with these arguments, each with a subfolder appended."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+        used = {name: given.get(name, defaults.get(name)) for name in cls._folders}
+        owner = cls.__name__
+        return {name: os.path.join(check_path(owner, name, f), subfolder) for name, f in used.items() if f is not None}
 
     @guarded
     def init_tensors(self, sample: Sample) -> None:
@@ -643,11 +660,21 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    @guarded
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything needed to resume exactly; writers are paused. See :meth:`Storage.save`."""
-        with self._paused():
-            super().save(path)
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        with self._guard, self._paused():
+            yield
+
+    def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        return super()._content(copy=copy or self._rows is not None, note=note)  # rows are written after the guard
+
+    def _rows_for(self, writer: SnapshotWriter) -> RowCut | None:
+        if self._rows is None:
+            return None
+        rows = RowCut(self._rows, self._guard, writer)
+        if self._sharing is not None and self._sharing.control.has_writers:
+            rows.copy_all()  # they write without asking whether a row may be overwritten
+        return rows
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)
@@ -681,6 +708,14 @@ class ReplayCore(Storage):
         options = settings["options"]
         return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
 
+    @guarded
+    def _rows_in_folders(self) -> tuple[int, int] | None:
+        ring = self._rows
+        if ring is None or (ring.backing.kind != "mapped" and self._kept is None):
+            return None
+        unfinished = self._kept.unfinished if self._kept is not None and ring.backing.kind != "mapped" else 0
+        return ring.total_written, unfinished
+
     def _give_up(self) -> None:
         self.close()
 
@@ -692,8 +727,9 @@ class ReplayCore(Storage):
         if self._rows is None:
             return numbers, {"random": self._random}
         numbers["prepared"], prepared = ([], {}) if self._pipeline is None else self._pipeline.state()
+        numbers["layout"] = self._rows.described()
         own, tensors = self._sampler.state()
-        return {**numbers, **own}, {"random": self._random, **prepared, **self._rows.state(), **tensors}
+        return {**numbers, **own}, {"random": self._random, **prepared, **tensors}
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
@@ -701,7 +737,12 @@ class ReplayCore(Storage):
             return
         reader.read_into("random", self._random)
         self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
-        self._rows.set_state(reader)
+        if reader.has_rows:
+            if numbers["layout"] != self._rows.described():
+                raise reader.damaged("numbers.layout", numbers["layout"])
+            self._rows.saved[reader.folder] = restore_rows(self._rows, reader)
+        else:
+            self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)
