@@ -280,7 +280,22 @@ def saved_again(storage: Any, folder: Path, turn: int) -> Callable[[], Path]:
     return lambda: folder
 
 
-WAYS = {"saved elsewhere": saved_elsewhere, "saved again": saved_again}
+def saved_in_the_background(storage: Any, folder: Path, turn: int) -> Callable[[], Path]:
+    """The same folder each time, while the storage goes on."""
+    save = storage.save(folder, background=True)
+
+    def saved() -> Path:
+        save.wait()
+        return folder
+
+    return saved
+
+
+WAYS = {
+    "saved elsewhere": saved_elsewhere,
+    "saved again": saved_again,
+    "saved in the background": saved_in_the_background,
+}
 
 
 def play(training: Training, folder: Path) -> list[list[str]]:
