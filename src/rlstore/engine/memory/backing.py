@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.disk.files import free_disk
-from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, size_text, tensor_over
+from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, PrivateFiles, size_text, tensor_over
 from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.shared_memory import SharedMemory
@@ -49,13 +49,20 @@ class Backing:
         self.owner, self.kind, self.device = owner, kind, device
         self._files = None if path is None else MappedFiles(owner, path)
         self.segment: SharedMemory | None = None  # of "shared": the blocks, one after another
-        self.is_attached = False  # to the blocks of another process
+        self.is_attached = False  # to blocks that another process allocated
 
     @classmethod
     def attach(cls, owner: str, segment: SharedMemory) -> Backing:
         """A backing whose blocks are those that another process allocated, requested in the same order."""
         backing = cls(owner, "shared", torch.device("cpu"))
         backing.segment, backing.is_attached = segment, True
+        return backing
+
+    @classmethod
+    def private(cls, owner: str, files: PrivateFiles) -> Backing:
+        """A backing whose blocks are those of a mapped folder; what is written to them stays in memory."""
+        backing = cls(owner, "mapped", torch.device("cpu"), files.path)
+        backing._files, backing.is_attached = files, True
         return backing
 
     def reserve(self, nbytes: int) -> None:
