@@ -30,6 +30,7 @@ from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.seal import RowFiles, Seal
 from rlstore.errors import SnapshotError
 
+KIND, FIELDS = "mapped storage", {"schema": dict}
 NEED_LESS = (
     "Give a smaller storage_size, store each frame once with frame_stack, keep pixels as uint8, or give "
     'memory="mapped" with a path on a {larger} disk.'
@@ -69,7 +70,7 @@ class MappedFiles:
             SnapshotError: If its files are not what they were when it was left. Nothing was changed.
         """
         if_full = "Give a path on a larger disk."
-        folder = Folder(self._owner, self.path, "mapped storage", {"schema": dict}, lambda name: True, if_full)
+        folder = Folder(self._owner, self.path, KIND, FIELDS, lambda name: True, if_full)
         found = folder.match(schema)
         seal = _seal_of(folder.directory, rows)
         try:
@@ -206,17 +207,20 @@ class PrivateFiles(MappedFiles):
     The folder is neither locked nor changed, and its storage may go on writing.
 
     Attributes:
-        seal: Its seal; what that says of the files is not verified by :meth:`open`.
+        seal: Its seal, once it is open; what that says of the files is not verified then.
     """
+
+    seal: Seal | None = None
 
     _flags, _access = os.O_RDONLY, mmap.ACCESS_COPY
 
     def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
         """Open the folder, whose schema it must be."""
         self._directory = Directory(self.path)
-        self.seal = self._seal = _seal_of(self._directory, rows)
-        self.seal.read()
-        self._has_rows = any(self.seal.written())
+        seal = _seal_of(self._directory, rows)
+        seal.read()
+        self._has_rows = any(seal.written())
+        self.seal = self._seal = seal
         return True
 
     def _created(self, file: str, nbytes: int) -> int:

@@ -86,7 +86,7 @@ class Seal:
     """
 
     def __init__(self, directory: Directory, rows: RowFiles | None) -> None:
-        self._directory, self._rows, self._process = directory, rows, os.getpid()
+        self.path, self._directory, self._rows, self._process = directory.path, directory, rows, os.getpid()
         self._found: dict[str, Any] | None = None
         self._planted: frozenset[str] = frozenset()  # files that came while the folder was closed
 

@@ -226,6 +226,14 @@ class SnapshotReader:
             )
         self._file.read_into(name, target, entry["crc32"])
 
+    def verify(self, name: str) -> None:
+        """Read a tensor and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was saved.
+        """
+        self._file.verify(name, self._entry(name)["crc32"])
+
     def check_numbers(self, numbers: Mapping[str, Any], fields: manifest.Fields) -> None:
         """Refuse numbers that lack a field, or have one of another type; see :func:`manifest.check_fields`."""
         manifest.check_fields(self.manifest, numbers, fields, "numbers.")

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_positive
 from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
-from rlstore.engine.rows.schema import Field
+from rlstore.engine.rows.schema import Field, is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
@@ -92,6 +93,28 @@ class EpisodeRing:
         fields = [*((leaf.field, leaf.stack, leaf.axis) for leaf in self.leaves), *((c, 1, 0) for c in self.columns)]
         described = {f.name: [list(f.shape), str(f.dtype), stack, axis] for f, stack, axis in fields}
         return {"steps": self.steps, "lanes": self.lanes, "fields": described}
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any], backing: Backing) -> EpisodeRing:
+        """The ring that a mapped folder with this schema holds.
+
+        Raises:
+            LookupError, TypeError or ValueError: If it is not the schema of a ring.
+        """
+        steps, lanes, leaves, columns = schema["steps"], schema["lanes"], [], []
+        for name, (shape, dtype, stack, axis) in schema["fields"].items():
+            field = Field(name, *read_form(shape, dtype), "the folder")
+            if is_observation(name):
+                leaves.append(Leaf(field, stack, axis))
+            else:
+                columns.append(field)
+            if not all(type(n) is int and n >= 0 for n in (stack, axis)) or (stack > 1 and shape[axis] % stack):
+                raise ValueError(f"{name} cannot be {stack} frames along axis {axis} of {shape}")
+        check_positive("a mapped storage", steps=steps, lanes=lanes, stack=min(leaf.stack for leaf in leaves))
+        if "episode" in schema["fields"] or "rewards" not in schema["fields"]:
+            raise ValueError(f"{sorted(schema['fields'])} are not the fields of a step")
+        beside = {name: part for name, part in schema.items() if name not in ("steps", "lanes", "fields")}
+        return cls(leaves, columns, steps, lanes, backing, None, beside)
 
     def _row_files(self) -> RowFiles:
         """Which blocks of a mapped folder hold rows."""
