@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlstore import PrioritizedReplayStorage
+from rlstore import PrioritizedReplayStorage, verify
 from rlstore.__main__ import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -98,6 +98,24 @@ def test_a_mapped_folder_may_be_verified_while_its_storage_writes(tmp_path, caps
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_folder_that_changed_while_it_was_looked_at_is_looked_at_again(tmp_path, capsys, monkeypatch):
+    folder, looks = mapped(tmp_path / "mapped"), []
+
+    def changed_in_between(directory, schema, report):
+        looks.append(None)
+        if len(looks) < 3:
+            report.damaged(ValueError("half written"), directory.path, "tables")
+            flip(folder / "counters.bin", 0)
+        else:
+            look(directory, schema, report)
+
+    look = verify._look
+    monkeypatch.setattr(verify, "_look", changed_in_between)
+    status, lines = said(folder, capsys)
+    assert (status, len(looks)) == (0, 3)
+    assert lines[-1] == "whole: 60 transitions of 3 environments can be loaded"
 
 
 # ---------------------------------------------------------------------------------------------------- damaged folders
