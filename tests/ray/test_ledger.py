@@ -104,6 +104,22 @@ def test_what_a_life_had_stored_since_the_snapshot_is_lost_with_it(make):
     assert (second.starts, second.inserted, second.lost) == (1, 0, 0)
 
 
+def test_what_a_folder_holds_beyond_the_last_heartbeat_is_inserted_and_not_lost(make):
+    async def run():
+        ledger = make(shards=1)
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(0, inserted=100, held=100))
+        await ledger.heartbeat(facts(0, generation=2, inserted=112, held=112, restored=112))
+        counts = []
+        for known in (108, 112, 116):  # what writers know of the life before
+            await ledger.last_state(facts(0, inserted=known, held=known))
+            (shard,) = (await ledger.report())["shards"]
+            counts.append((shard.inserted, shard.lost))
+        return counts
+
+    assert asyncio.run(run()) == [(112, 0), (112, 0), (116, 4)]
+
+
 def test_no_more_is_lost_than_was_held(make):
     async def run():
         ledger = make(shards=1)

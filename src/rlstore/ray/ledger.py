@@ -83,10 +83,14 @@ class ShardCounts:
     sampled: int = 0
     lost: int = 0
     previous: ShardState | None = None  # the last known state of the previous generation
-    restored_at: int = 0  # the inserts in the snapshot that the current generation was restored from
+    restored_at: int = 0  # the inserts up to what the current generation was restored from
+
+    def counted(self, state: ShardState) -> int:
+        """The inserts of the previous generation: a folder may hold more than the ledger was told of."""
+        return max(state.inserted, self.restored_at)
 
     def lost_with(self, state: ShardState) -> int:
-        """Transitions lost with the previous generation: inserted since the snapshot, and not overwritten."""
+        """Transitions lost with the previous generation: inserted since what was restored, and not overwritten."""
         return min(max(state.inserted - self.restored_at, 0), state.held)
 
 
@@ -182,6 +186,7 @@ class Ledger:
             counts.inserted = state.inserted  # with those of its snapshot
         else:
             counts.previous, counts.restored_at = known, state.inserted
+            counts.inserted += counts.counted(known) - known.inserted
             counts.lost += counts.lost_with(known)
         counts.sampled += state.sampled
         self._inserts.granted += state.inserted_freely
@@ -197,7 +202,7 @@ class Ledger:
         previous = counts.previous
         if previous is None or state.generation != previous.generation or state.inserted <= previous.inserted:
             return
-        counts.inserted += state.inserted - previous.inserted
+        counts.inserted += counts.counted(state) - counts.counted(previous)
         counts.sampled += max(state.sampled - previous.sampled, 0)
         counts.lost += counts.lost_with(state) - counts.lost_with(previous)
         self._inserts.granted += state.inserted_freely - previous.inserted_freely

@@ -18,6 +18,7 @@ from rlstore.errors import InvalidInputError
 from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, start_on_this_node
 from rlstore.ray.learner import ServedLearner
 from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
+from rlstore.ray.saves import Saving
 from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.writer import ServedWriter
 from rlstore.storage import Storage
@@ -54,7 +55,9 @@ def serve(
 
     Args:
         factory: The result of ``create_factory`` of a storage. Its size and ``num_envs`` are those of one shard; the
-            writers of a shard share its environments.
+            writers of a shard share its environments. Of several shards each uses the folder ``shard-N`` in a folder
+            that the storage is given (``path``, ``snapshot_dir``); another function can do so if it takes the name of
+            that folder as ``subfolder``.
         shards: The number of storages, each in an actor of its own, spread over the nodes.
         rate_limit: Samples per insert, over all writers and learners; None for no limit.
         snapshot_dir: The folder for the snapshots of the shards, which every node must see. Snapshots in it are
@@ -90,7 +93,7 @@ def serve(
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
     shard_class = make_class(Shard).options
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
-    arguments = (packed_factory(factory), name, root, folder, snapshot_every)
+    arguments = (packed_factory(factory), name, root, Saving(shards, folder, snapshot_every))
     handles = tuple(
         shard_class(**options, name=shard_name(name, index)).remote(index, *arguments) for index in range(shards)
     )

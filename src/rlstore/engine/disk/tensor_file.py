@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import reserve
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.kernels import crc32
 
 CHUNK_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20  # of what is read only to verify it
@@ -68,7 +68,7 @@ def checksum_of(tensor: Tensor) -> int:
     """The checksum of a tensor that is :func:`storable`."""
     checksum = 0
     for index in chunks(tensor.shape, tensor.element_size()):
-        checksum = zlib.crc32(_bytes_of(tensor[index].cpu()), checksum)
+        checksum = crc32(_bytes_of(tensor[index].cpu()), checksum)
     return checksum
 
 
@@ -102,7 +102,7 @@ def write_tensors(
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
                 content = _bytes_of(tensor[index].cpu())
-                checksum = zlib.crc32(content, checksum)
+                checksum = crc32(content, checksum)
                 file.write(content)
             checksums[name] = checksum
         file.flush()
@@ -236,7 +236,7 @@ class TensorFile:
             content = _bytes_of(part)
             if os.preadv(self._descriptor, [content], offset) != len(content):
                 raise self.damaged(f"{name} is cut short")
-            found, offset = zlib.crc32(content, found), offset + len(content)
+            found, offset = crc32(content, found), offset + len(content)
             if part is not target_part:
                 target_part.copy_(part)
         if checksum is not None and found != checksum:

@@ -8,7 +8,7 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,18 @@ _FAULTS = {
     4: ("episodes", "what was before the episode of row {time} of environment {lane} is not known"),
     5: ("counters", "environment {lane} awaits a reset step, and no episode has just ended"),
 }
+_ENDLESS = 2**62  # steps that may be written when nothing limits them
+
+
+class Hold(Protocol):
+    """What needs rows that would be overwritten."""
+
+    def room(self) -> int:
+        """How many more steps may be written to any lane before a row that it needs is overwritten, at least 1.
+
+        It is called with the guard of the storage, when the steps that it returned before are written.
+        """
+        ...
 
 
 class EpisodeRing:
@@ -56,6 +68,10 @@ class EpisodeRing:
         autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
             "Disabled" (a step like any other), or None: a reset step if it looks like one.
         beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
+
+    Attributes:
+        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts and
+            copies have none.
     """
 
     def __init__(
@@ -75,6 +91,7 @@ class EpisodeRing:
         self.kept = steps + (min(max(steps // 16, _LEAST_GUARD), _MOST_GUARD) if shared else 0)
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
         self.rows = self.kept + max(leaf.stack for leaf in leaves)
+        self.holds: list[Hold] = []
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
         self._layout = Layout(self.leaves, self.columns)
@@ -236,6 +253,7 @@ class EpisodeRing:
         """Some lanes alone, on the same memory, for one who writes them."""
         part = object.__new__(EpisodeRing)
         part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
+        part.holds = []
         part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
         part.counters = self.counters[:, lanes.start : lanes.stop]
         part._view_counters()
@@ -356,6 +374,17 @@ class EpisodeRing:
         if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
             self._follow_whole(whole)
         return self.kernel
+
+    def make_room(self) -> None:
+        """Let some more steps be written: as many as all holds allow."""
+        room = min((hold.room() for hold in self.holds), default=_ENDLESS)
+        self.writing_kernel().allow(max(room, 1))
+
+    def ask_again(self) -> None:
+        """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
+        writes = self if self._inner is None else self._inner
+        if writes._kernel is not None:
+            writes._kernel.allow(0)
 
     def extend(self, *, episodes: bool) -> None:
         """Make room for more episodes, or (False) the tables of starts."""
@@ -508,7 +537,7 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
@@ -516,5 +545,5 @@ class EpisodeRing:
         apart = state.pop("apart")
         self.__dict__.update(state)
         self.blocks = {**self._layout.views(self._records), **apart}
-        self._kernel, self._whole = None, None
+        self._kernel, self._whole, self.holds = None, None, []
         self._view_counters()
