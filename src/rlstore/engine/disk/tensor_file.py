@@ -254,7 +254,7 @@ class TensorFile:
             count = os.preadv(self._descriptor, [buffer[: end - offset]], offset)
             if count == 0:
                 raise self.damaged(f"{name} is cut short")
-            found, offset = zlib.crc32(buffer[:count], found), offset + count
+            found, offset = crc32(buffer[:count], found), offset + count
         if found != checksum:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
 
