@@ -8,6 +8,7 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_positive
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import SavedRows, SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field, is_observation, read_form
@@ -94,6 +95,7 @@ class EpisodeRing:
         self.holds: list[Hold] = []
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
+        self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
         if not backing.is_attached:
             backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
@@ -146,7 +148,7 @@ class EpisodeRing:
         self.blocks = self._layout.views(records)
         for name, shape, dtype in self._layout.apart:
             self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
-        self._records = records
+        self.records = records
         shared = self.backing.kind == "shared"
         first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
         slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
@@ -177,7 +179,7 @@ class EpisodeRing:
         self.after_end.fill_(-1)
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
-        self._restore(tables, self.kept, has_starts, self._damaged)
+        self.restore(tables, self.kept, has_starts, self._damaged)
         self.resume()
 
     def resume(self) -> None:
@@ -187,7 +189,7 @@ class EpisodeRing:
     def _damaged(self, name: str, how: str) -> SnapshotError:
         return self.backing.unusable("records" if name == "episode" else name, how)
 
-    def _restore(
+    def restore(
         self,
         tables: tuple[Tensor, Tensor, Tensor, Tensor],
         kept: int,
@@ -317,7 +319,7 @@ class EpisodeRing:
         """Bytes of all blocks and tables."""
         apart = [self.blocks[name] for name, _, _ in self._layout.apart]
         starts = [start for start in self.starts if start is not None]
-        tensors = [self._records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
+        tensors = [self.records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
         return sum(tensor.nbytes for tensor in tensors)
 
     def clear(self) -> None:
@@ -452,40 +454,27 @@ class EpisodeRing:
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
-        extent = min(int(self.written.max()) + 1, self.rows)
-        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
-        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
-        for leaf, table in zip(self.leaves, self.starts, strict=True):
-            if table is not None:
-                tables[f"start {leaf.field.name}"] = table
-        counters = self.counters.clone()
-        counters[3].clamp_(min=-1)  # whoever loads it resumes it
-        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
-        return {**blocks, **tables, **own}
+    @property
+    def apart(self) -> list[str]:
+        """The fields that are not in :attr:`records`."""
+        return [name for name, _, _ in self._layout.apart]
 
-    def set_state(self, reader: SnapshotReader) -> None:
-        """Hold what :meth:`state` returned.
+    def described(self) -> dict[str, Any]:
+        """Where each field of a record is, as JSON."""
+        return self._layout.described()
 
-        Raises:
-            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
-        """
-        counters, episodes, free_slots, extent = self._read_tables(reader)
-        slots, written = len(episodes), counters[0].tolist()
+    def begin_restore(self, slots: int, *, has_starts: bool) -> None:
+        """Blocks and tables are about to be filled from a snapshot with room for ``slots`` episodes."""
         self.backing.break_seal()
         if slots > self.slots:
             self._extend_tables(slots)
-        if any(name.startswith("start ") for name in reader.names):
+        if has_starts:
             self._make_starts()
         self.begun.copy_(self.counters[0])  # a mapped folder holds nothing until it holds everything
-        for name, block in self.blocks.items():
-            self._read_block(name, block, extent, written, reader)
-        for kind, tables in (("final", self.finals), ("start", self.starts)):
-            for leaf, table in zip(self.leaves, tables, strict=True):
-                name = f"{kind} {leaf.field.name}"
-                if table is not None and (kind == "final" or name in reader.names):
-                    reader.read_into(name, table[:slots])
+
+    def end_restore(self, counters: Tensor, episodes: Tensor, free_slots: Tensor) -> None:
+        """All rows are there: hold them."""
+        slots = len(episodes)
         self.episodes[:slots].copy_(episodes)
         self.free_slots[: slots // self.lanes].copy_(free_slots)
         self.counters.copy_(counters)
@@ -495,6 +484,30 @@ class EpisodeRing:
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()
+
+    def disown_margin(self, written: Tensor) -> None:
+        """Rows before those that are held, which a writer leaves alone, belong to no episode: they were not saved."""
+        times = written.to(self.device).unsqueeze(1) - torch.arange(self.steps + 1, self.kept + 1, device=self.device)
+        lanes = torch.arange(self.lanes, device=self.device).unsqueeze(1).expand_as(times)
+        self.blocks["episode"][lanes, times % self.rows] = -1
+
+    def set_state(self, reader: SnapshotReader) -> None:
+        """Hold what a snapshot has that was saved before rows were apart.
+
+        Raises:
+            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
+        """
+        counters, episodes, free_slots, extent = self._read_tables(reader)
+        slots, written = len(episodes), counters[0].tolist()
+        self.begin_restore(slots, has_starts=any(name.startswith("start ") for name in reader.names))
+        for name, block in self.blocks.items():
+            self._read_block(name, block, extent, written, reader)
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                name = f"{kind} {leaf.field.name}"
+                if table is not None and (kind == "final" or name in reader.names):
+                    reader.read_into(name, table[:slots])
+        self.end_restore(counters, episodes, free_slots)
 
     def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
         """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
@@ -517,7 +530,7 @@ class EpisodeRing:
         has_starts = all(leaf.stack == 1 or f"start {leaf.field.name}" in reader.names for leaf in self.leaves)
         kept = self.kept if is_whole else min(self.kept, extent - deepest)
         tables = (counters, episode_of, episodes, free_slots)
-        self._restore(tables, kept, has_starts, reader.unusable)
+        self.restore(tables, kept, has_starts, reader.unusable)
         return counters, episodes, free_slots, extent
 
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
@@ -537,13 +550,13 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "saved")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         apart = state.pop("apart")
         self.__dict__.update(state)
-        self.blocks = {**self._layout.views(self._records), **apart}
-        self._kernel, self._whole, self.holds = None, None, []
+        self.blocks = {**self._layout.views(self.records), **apart}
+        self._kernel, self._whole, self.holds, self.saved = None, None, [], {}
         self._view_counters()
