@@ -112,6 +112,8 @@ class Trials:
             os.write(writing, json.dumps(how).encode() + b"\n")
             verdict, finding = verdict_on(mutant.path)
             outcome, error = try_mutant(mutant.saved, mutant.path, mutant.may_differ)
+            if verdict == "damaged" and outcome == "same":
+                outcome, error = "verify: damaged, load: same", finding
             if verdict != "damaged" and (verdict != "whole" or (outcome == "refused" and not _is_elsewhere(error))):
                 outcome, error = f"verify: {verdict}, load: {outcome}", f"{finding} / {error}"
             after = _state(self._witness)
@@ -137,7 +139,14 @@ def verdict_on(path: Path) -> tuple[str, str]:
 
 def _is_elsewhere(error: str) -> bool:
     """Whether a folder is refused for what is not in it: other arguments than its storage has, or too little memory."""
-    return "of another form than" in error or error.startswith("DoesNotFitError")
+    elsewhere = (
+        "of another form than",
+        "no class of that name is imported",
+        "is not the manifest of",
+        "also uses the folder",
+        "DoesNotFitError",
+    )
+    return any(part in error for part in elsewhere)
 
 
 def try_mutant(saved: Saved, path: Path, may_differ: bool) -> tuple[str, str]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows
@@ -25,7 +27,8 @@ from rlstore.engine.disk.mapped import PrivateFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.errors import SnapshotError, StorageError
+from rlstore.errors import DoesNotFitError, SnapshotError, StorageError
+from rlstore.storage import check_snapshot
 
 _LOOKS = 5  # at a folder that changes while it is looked at
 _MOST_SHOWN = 3  # things that are wrong with one file
@@ -59,14 +62,18 @@ class Report:
         """A file was looked at."""
         self.files.setdefault(name, text)
 
-    def damaged(self, error: Exception, folder: Path, name: str) -> None:
+    def damaged(self, name: str, how: str) -> None:
+        """Something is wrong with a file."""
+        self.files.setdefault(name, "")
+        self.damages.setdefault(name, []).append(how)
+
+    def refused(self, error: Exception, folder: Path, name: str) -> None:
         """Something is wrong with the file that an error names, else with ``name``."""
         text = str(error) if isinstance(error, StorageError) else repr(error)
         begin, is_named, how = text.partition(" is damaged: ")
         if is_named and Path(begin).parent == folder:
             name, text = Path(begin).name, how
-        self.files.setdefault(name, "")
-        self.damages.setdefault(name, []).append(text)
+        self.damaged(name, text)
 
     def lines(self) -> Iterator[str]:
         """One line for what it is, one for each file, and one that sums it up."""
@@ -98,18 +105,11 @@ def verify(path: Path) -> Report | None:
             return None
         report = Report(_plain(f"{directory.path}: {kind}"))
         report.saved = "nothing can be loaded"  # until it is known better
-        for check, name in ((_verify_lock, LOCK), (_KINDS[kind], manifest.NAME)):
-            try:
-                check(directory, report)
-            except Exception as error:  # nothing that a folder says is trusted
-                report.damaged(error, directory.path, name)
+        try:
+            _KINDS[kind](directory, report)
+        except Exception as error:  # nothing that a folder says is trusted
+            report.refused(error, directory.path, manifest.NAME)
         return report
-
-
-def _verify_lock(directory: Directory, report: Report) -> None:
-    """What is in the place of the lock must be a file: else no storage can use the folder."""
-    if LOCK in directory.names():
-        os.close(directory.open(LOCK))
 
 
 def _kind_of(directory: Directory) -> str | None:
@@ -125,10 +125,21 @@ def _kind_of(directory: Directory) -> str | None:
     return next((kind for kind, of in _FILES.items() if any(map(of.fullmatch, names))), None)
 
 
+def _verify_lock(directory: Directory, report: Report) -> None:
+    """What is in the place of the lock must be a file: else no storage can use the folder."""
+    try:
+        os.close(directory.open(LOCK))
+    except FileNotFoundError:
+        return
+    except SnapshotError as error:
+        report.refused(error, directory.path, LOCK)
+
+
 # ---------------------------------------------------------------------------------------------------- episodes
 
 
 def _verify_episodes(directory: Directory, report: Report) -> None:
+    _verify_lock(directory, report)
     found = manifest.read_manifest(directory, episode_files.KIND, episode_files.FIELDS)
     reader = EpisodeReader(directory, found["schema"])
     report.looked_at(manifest.NAME)
@@ -143,7 +154,7 @@ def _verify_episodes(directory: Directory, report: Report) -> None:
         except FileNotFoundError:
             report.looked_at(name, "evicted meanwhile")
         except (SnapshotError, OSError) as error:
-            report.damaged(error, directory.path, name)
+            report.refused(error, directory.path, name)
     report.saved = f"{len(steps):,} of {len(numbers):,} episodes can be read, {sum(steps):,} transitions"
 
 
@@ -151,6 +162,7 @@ def _verify_episodes(directory: Directory, report: Report) -> None:
 
 
 def _verify_mapped(directory: Directory, report: Report) -> None:
+    _verify_lock(directory, report)
     found = manifest.read_manifest(directory, mapped.KIND, mapped.FIELDS)
     report.looked_at(manifest.NAME)
     for _ in range(_LOOKS):
@@ -176,7 +188,7 @@ def _look(directory: Directory, schema: Mapping[str, Any], report: Report) -> No
         _take_priorities(ring, schema["priorities"])
         report.looked_at("tables")
     except Exception as error:
-        report.damaged(error, directory.path, "tables")
+        report.refused(error, directory.path, "tables")
     for name in directory.names():
         if name.endswith(".bin"):
             report.looked_at(name)
@@ -213,7 +225,7 @@ def _verify_seal(own: seal.Seal, report: Report) -> list[seal.Damage]:
     report.looked_at(seal.NAME, "closed" if found["closed"] else is_open)
     damages = list(own.damages(found))
     for damage in damages:
-        report.damaged(damage.error, own.path, damage.file)
+        report.refused(damage.error, own.path, damage.file)
     return damages
 
 
@@ -231,19 +243,99 @@ def _undamaged(ring: EpisodeRing, damages: list[seal.Damage]) -> int:
 
 
 def _verify_snapshot(directory: Directory, report: Report) -> None:
-    with SnapshotReader(directory.path) as reader:
-        report.looked_at(manifest.NAME, f"of a {reader.class_name}")
-        whole = [name for name in reader.names if _is_whole(reader, name, report)]
-    report.saved = f"{len(whole)} of {len(reader.names)} tensors can be read"
+    with SnapshotReader(directory.path, keeps_rows=False) as reader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a storage of this size needs
+        report.looked_at(manifest.NAME, reader.class_name)
+        for name in reader.files:
+            report.looked_at(name)
+        for name in directory.names():
+            if _FILES["snapshot"].fullmatch(name):
+                report.looked_at(name, "no part of it: a save is in progress, or one did not finish")
+        try:
+            is_checked, why_not = check_snapshot(reader), f"no class {reader.class_name} is imported"
+        except DoesNotFitError as error:
+            is_checked, why_not = False, str(error)
+        except SnapshotError as error:
+            report.saved = _scan(reader, report)
+            if not report.damages:  # every checksum is right
+                report.refused(error, directory.path, "tables")
+                report.saved = "nothing can be loaded"
+            return
+        report.looked_at("tables", "" if is_checked else f"not checked: {why_not}")
+        report.saved = _loadable(reader) if is_checked else _scan(reader, report)
 
 
-def _is_whole(reader: SnapshotReader, name: str, report: Report) -> bool:
-    try:
+def _loadable(reader: SnapshotReader) -> str:
+    """What can be loaded of a snapshot that :func:`check_snapshot` has accepted; it need not have read everything."""
+    for name in sorted(reader.unread):
         reader.verify(name)
-    except SnapshotError as error:
-        report.damaged(error, reader.folder, name)
-        return False
-    return True
+    coverage = _coverage(reader)
+    return "it can be loaded" if coverage is None else f"{coverage.needed:,} transitions can be loaded"
+
+
+def _scan(reader: SnapshotReader, report: Report) -> str:
+    """Look for everything that is damaged; says what is not."""
+    whole = set()
+    for name in reader.names:
+        try:
+            reader.verify(name)
+            whole.add(name)
+        except SnapshotError as error:
+            report.refused(error, reader.folder, manifest.NAME)
+    told = f"{len(whole)} of {len(reader.names)} tensors can be read"
+    if not reader.has_rows:
+        return told
+    coverage = _coverage(reader) if "counters" in whole else None
+    for index in range(len(reader.segments)):
+        _scan_segment(reader, index, coverage, report)
+    return told if coverage is None else f"{coverage.count:,} of {coverage.needed:,} transitions, and {told}"
+
+
+def _scan_segment(reader: SnapshotReader, index: int, coverage: _Coverage | None, report: Report) -> None:
+    """Look for damaged records; the rows of the others are covered."""
+    name, records = reader.segments[index]["name"], reader.records_in(index)
+    while True:
+        times: list[Tensor] = []
+        try:
+            record = next(records, None)  # none comes after one whose length is not known
+            if record is None:
+                return
+            times = [record.tensor(name, record.shapes.get(name, ()), torch.int64) for name in ("first", "stop")]
+            record.verify()
+            if coverage is not None:
+                coverage.add(*times)
+        except SnapshotError as error:
+            where = str(error).replace(f" of {reader.folder / name}", "")
+            lost = f" It has rows {times[0].tolist()} to {times[1].tolist()}." if len(times) == 2 else ""
+            report.damaged(name, where + lost)
+
+
+class _Coverage:
+    """How many of the rows that a snapshot should hold it has.
+
+    Args:
+        first: The oldest row of each lane that it should have, int64 ``[lanes]``.
+        stop: One past the newest.
+    """
+
+    def __init__(self, first: Tensor, stop: Tensor) -> None:
+        self._end, self._stop, self.count = first, stop, 0
+        self.needed = int((stop - first).sum())
+
+    def add(self, first: Tensor, stop: Tensor) -> None:
+        """There are these rows, which come after those that were added before."""
+        stop = torch.minimum(stop, self._stop)
+        self.count += int((stop - torch.maximum(first, self._end)).clamp(min=0).sum())
+        self._end = torch.maximum(self._end, stop)
+
+
+def _coverage(reader: SnapshotReader) -> _Coverage | None:
+    """The rows that a snapshot of replay should hold; None of another one."""
+    size = reader.settings.get("storage_size")
+    if "counters" not in reader.names or type(size) is not int:
+        return None
+    written, begun, *_ = reader.tensor("counters")
+    return _Coverage(torch.maximum(begun, written - size // len(written)), written)
 
 
 _KINDS: dict[str, Callable[[Directory, Report], None]] = {

@@ -708,6 +708,12 @@ class ReplayCore(Storage):
         options = settings["options"]
         return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
 
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        in_ram = {"memory": "ram"} if options.get("memory") == "mapped" else {}
+        return {**settings, "options": {**options, **in_ram}}
+
     @guarded
     def _rows_in_folders(self) -> tuple[int, int] | None:
         ring = self._rows

@@ -492,7 +492,7 @@ class EpisodeRing:
         self.blocks["episode"][lanes, times % self.rows] = -1
 
     def set_state(self, reader: SnapshotReader) -> None:
-        """Hold what a snapshot has that was saved before rows were apart.
+        """Hold what a snapshot has that was saved before rows were apart; nothing, if the reader keeps no rows.
 
         Raises:
             SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
@@ -506,8 +506,9 @@ class EpisodeRing:
             for leaf, table in zip(self.leaves, tables, strict=True):
                 name = f"{kind} {leaf.field.name}"
                 if table is not None and (kind == "final" or name in reader.names):
-                    reader.read_into(name, table[:slots])
-        self.end_restore(counters, episodes, free_slots)
+                    reader.read_rows(name, table[:slots])
+        if reader.keeps_rows:
+            self.end_restore(counters, episodes, free_slots)
 
     def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
         """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
@@ -536,10 +537,12 @@ class EpisodeRing:
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
         """Fill a block from one of ``extent`` rows, which lie elsewhere in a ring of another size."""
         if extent == min(max(written) + 1, self.rows):
-            reader.read_into(name, block[:, :extent])
+            reader.read_rows(name, block[:, :extent])
             return
         there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
-        reader.read_into(name, there)
+        reader.read_rows(name, there)
+        if not reader.keeps_rows:
+            return
         if name == "episode":
             block.fill_(-1)  # rows that were not saved belong to no episode
         for lane, count in enumerate(written):
