@@ -59,7 +59,7 @@ def serve_locally(monkeypatch: Any, factory: Any, shards: int) -> ServedStorage:
         monkeypatch.setattr(module, "is_done", lambda ref: True)
     for module in (learner, serving):
         monkeypatch.setattr(module, "answers", lambda refs, names, seconds: refs)
-    keeper = actors[ledger.ledger_name("local")] = LocalActor(ledger.Ledger("local", shards, None, None, 60.0))
+    keeper = actors[ledger.ledger_name("local")] = LocalActor(ledger.Ledger("local", None, Saving(shards), 60.0))
     packed = shard.packed_factory(factory)
     for index in range(shards):
         made = shard.Shard(index, packed, "local", 0, Saving(shards))

@@ -82,7 +82,7 @@ def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
     fill(storage, 3)
     storage.save(tmp_path / "saved")
     files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files if path.stat().st_size} == {".json", ".safetensors"}
+    assert {path.suffix for path in files if path.stat().st_size} == {".bin", ".json", ".safetensors"}
     (manifest,) = [path for path in files if path.suffix == ".json"]
     assert any("version" in key for key in json.loads(manifest.read_text()))
 

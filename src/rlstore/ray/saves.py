@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlstore import HindsightReplayStorage
-from rlstore.engine.disk import manifest
 from rlstore.engine.disk.directory import Directory
-from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.errors import SnapshotError
+from rlstore.ray.counts import check_shards
 from rlstore.storage import Storage
 
 
@@ -28,11 +27,22 @@ class Saving:
         shards: The number of shards.
         snapshot_dir: The folder of the snapshots, or None.
         snapshot_every: Transitions inserted into a shard between its snapshots, or None.
+        journal: The folder of the journals, or None.
+        interval: Seconds between the commits of a journal.
+        fsync: Whether a commit survives a power failure.
     """
 
     shards: int = 1
     snapshot_dir: str | None = None
     snapshot_every: int | None = None
+    journal: str | None = None
+    interval: float = 2.0
+    fsync: bool = True
+
+    @property
+    def roots(self) -> list[str]:
+        """The folders of all shards."""
+        return [folder for folder in (self.snapshot_dir, self.journal) if folder is not None]
 
 
 class Restored(NamedTuple):
@@ -93,7 +103,7 @@ class Saves:
             return factory("cpu", None, None)
         storage = factory("cpu", None, None, subfolder=f"shard-{self._shard}")
         for folder in _own_folders(storage).values():
-            check_number(Path(folder).parent, self._saving.shards)
+            check_shards(os.path.dirname(folder), self._saving.shards)
         return storage
 
     def record(self, storage: Storage, inserted: int) -> None:
@@ -106,17 +116,6 @@ class Saves:
         if self._snapshots is None:
             raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
         self._snapshots.save(storage, inserted)
-
-
-def check_number(root: Path, shards: int) -> None:
-    """Refuse a folder that holds the folders of more shards, or of a storage that was not served in several."""
-    found = (re.fullmatch("shard-([0-9]+)", entry.name) for entry in root.iterdir())
-    most = max((int(match[1]) + 1 for match in found if match), default=0)
-    if most > shards or (root / manifest.NAME).exists():
-        held = f"a storage served in {most} shards" if most > shards else "a storage that was not served in shards"
-        raise InvalidInputError(
-            f"the folder {root} holds {held}, and shards is {shards}; give the same number, or another folder"
-        )
 
 
 def _own_folders(storage: Storage) -> dict[str, str]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rlstore.errors import InvalidInputError, PeerLostError
 from rlstore.ray.calls import this_node, was_restarted
-from rlstore.ray.ledger import NAMESPACE, ShardState, ledger_name
+from rlstore.ray.counts import ShardState
+from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.wire import Array, Packed, pack
@@ -263,14 +264,16 @@ class Shard:
         self._heartbeat(())
         return list(result) if isinstance(result, Iterator) else result
 
-    def save(self) -> None:
-        """Write a snapshot."""
+    def save(self) -> ShardState:
+        """Write a snapshot, and return the state up to which it goes."""
         storage = self._open()
         with self._lock:
             self._saves.save(storage, self._state.inserted)
             self._saved_at = self._state.inserted
             self._saved += 1
-        self._ledger.save.remote()
+            state = self.ready()
+        self._ledger.save.remote([state])
+        return state
 
     @ray.method(concurrency_group="draw")
     def describe(self) -> tuple[ShardState, int, int]:

@@ -170,7 +170,9 @@ class Backing:
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
         if self.grows:
-            self._require_more(rows * tensor[0].nbytes, f"the table {name!r} of {rows:,} entries")
+            self._require_more(
+                rows * math.prod(tensor.shape[1:]) * tensor.itemsize, f"the table {name!r} of {rows:,} entries"
+            )
         longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)

@@ -8,6 +8,7 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import SavedRows, SnapshotReader
+from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import Backing
-from rlstore.engine.memory.capacity import MUCH
 from rlstore.engine.memory.growth import ENDLESS, Counts, Growth, RowBlock
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
@@ -97,6 +98,7 @@ class EpisodeRing:
         self.beside: dict[str, Tensor] = {}
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
+        self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
         what = f"{steps * lanes:,} transitions of {lanes} environments"
         if not backing.is_attached:
@@ -135,7 +137,7 @@ class EpisodeRing:
         self.blocks = self._layout.views(records)
         for name, shape, dtype in self._layout.apart:
             self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
-        self._records = records
+        self.records = records
         shared = self.backing.kind == "shared"
         first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
         slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
@@ -168,7 +170,7 @@ class EpisodeRing:
         self.after_end.fill_(-1)
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
-        self._restore(tables, self.kept, has_starts, self._damaged)
+        self.restore(tables, self.kept, has_starts, self._damaged)
         self.resume()
 
     def resume(self) -> None:
@@ -178,7 +180,7 @@ class EpisodeRing:
     def _damaged(self, name: str, how: str) -> SnapshotError:
         return self.backing.unusable("records" if name == "episode" else name, how)
 
-    def _restore(
+    def restore(
         self,
         tables: tuple[Tensor, Tensor, Tensor, Tensor],
         kept: int,
@@ -309,7 +311,7 @@ class EpisodeRing:
         """Bytes of all blocks and tables."""
         apart = [self.blocks[name] for name, _, _ in self._layout.apart]
         starts = [start for start in self.starts if start is not None]
-        tensors = [self._records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
+        tensors = [self.records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
         return sum(tensor.nbytes for tensor in tensors)
 
     def clear(self) -> None:
@@ -378,7 +380,7 @@ class EpisodeRing:
 
     def _memory_room(self) -> int:
         """How many steps there is memory for, before it has to be asked what is free."""
-        if not self.backing.grows or self.whole._expected_bytes() < MUCH:
+        if not self.backing.grows or self.whole._expected_bytes() < capacity.MUCH:
             return ENDLESS
         written = self.counters[0].numpy()
         room = 0 if self._reach is None else int((self._reach - written).min())
@@ -393,7 +395,7 @@ class EpisodeRing:
         lanes, page = self.lanes, self.backing.page
         count = np.minimum(written - self._since + 1, self.rows)
         apart = [self.blocks[name] for name, _, _ in self._layout.apart]
-        records = self._records[self.first : self.first + lanes]
+        records = self.records[self.first : self.first + lanes]
         blocks = [RowBlock(b.data_ptr(), lanes, self.rows, b[0, 0].nbytes, page) for b in (records, *apart)]
         blocks += [RowBlock(t.data_ptr(), lanes, self.steps, t.itemsize, page) for t in self.beside.values()]
         tables = [self.episodes, *self.finals, *(start for start in self.starts if start is not None)]
@@ -474,41 +476,42 @@ class EpisodeRing:
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
-        extent = min(int(self.written.max()) + 1, self.rows)
-        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
-        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
-        for leaf, table in zip(self.leaves, self.starts, strict=True):
-            if table is not None:
-                tables[f"start {leaf.field.name}"] = table
-        counters = self.counters.clone()
-        counters[3].clamp_(min=-1)  # whoever loads it resumes it
-        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
-        return {**blocks, **tables, **own}
+    @property
+    def apart(self) -> list[str]:
+        """The fields that are not in :attr:`records`."""
+        return [name for name, _, _ in self._layout.apart]
 
-    def set_state(self, reader: SnapshotReader) -> None:
-        """Hold what :meth:`state` returned.
+    def described(self) -> dict[str, Any]:
+        """Where each field of a record is, as JSON."""
+        return self._layout.described()
+
+    def begin_restore(self, oldest: Tensor, written: Tensor, slots: int, *, has_starts: bool) -> None:
+        """Blocks and tables are about to be filled from a snapshot.
+
+        Args:
+            oldest: A row of each lane before which there are none, int64 ``[lanes]``.
+            written: The rows that were ever written, int64 ``[lanes]``.
+            slots: Episodes that there is to be room for.
+            has_starts: Whether tables of starts are needed.
 
         Raises:
-            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
+            DoesNotFitError: (a MemoryError) if there is no memory for the rows. Nothing was changed.
         """
-        counters, episodes, free_slots, extent = self._read_tables(reader)
-        slots, written = len(episodes), counters[0].tolist()
-        self._take_memory(counters)
+        if self.backing.grows:
+            self._since[:] = torch.maximum(oldest, written + 1 - self.rows).numpy()
+            self._reach = None
+            what = f"the {int((written - torch.from_numpy(self._since)).sum()):,} rows that it held"
+            self.backing.require(self._growth(written.numpy()).taken, what)
         self.backing.break_seal()
         if slots > self.slots:
             self._extend_tables(slots)
-        if any(name.startswith("start ") for name in reader.names):
+        if has_starts:
             self._make_starts()
         self.begun.copy_(self.counters[0])  # a mapped folder holds nothing until it holds everything
-        for name, block in self.blocks.items():
-            self._read_block(name, block, extent, written, reader)
-        for kind, tables in (("final", self.finals), ("start", self.starts)):
-            for leaf, table in zip(self.leaves, tables, strict=True):
-                name = f"{kind} {leaf.field.name}"
-                if table is not None and (kind == "final" or name in reader.names):
-                    reader.read_into(name, table[:slots])
+
+    def end_restore(self, counters: Tensor, episodes: Tensor, free_slots: Tensor) -> None:
+        """All rows are there: hold them."""
+        slots = len(episodes)
         self.episodes[:slots].copy_(episodes)
         self.free_slots[: slots // self.lanes].copy_(free_slots)
         self.counters.copy_(counters)
@@ -519,14 +522,30 @@ class EpisodeRing:
         if self._inner is not None:
             self.catch_up()
 
-    def _take_memory(self, counters: Tensor) -> None:
-        """Refuse rows that there is no memory for, before any of them is read into a ring that holds none."""
-        if self.backing.grows:
-            written, begun = counters[0].numpy(), counters[1].numpy()
-            self._since[:] = np.maximum(np.maximum(begun, written + 1 - self.rows), 0)
-            self._reach = None
-            held = int(np.minimum(written - begun, self.steps).sum())
-            self.backing.require(self._growth(written).taken, f"the {held:,} transitions that it held")
+    def disown_margin(self, written: Tensor) -> None:
+        """Rows before those that are held, which a writer leaves alone, belong to no episode: they were not saved."""
+        times = written.to(self.device).unsqueeze(1) - torch.arange(self.steps + 1, self.kept + 1, device=self.device)
+        lanes = torch.arange(self.lanes, device=self.device).unsqueeze(1).expand_as(times)
+        self.blocks["episode"][lanes, times % self.rows] = -1
+
+    def set_state(self, reader: SnapshotReader) -> None:
+        """Hold what a snapshot has that was saved before rows were apart.
+
+        Raises:
+            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
+        """
+        counters, episodes, free_slots, extent = self._read_tables(reader)
+        slots, written = len(episodes), counters[0].tolist()
+        has_starts = any(name.startswith("start ") for name in reader.names)
+        self.begin_restore(torch.zeros_like(counters[0]), counters[0], slots, has_starts=has_starts)
+        for name, block in self.blocks.items():
+            self._read_block(name, block, extent, written, reader)
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                name = f"{kind} {leaf.field.name}"
+                if table is not None and (kind == "final" or name in reader.names):
+                    reader.read_into(name, table[:slots])
+        self.end_restore(counters, episodes, free_slots)
 
     def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
         """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
@@ -549,7 +568,7 @@ class EpisodeRing:
         has_starts = all(leaf.stack == 1 or f"start {leaf.field.name}" in reader.names for leaf in self.leaves)
         kept = self.kept if is_whole else min(self.kept, extent - deepest)
         tables = (counters, episode_of, episodes, free_slots)
-        self._restore(tables, kept, has_starts, reader.unusable)
+        self.restore(tables, kept, has_starts, reader.unusable)
         return counters, episodes, free_slots, extent
 
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
@@ -569,14 +588,14 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "beside")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "beside", "saved")
         state = {k: v for k, v in self.__dict__.items() if k not in views}
-        rows = {"records": self._records, **{name: self.blocks[name] for name, _, _ in self._layout.apart}}
+        rows = {"records": self.records, **{name: self.blocks[name] for name in self.apart}}
         if self.device.type == "cpu":  # of memory that is taken as rows come, a copy has what was taken
             extent = min(int(self.counters[0].max()) + 1, self.rows)
             rows = {name: block[:, :extent].clone() if extent < self.rows else block for name, block in rows.items()}
             state.update(self._used_tables())
-        return {**state, "_records": None, "_reach": None, "row blocks": rows}
+        return {**state, "records": None, "_reach": None, "row blocks": rows}
 
     def _used_tables(self) -> dict[str, Any]:
         """The tables, without the last episode indices of all lanes that were never taken."""
@@ -602,7 +621,8 @@ class EpisodeRing:
             for name, held in rows.items():
                 rows[name] = self.backing.zeros(name, (self.lanes, self.rows, *held.shape[2:]), held.dtype)
                 rows[name][:, : held.shape[1]] = held
-        self._records, apart = rows.pop("records"), rows
-        self.blocks = {**self._layout.views(self._records), **apart}
-        self._kernel, self._whole, self.holds, self.beside = None, None, [], {}
+        self.records, apart = rows.pop("records"), rows
+        self.blocks = {**self._layout.views(self.records), **apart}
+        self._kernel, self._whole = None, None
+        self.holds, self.beside, self.saved = [], {}, {}
         self._view_counters()
