@@ -106,7 +106,7 @@ def test_a_folder_that_changed_while_it_was_looked_at_is_looked_at_again(tmp_pat
     def changed_in_between(directory, schema, report):
         looks.append(None)
         if len(looks) < 3:
-            report.damaged(ValueError("half written"), directory.path, "tables")
+            report.damaged("tables", "half written")
             flip(folder / "counters.bin", 0)
         else:
             look(directory, schema, report)

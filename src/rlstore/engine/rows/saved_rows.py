@@ -215,7 +215,7 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
         SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a record cannot be read.
     """
     index = RowIndex(ring, reader)
-    ring.begin_restore(len(index.episodes), has_starts=index.has_starts)
+    ring.begin_restore(index.counters[1], index.counters[0], len(index.episodes), has_starts=index.has_starts)
     blocks, tables, buffer = _blocks(ring), _tables(ring), torch.empty(0, dtype=torch.uint8)
     put = _put if reader.keeps_rows else _forget
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
