@@ -211,7 +211,7 @@ def _flat_places(first: Tensor, stop: Tensor, rows: int) -> Tensor:
 
 
 def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
-    """Fill an empty ring with the rows of a snapshot.
+    """Fill an empty ring with the rows of a snapshot; it stays empty if the reader keeps no rows.
 
     Returns:
         What is known of the snapshot, for a save to the same folder.
@@ -220,32 +220,34 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
         SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a record cannot be read.
     """
     index = RowIndex(ring, reader)
-    ring.begin_restore(len(index.episodes), has_starts=index.has_starts)
+    ring.begin_restore(index.counters[1], index.counters[0], len(index.episodes), has_starts=index.has_starts)
     blocks = {name: block.flatten(0, 1) for name, block in _blocks(ring).items()}
     tables = {name: table[0] for name, table in _tables(ring).items()}
+    fill = _fill if reader.keeps_rows else _verify
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
         count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
         for name, block in blocks.items():
-            _fill(block, places, kept, record, name, count)
-        # As it was checked: the bytes of the rows could say something else.
-        episode = record.tensor("episode", (count,), torch.int32)
-        at = places.to(ring.device)
-        ring.blocks["episode"][at // ring.rows, at % ring.rows] = (episode if kept is None else episode[kept]).to(
-            at.device
-        )
+            fill(block, places, kept, record, name, count)
+        if reader.keeps_rows:
+            # As it was checked: the bytes of the rows could say something else.
+            episode = record.tensor("episode", (count,), torch.int32)
+            at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
+            ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
             raise record.damaged("it has episodes that there cannot be")
         for name, table in tables.items():
             if name in record.shapes:
-                _fill(table, slots, None, record, name, len(slots))
+                fill(table, slots, None, record, name, len(slots))
     newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
     for name, block in blocks.items():
         following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
         reader.read_into(f"following {name}", following)
-        block[newest.to(ring.device)] = following.to(ring.device)
-    ring.disown_margin(index.counters[0])
-    ring.end_restore(index.counters, index.episodes, index.free_slots)
+        if reader.keeps_rows:
+            block[newest.to(ring.device)] = following.to(ring.device)
+    if reader.keeps_rows:
+        ring.disown_margin(index.counters[0])
+        ring.end_restore(index.counters, index.episodes, index.free_slots)
     return index.saved
 
 
@@ -341,3 +343,8 @@ def _fill(table: Tensor, places: Tensor, kept: Tensor | None, record: Record, na
         table.numpy()[places.numpy()] = rows.numpy()  # faster than torch, which uses threads
     else:
         table[places.to(table.device)] = rows.to(table.device)
+
+
+def _verify(table: Tensor, places: Tensor, kept: Tensor | None, record: Record, name: str, count: int) -> None:
+    """In the place of :func:`_fill`, where rows are only read."""
+    record.tensor(name, (count, table.shape[1]), torch.uint8)
