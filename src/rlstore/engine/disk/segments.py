@@ -25,7 +25,7 @@ from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.engine.disk.manifest import check_fields
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
 from rlstore.errors import SnapshotError
-from rlstore.kernels import crc32
+from rlstore.kernels import crc32, start_writeback
 
 SEGMENT_BYTES = 64 << 20
 SEGMENT_NAME = re.compile(r"rows-([0-9]{6,})\.bin")
@@ -60,7 +60,9 @@ class SegmentFile:
             }
         )
         frame = _FRAME.pack(_MARK, len(header), crc32(header), sum(map(len, parts)))
-        self.nbytes += _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        written = _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        start_writeback(self._descriptor, self.nbytes, written)
+        self.nbytes += written
 
     def close(self, *, sync: bool) -> None:
         """Close the file, if ``sync`` when its content is on the disk."""
@@ -148,6 +150,15 @@ class Record:
         if crc32(content) != self._entries[name]["crc32"]:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
         return flat.view(dtype).view(shape)
+
+    def verify(self) -> None:
+        """Read everything and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was saved.
+        """
+        for name in self._entries:
+            self.tensor(name, self.shapes[name], self.dtypes[name])
 
     def damaged(self, how: str) -> SnapshotError:
         """The error of a damaged record."""
