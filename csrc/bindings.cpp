@@ -319,6 +319,7 @@ NB_MODULE(_native, m) {
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
       .def("append", &EpisodeRing::append)
+      .def("allow", &EpisodeRing::allow)
       .def(
           "guard_with",
           [](EpisodeRing& ring, nb::object guard, WindowIndex* windows, Priorities* priorities) {

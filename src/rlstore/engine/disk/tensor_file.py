@@ -67,19 +67,20 @@ def checksum_of(tensor: Tensor) -> int:
     """The checksum of a tensor that is :func:`storable`."""
     checksum = 0
     for index in chunks(tensor.shape, tensor.element_size()):
-        checksum = crc32(_bytes_of(tensor[index].cpu()), checksum)
+        checksum = crc32(bytes_of(tensor[index].cpu()), checksum)
     return checksum
 
 
 def write_tensors(
-    descriptor: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    descriptor: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sync: bool = True
 ) -> dict[str, int]:
-    """Write a file, which is closed then, chunk by chunk; its content is on the disk when this returns.
+    """Write a file, which is closed then, chunk by chunk.
 
     Args:
         descriptor: Of a new, empty file.
         tensors: By name, :func:`storable`; views are fine.
         metadata: Strings by name, for the header.
+        sync: Whether to wait until the content is on the disk.
 
     Returns:
         The checksum of each tensor.
@@ -100,12 +101,13 @@ def write_tensors(
         for name, tensor in ordered.items():
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
-                content = _bytes_of(tensor[index].cpu())
+                content = bytes_of(tensor[index].cpu())
                 checksum = crc32(content, checksum)
                 file.write(content)
             checksums[name] = checksum
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     return checksums
 
 
@@ -126,7 +128,18 @@ def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
             yield (part, *inner)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def dtype_code(dtype: torch.dtype) -> str:
+    """What the format calls a dtype of a tensor that is :func:`storable`."""
+    return _CODES[dtype]
+
+
+def dtype_of_code(code: str) -> torch.dtype | None:
+    """The dtype that the format calls so; None if it is unknown."""
+    return _DTYPES.get(code)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU; of a contiguous one, its own memory."""
     # A tensor of one element counts as contiguous whatever its strides, and a view as bytes wants a stride of 1.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
@@ -232,7 +245,7 @@ class TensorFile:
                 if buffer.numel() < part.numel():
                     buffer = torch.empty(part.numel(), dtype=plain.dtype)
                 part = buffer[: part.numel()].view(part.shape)
-            content = _bytes_of(part)
+            content = bytes_of(part)
             if os.preadv(self._descriptor, [content], offset) != len(content):
                 raise self.damaged(f"{name} is cut short")
             found, offset = crc32(content, found), offset + len(content)
