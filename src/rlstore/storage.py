@@ -344,6 +344,13 @@ class Storage(ABC):
         """The folders that a storage of these settings would use, by the argument that names each."""
         return {}
 
+    def _rows_in_folders(self) -> tuple[int, int] | None:
+        """The rows ever written, and how many of those held a new storage with the same folders would not have.
+
+        None if the storage keeps no rows in a folder of its own, or has not opened it yet.
+        """
+        return None
+
     @classmethod  # noqa: B027 - what is allocated when it is written need not be checked
     def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
         """Refuse settings for which more would be allocated than the snapshot can fill."""

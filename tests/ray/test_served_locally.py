@@ -13,6 +13,7 @@ from rlstore.ray import ledger as ledger_module
 from rlstore.ray import shard as shard_module
 from rlstore.ray import writer as writer_module
 from rlstore.ray.ledger import Ledger
+from rlstore.ray.saves import Saving
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_restarted_ledger_resumes_from_the_shards(served, monkeypatch):
     monkeypatch.setattr(ledger_module, "was_restarted", lambda: True)
     monkeypatch.setattr(ledger_module.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
     monkeypatch.setattr(ledger_module.ray, "get", lambda ref, timeout: ref)
-    restarted = Ledger("local", 2, None, None, 60.0)
+    restarted = Ledger("local", None, Saving(2), 60.0)
     report = asyncio.run(restarted.report())
     shards = report["shards"]
     assert [counts.inserted for counts in shards] == [shard.inserted for shard in before.shards]

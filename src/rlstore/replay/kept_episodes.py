@@ -98,6 +98,11 @@ class KeptEpisodes:
             for column in ruled:
                 ring.blocks[column.name][lane, newest] = episode[column.name][step]
 
+    @property
+    def unfinished(self) -> int:
+        """Rows held of episodes that are not on disk, because they have not ended."""
+        return int(torch.minimum(self._ring.written - self._kept, self._ring.held()).sum())
+
     def mark(self) -> None:
         """Rows written so far are on disk already, or belong to episodes that are not over."""
         self._kept.copy_(self._ring.written)

@@ -81,6 +81,7 @@ class NStepReplayStorage(ReplayCore):
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
+    _folders: ClassVar[tuple[str, ...]] = ("path", "snapshot_dir")
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
