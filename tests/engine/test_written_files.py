@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from rlstore.engine.disk import files
 from rlstore.engine.disk.files import write_all
 
 MIB = 1 << 20
@@ -54,7 +55,7 @@ def test_no_call_writes_more_than_a_mebibyte_and_the_disk_is_told_of_whole_stret
         return write(file, parts, offset)
 
     monkeypatch.setattr(os, "pwritev", note)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *given: told.append(given[1:3]))
+    monkeypatch.setattr(files, "start_writeback", lambda *given: told.append(given[1:]))
     end = write_all(descriptor, [bytes(7 * MIB), bytes(MIB - 1)], 0)
     assert told == []
     end = write_all(descriptor, [bytes(9 * MIB + 1)], end)

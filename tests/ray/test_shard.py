@@ -28,6 +28,7 @@ from rlstore import (
     SnapshotError,
     Storage,
 )
+from rlstore.engine.disk.snapshot import SnapshotWriter
 from rlstore.ray import shard as module
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
@@ -221,41 +222,104 @@ def test_a_new_life_begins_with_the_newest_snapshot(make, tmp_path):
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
     assert ledger.saved == []
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5, 12)])
-    assert len(ledger.saved) == 1
+    until(lambda: ledger.saved, "a snapshot in the background")
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(12, 15)])
     again, ledger = make(prioritized(), folder=tmp_path, every=40)
     facts = ledger.newest
     assert (facts.inserted, facts.held, facts.restored) == (48, 48, 48)
     assert facts.generation > shard.ready().generation
     assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 12, 4)
-    again.save()
-    again.save()
-    assert len(list((tmp_path / "shard-0").glob("snapshot-*"))) == 1
+    assert len(ledger.saved) == 1
 
 
-def test_a_snapshot_that_was_not_finished_is_not_taken(make, tmp_path):
+def test_what_is_inserted_while_a_snapshot_is_written_is_neither_held_back_nor_in_it(make, tmp_path, monkeypatch):
     shard, _ = make(uniform(), folder=tmp_path)
-    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
-    shard.save()
-    (tmp_path / "shard-0" / "snapshot-2").mkdir()
-    (tmp_path / "shard-0" / "snapshot-2" / "junk").write_text("left by a crash")
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
+    write, rows = SnapshotWriter.write, [step_of(0, step, 4) for step in range(5, 9)]
+
+    def write_late(writer, content):
+        insert(shard, "a", WHOLE, rows)
+        write(writer, content)
+
+    monkeypatch.setattr(SnapshotWriter, "write", write_late)
+    assert shard.save().inserted == 36
     again, _ = make(uniform(), folder=tmp_path)
-    assert again.ready().restored == 4
-    again.save()
+    assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 5, 4)
+    assert again.ready().inserted == 20
+    monkeypatch.undo()
 
 
-def test_a_damaged_snapshot_fails_a_start_and_is_told_by_a_restart(make, tmp_path, monkeypatch):
+def test_another_snapshot_only_adds_what_has_come_since(make, tmp_path):
+    shard, _ = make(uniform(size=40_000), folder=tmp_path)
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(300)])
+    shard.save()
+    (rows,) = (tmp_path / "shard-0" / "snapshot").glob("rows-*")
+    before = rows.stat().st_size
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(300, 303)])
+    shard.save()
+    again, _ = make(uniform(size=40_000), folder=tmp_path)
+    assert again.ready().inserted == 1212
+    again.save()  # it goes on with what it was loaded from
+    assert before < rows.stat().st_size < before * 1.1
+    assert list((tmp_path / "shard-0" / "snapshot").glob("rows-*")) == [rows]
+
+
+@pytest.mark.filterwarnings("ignore:the save to:RuntimeWarning")
+def test_a_background_snapshot_that_fails_is_told_and_loses_nothing(make, tmp_path, monkeypatch):
+    shard, _ = make(uniform(), folder=tmp_path, every=4)
+
+    def fail(writer, content):
+        raise OSError("no disk")
+
+    monkeypatch.setattr(SnapshotWriter, "write", fail)
+    assert insert(shard, "a", WHOLE, [step_of(0, 0, 4)]) == 4
+    until(lambda: "a snapshot could not be written (no disk)" in shard.ready().note, "the news")
+    monkeypatch.undo()
+    insert(shard, "a", WHOLE, [step_of(0, 1, 4)])
+    until(lambda: shard.describe()[2] == 1, "the next snapshot")
+
+
+def test_the_snapshot_of_an_earlier_version_is_restored_and_then_replaced(make, tmp_path):
+    """Each was a folder of its own, and a file named the newest."""
+    storage, folder = uniform()("cpu", None, None), tmp_path / "shard-0"
+    storage.insert_transition(step_of(0, 0, 4))
+    storage.save(folder / "snapshot-3")
+    (folder / "snapshot-4").mkdir()
+    (folder / "snapshot-4" / "junk").write_text("left by a crash")
+    (folder / "newest.json").write_text('{"folder": "snapshot-3", "count": 3, "numbers": {"inserted": 24}}')
+    shard, _ = make(uniform(), folder=tmp_path)
+    assert (shard.ready().inserted, shard.ready().restored) == (24, 4)
+    insert(shard, "a", WHOLE, [step_of(1, 0, 4)])
+    shard.save()
+    assert [entry.name for entry in folder.iterdir()] == ["snapshot"]
+    again, _ = make(uniform(), folder=tmp_path)
+    assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4) | ids_of(1, 1, 4)
+    assert again.ready().inserted == 28
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("newest.json", "{"), ("snapshot/manifest.json", "{"), ("snapshot/tensors-000001.safetensors", "")],
+)
+def test_a_damaged_snapshot_fails_a_start_and_is_set_aside_and_told_by_a_restart(
+    make, tmp_path, monkeypatch, file, content
+):
     shard, _ = make(uniform(), folder=tmp_path)
     insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
     shard.save()
-    (tmp_path / "shard-0" / "newest.json").write_text("{")
+    if file == "newest.json":
+        shutil.rmtree(tmp_path / "shard-0" / "snapshot")
+    (tmp_path / "shard-0" / file).write_text(content)
     broken, _ = make(uniform(), folder=tmp_path)
     with pytest.raises(SnapshotError):
         broken.ready()
     monkeypatch.setattr(module, "was_restarted", lambda: True)
     restarted, _ = make(uniform(), folder=tmp_path)
     assert restarted.ready().held == 0
-    assert "could not be read" in restarted.ready().note
+    assert "could not be read, and is now damaged-" in restarted.ready().note
+    insert(restarted, "a", WHOLE, [step_of(0, 0, 4)])
+    restarted.save()
+    assert make(uniform(), folder=tmp_path)[0].ready().restored == 4
 
 
 def test_save_without_a_folder_is_refused(make):

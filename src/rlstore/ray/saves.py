@@ -7,16 +7,21 @@ import json
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from rlstore import HindsightReplayStorage
-from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk import manifest
+from rlstore.engine.disk.background import BackgroundSave
+from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.errors import SnapshotError
 from rlstore.ray.counts import check_shards
 from rlstore.storage import Storage
+
+_BEFORE = "newest.json"  # of earlier versions: it names the newest snapshot of a shard
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Saving:
 
     @property
     def roots(self) -> list[str]:
-        """The folders of all shards."""
+        """The folders that hold those of the shards."""
         return [folder for folder in (self.snapshot_dir, self.journal) if folder is not None]
 
 
@@ -61,8 +66,22 @@ class Restored(NamedTuple):
     said: str
 
 
+class _Saved(NamedTuple):
+    """A storage on disk: in which folder, with how many inserts up to it, and as which save."""
+
+    folder: Path
+    inserted: int
+    reader: SnapshotReader
+
+
 class Saves:
     """The folders of one shard.
+
+        shard-0/snapshot    of save() and of snapshot_every
+        shard-0/journal     of the journal
+        shard-0/newest.json and the folder that it names: the snapshot of an earlier version of rlstore
+
+    The note of each (see engine/disk/snapshot.py) is the number of transitions inserted up to it.
 
     Args:
         shard: The number of the shard.
@@ -70,52 +89,124 @@ class Saves:
     """
 
     def __init__(self, shard: int, saving: Saving) -> None:
-        self._shard, self._saving = shard, saving
-        self._snapshots = None if saving.snapshot_dir is None else _Snapshots(saving.snapshot_dir, shard)
+        self._name, self._saving = f"shard-{shard}", saving
+        root, journal = saving.snapshot_dir, saving.journal
+        self.snapshot = None if root is None else Path(root) / self._name / "snapshot"
+        self.journal = None if journal is None else Path(journal) / self._name / "journal"
+        self._goes_on: SnapshotReader | None = None  # with which save the journal goes on
         self._count: _FolderCount | None = None
 
+    # ---------------------------------------------------------------------------------------------- reading
+
     def restore(self, factory: Callable[..., Storage], *, is_restart: bool) -> Restored:
-        """The storage with the newest of what is there: a snapshot, or what it keeps in folders of its own.
+        """The storage with the newest of what is there: its journal, a snapshot, what it keeps in folders of its own.
 
         Args:
             factory: Creates the storage.
-            is_restart: Continue without a snapshot that cannot be read; else it is an error.
+            is_restart: Continue with the next if one cannot be read, and set that aside; else it is an error.
         """
         fresh = self._create(factory)
         folders = _own_folders(fresh)
         self._count = _FolderCount(next(iter(folders.values()))) if folders else None
-        inserted, said = 0 if self._count is None else self._count.read(fresh), ""
-        try:
-            loaded = None if self._snapshots is None else self._snapshots.load(fresh, folders, inserted)
-        except SnapshotError as error:
-            if not is_restart:
-                raise
-            loaded, said = None, f"the snapshot could not be read ({error})"
-            fresh = self._create(factory)
-        if loaded is None:
-            return Restored(fresh, inserted, False, said)
-        return Restored(*loaded, True, said)
+        inserted = 0 if self._count is None else self._count.read(fresh)
+        said: list[str] = []
+        for saved in self._saved(said if is_restart else None):
+            if saved.inserted < inserted:
+                continue
+            fresh._give_up()  # a folder is used by one storage at a time
+            try:
+                storage = type(fresh).load(saved.folder, device="cpu", folders=folders)
+            except SnapshotError as error:
+                if not is_restart:
+                    raise
+                said.append(_set_aside(saved.folder, error))
+                fresh = self._create(factory)
+                continue
+            if isinstance(storage, HindsightReplayStorage) and isinstance(fresh, HindsightReplayStorage):
+                storage.compute_reward = fresh.compute_reward
+            self._goes_on = saved.reader if saved.folder == self.journal else None
+            return Restored(storage, saved.inserted, True, "; ".join(said))
+        return Restored(fresh, inserted, False, "; ".join(said))
 
     def _create(self, factory: Callable[..., Storage]) -> Storage:
         """A storage of the factory; of several shards each gets folders of its own, if it uses any."""
         takes_subfolder = "subfolder" in inspect.signature(factory).parameters
         if self._saving.shards == 1 or not takes_subfolder:
             return factory("cpu", None, None)
-        storage = factory("cpu", None, None, subfolder=f"shard-{self._shard}")
+        storage = factory("cpu", None, None, subfolder=self._name)
         for folder in _own_folders(storage).values():
             check_shards(os.path.dirname(folder), self._saving.shards)
         return storage
+
+    def _saved(self, said: list[str] | None) -> list[_Saved]:
+        """What was saved, the newest first. What cannot be read is an error, or is set aside and ``said``."""
+        found = []
+        for folder in (self.journal, self.snapshot):
+            try:
+                saved = None if folder is None else _saved_in(folder)
+            except SnapshotError as error:
+                if said is None or folder is None:
+                    raise
+                said.append(_set_aside(folder, error))
+                continue
+            found += [] if saved is None else [saved]
+        return sorted(found, key=lambda saved: saved.inserted, reverse=True)  # of two that are equal, the journal
+
+    # ---------------------------------------------------------------------------------------------- writing
 
     def record(self, storage: Storage, inserted: int) -> None:
         """Record the inserts up to now beside the rows, if the storage keeps them in a folder of its own."""
         if self._count is not None:
             self._count.write(storage, inserted)
 
-    def save(self, storage: Storage, inserted: int) -> None:
-        """Save the storage and the number of transitions that were ever inserted."""
-        if self._snapshots is None:
-            raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
-        self._snapshots.save(storage, inserted)
+    def save(self, storage: Storage, inserted: int) -> BackgroundSave:
+        """Begin to write a snapshot of the state as it is now."""
+        assert self.snapshot is not None
+        saving = storage._save(self.snapshot, background=True, note={"inserted": inserted})
+        assert saving is not None
+        return saving
+
+    def forget_before(self) -> None:
+        """Remove what an earlier version has written: there is a snapshot that is newer."""
+        if self.snapshot is not None and (self.snapshot.parent / _BEFORE).exists():
+            for old in self.snapshot.parent.glob("snapshot-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            (self.snapshot.parent / _BEFORE).unlink()
+
+
+def _saved_in(folder: Path) -> _Saved | None:
+    """What a folder of a shard holds, None if nothing."""
+    if not (folder / manifest.NAME).exists():
+        return _saved_before(folder.parent) if folder.name == "snapshot" else None
+    with SnapshotReader(folder) as reader:
+        inserted = reader.note.get("inserted")
+        if type(inserted) is not int or inserted < 0:
+            raise reader.damaged("note.inserted", inserted)
+        return _Saved(folder, inserted, reader)
+
+
+def _saved_before(folder: Path) -> _Saved | None:
+    """The snapshot that an earlier version of rlstore has written for a shard, None if there is none."""
+    file = folder / _BEFORE
+    if not file.exists():
+        return None
+    try:
+        newest = json.loads(file.read_bytes())
+        name, inserted = f"snapshot-{int(newest['count'])}", int(newest["numbers"]["inserted"])
+        if newest["folder"] != name:
+            raise ValueError(f"folder is {newest['folder']!r}, and count {newest['count']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{file} does not name a snapshot: {error}") from error
+    with SnapshotReader(folder / name) as reader:
+        return _Saved(folder / name, inserted, reader)
+
+
+def _set_aside(folder: Path, error: SnapshotError) -> str:
+    """Rename what cannot be read, so that another one can be written; what is to be said of it."""
+    found = folder if folder.exists() else folder.parent / _BEFORE
+    aside = found.with_name(f"damaged-{time.time_ns()}-{found.name}")
+    found.rename(aside)
+    return f"{found} could not be read, and is now {aside.name} ({error})"
 
 
 def _own_folders(storage: Storage) -> dict[str, str]:
@@ -158,62 +249,3 @@ class _FolderCount:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         written, unfinished = rows
         os.pwrite(self._descriptor, self._FORM.pack(inserted - unfinished, written), 0)
-
-
-class _Snapshots:
-    """The snapshots of one shard.
-
-    Each is a folder, and a file names the newest one together with the inserts up to it. A crash leaves the previous
-    snapshot or the new one, each with its own count.
-
-    Args:
-        root: The folder of all shards.
-        shard: The number of the shard.
-    """
-
-    def __init__(self, root: str, shard: int) -> None:
-        self._folder = Path(root) / f"shard-{shard}"
-        self._file = self._folder / "newest.json"
-
-    def save(self, storage: Storage, inserted: int) -> None:
-        """Save the storage and the number of transitions that were ever inserted."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _, count, _ = self._newest() or ("", 0, 0)
-        name = f"snapshot-{count + 1}"
-        shutil.rmtree(self._folder / name, ignore_errors=True)  # left by a crash
-        storage.save(self._folder / name)
-        newest = {"folder": name, "count": count + 1, "numbers": {"inserted": inserted}}
-        with Directory(self._folder) as folder:
-            folder.write_whole(self._file.name, json.dumps(newest).encode())
-        for other in self._folder.glob("snapshot-*"):
-            if other.name != name:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def load(self, fresh: Storage, folders: dict[str, str], least: int) -> tuple[Storage, int] | None:
-        """The newest snapshot and its inserts; None if there is none with ``least`` inserts.
-
-        Args:
-            fresh: A new storage of the same kind. It is given up if there is a snapshot.
-            folders: Its own folders.
-            least: The inserts that its own folders cover.
-        """
-        newest = self._newest()
-        if newest is None or newest[2] < least:
-            return None
-        fresh._give_up()  # a folder is used by one storage at a time
-        storage = type(fresh).load(self._folder / newest[0], device="cpu", folders=folders)
-        if isinstance(storage, HindsightReplayStorage) and isinstance(fresh, HindsightReplayStorage):
-            storage.compute_reward = fresh.compute_reward
-        return storage, newest[2]
-
-    def _newest(self) -> tuple[str, int, int] | None:
-        """The name of the newest snapshot, how many there were, and its inserts."""
-        if not self._file.exists():
-            return None
-        try:
-            newest = json.loads(self._file.read_bytes())
-            if newest["folder"] != f"snapshot-{newest['count']}":
-                raise ValueError(f"folder is {newest['folder']!r}, and count {newest['count']!r}")
-            return newest["folder"], newest["count"], newest["numbers"]["inserted"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise SnapshotError(f"{self._file} does not name a snapshot: {error}") from error

@@ -61,9 +61,10 @@ def serve(
             that folder as ``subfolder``.
         shards: The number of storages, each in an actor of its own, spread over the nodes.
         rate_limit: Samples per insert, over all writers and learners; None for no limit.
-        snapshot_dir: The folder for the snapshots of the shards, which every node must see. Snapshots in it are
-            restored.
-        snapshot_every: Transitions inserted into a shard between its snapshots; None for ``save()`` only.
+        snapshot_dir: The folder for the snapshots of the shards, which every node must see. What an earlier run with as
+            many shards has saved in it is restored as a whole, with all counts.
+        snapshot_every: Transitions inserted into a shard between its snapshots, which are written in the background;
+            None for ``save()`` only.
         deadline: Seconds after which any wait ends with an error that names what was waited for.
         actor_options: Ray options of the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
         seed: The seed of everything that the shards draw; None draws one from torch's own generator.
@@ -72,7 +73,9 @@ def serve(
         A handle that can be sent to any task or actor.
 
     Raises:
-        InvalidInputError: (a ValueError) if an argument is refused, here or by the factory.
+        InvalidInputError: (a ValueError) if an argument is refused, here or by the factory; also a folder that holds
+            what another number of shards has saved.
+        SnapshotError: (a RuntimeError) if what was saved cannot be read.
         NotReadyError: (a RuntimeError) if this process is not connected to a cluster.
     """
     check_positive("serve()", shards=shards)
@@ -182,7 +185,7 @@ class ServedStorage:
         self._connection.ask_ledger("set_rate_limit", rate_limit)
 
     def save(self) -> None:
-        """Write a snapshot of every shard, and the counts of the rate limit."""
+        """Write a snapshot of every shard, of what has come since the one before, and then all counts."""
         self._connection.ask_ledger("save", self._call_each("save"))
 
     def _call_each(self, method: str, *args: Any) -> list[Any]:

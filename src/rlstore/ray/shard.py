@@ -19,7 +19,7 @@ import ray
 import torch
 from torch import Tensor
 
-from rlstore.errors import InvalidInputError, PeerLostError
+from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.ray.calls import this_node, was_restarted
 from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import NAMESPACE, ledger_name
@@ -103,6 +103,7 @@ class Shard:
         self._writers: dict[str, _LaneWriter] = {}
         self._removed: set[str] = set()
         self._late, self._saved, self._saved_at = 0, 0, 0
+        self._save_turn = threading.Lock()  # taken before the other, never by a thread that has it
         self._backup: tuple[int, Any] = (0, None)
         self._limited = True  # until the ledger sends that there is no rate limit
         self._pending: set[str] | None = None  # the writers since the last heartbeat; None if nothing has changed
@@ -119,6 +120,7 @@ class Shard:
     def _start(self, factory: Callable[..., Storage], seed: int) -> None:
         restored = self._saves.restore(factory, is_restart=was_restarted())
         self._storage, self._state.inserted, self._state.note = restored.storage, restored.inserted, restored.said
+        self._saves.record(self._storage, self._state.inserted)
         self._saved_at = self._state.inserted
         self._state.restored = self._held(self._storage) if restored.inserted else 0
         if not restored.seeded and "_generator" in vars(self._storage):  # not a class with its own source of randomness
@@ -185,7 +187,8 @@ class Shard:
             refused = error
         self._heartbeat_soon(writer)
         if self._snapshot_every is not None and self._state.inserted - self._saved_at >= self._snapshot_every:
-            self.save()
+            self._saved_at = self._state.inserted
+            threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
         with self._lock:
             return Stored(stored, refused, replace(self._state, held=self._held(storage)), self._limited)
 
@@ -265,15 +268,28 @@ class Shard:
         return list(result) if isinstance(result, Iterator) else result
 
     def save(self) -> ShardState:
-        """Write a snapshot, and return the state up to which it goes."""
-        storage = self._open()
-        with self._lock:
-            self._saves.save(storage, self._state.inserted)
-            self._saved_at = self._state.inserted
+        """Write a snapshot, and return the state, which may be newer."""
+        self._open()
+        if self._saves.snapshot is None:
+            raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
+        self._write_snapshot()
+        return self.ready()
+
+    def _write_snapshot(self) -> None:
+        with self._save_turn:
+            with self._lock:
+                self._saved_at = self._state.inserted
+                saving = self._saves.save(self._open(), self._state.inserted)
+            saving.wait()  # inserts go on meanwhile
+            self._saves.forget_before()
             self._saved += 1
-            state = self.ready()
-        self._ledger.save.remote([state])
-        return state
+        self._ledger.save.remote([self.ready()])
+
+    def _try_to_write_snapshot(self) -> None:
+        try:
+            self._write_snapshot()
+        except Exception as error:  # there is no caller
+            self._state.note = f"a snapshot could not be written ({error})"
 
     @ray.method(concurrency_group="draw")
     def describe(self) -> tuple[ShardState, int, int]:

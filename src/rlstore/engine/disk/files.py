@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlstore.errors import DiskFullError
+from rlstore.kernels import start_writeback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -62,9 +63,8 @@ def write_all(descriptor: int, parts: Iterable[bytes | memoryview], offset: int)
         if written < _PIECE_BYTES - room:  # a signal, or the disk is about to be full
             left.appendleft(memoryview(b"".join(batch))[written:])
     first, stop = begin // _EARLY_BYTES, offset // _EARLY_BYTES
-    if stop > first and hasattr(os, "posix_fadvise"):
-        # This also drops what is on the disk already from the cache; the rest, which is nearly all, stays in it.
-        os.posix_fadvise(descriptor, first * _EARLY_BYTES, (stop - first) * _EARLY_BYTES, os.POSIX_FADV_DONTNEED)
+    if stop > first:
+        start_writeback(descriptor, first * _EARLY_BYTES, (stop - first) * _EARLY_BYTES)
     return offset
 
 
