@@ -80,7 +80,7 @@ class RowCut:
             self.saved = None
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
-        self._episodes = ring.episodes.cpu().clone()
+        self._episodes = ring.episodes[: ring.used_slots()].cpu().clone()
         self._spares = Recycler()
         self.tensors: Mapping[str, Tensor] = {"counters": counters, "episodes": self._episodes, **self._following()}
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
