@@ -78,7 +78,7 @@ class Growth:
 
     def more(self, steps: int) -> int:
         """Bytes that are taken, at most, when so many steps are written."""
-        return self._bytes_of(np.minimum(self._count + steps, self._rows)) - self._taken
+        return self._bytes_of(self._count + steps) - self._taken
 
     def room(self, share: float, owner: str, held: str) -> int:
         """How many steps may be written before this has to be asked again.
