@@ -219,7 +219,8 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
     blocks, tables, buffer = _blocks(ring), _tables(ring), torch.empty(0, dtype=torch.uint8)
     put = _put if reader.keeps_rows else _forget
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
-        count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
+        count = int((stop - first).sum())
+        places, kept = index.places(first, stop) if reader.keeps_rows else (first, None)
         for name, block in blocks.items():
             nbytes = count * block.shape[1]
             buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
