@@ -25,7 +25,7 @@ from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.engine.disk.manifest import check_fields
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
 from rlstore.errors import SnapshotError
-from rlstore.kernels import crc32
+from rlstore.kernels import crc32, start_writeback
 
 SEGMENT_BYTES = 64 << 20
 SEGMENT_NAME = re.compile(r"rows-([0-9]{6,})\.bin")
@@ -60,7 +60,9 @@ class SegmentFile:
             }
         )
         frame = _FRAME.pack(_MARK, len(header), crc32(header), sum(map(len, parts)))
-        self.nbytes += _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        written = _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        start_writeback(self._descriptor, self.nbytes, written)
+        self.nbytes += written
 
     def close(self, *, sync: bool) -> None:
         """Close the file, if ``sync`` when its content is on the disk."""
