@@ -20,13 +20,16 @@ class Hold:
     """Allows so many steps each time it is asked, and then refuses; it notes what was written when it was asked."""
 
     def __init__(self, storage: ReplayStorage, *allowed: int) -> None:
-        self.storage, self.allowed, self.asked_at = storage, list(allowed), []
+        self.storage, self.allowed, self.asked_at, self.copied_at = storage, list(allowed), [], []
 
     def room(self) -> int:
         self.asked_at.append(int(self.storage._rows.counters[0].max()))
         if not self.allowed:
             raise OverflowError("no more")
         return self.allowed.pop(0)
+
+    def copy_all(self) -> None:
+        self.copied_at.append(int(self.storage._rows.counters[0].max()))
 
 
 def made(memory: str) -> ReplayStorage:
@@ -98,15 +101,24 @@ def test_refused_values_use_no_room():
 
 
 @pytest.mark.parametrize("memory", ["ram", "shared"])
-def test_writers_ask_no_hold(memory):
+def test_writers_ask_no_hold_so_that_it_copies_before_there_is_one(memory):
     storage = made(memory)
     held = Hold(storage)
     hold(storage, held)
     with storage.writer(1) as writer:
         for step in range(10):
             add(writer, step, 1)
-    assert held.asked_at == []
+    assert (held.asked_at, held.copied_at) == ([], [0])
     assert storage._rows.counters[0].tolist() == [10, 0]
+
+
+def test_a_hold_copies_before_a_reset_frees_the_entries_of_episodes():
+    storage = made("ram")
+    add(storage, 0)
+    held = Hold(storage)
+    hold(storage, held)
+    storage.reset()
+    assert held.copied_at == [1]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))])

@@ -253,6 +253,8 @@ class ReplayCore(Storage):
             self._pipeline.close()
         if self._rows is not None:
             self._appender.close()
+            if self._rows.backing.kind == "mapped":
+                self._rows.settle_holds()  # another storage may open the folder
             self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
@@ -391,7 +393,9 @@ class ReplayCore(Storage):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         if self._pipeline is not None and not ring.is_shared:
             self._pipeline.clear()
-        return self._shared().writer(self._fields, lanes, name)
+        with self._guard:
+            ring.settle_holds()  # writers do not ask before they overwrite a row
+            return self._shared().writer(self._fields, lanes, name)
 
     @property
     @guarded

@@ -52,6 +52,10 @@ class Hold(Protocol):
         """
         ...
 
+    def copy_all(self) -> None:
+        """Copy all rows that it needs; it is called with the guard of the storage."""
+        ...
+
 
 class EpisodeRing:
     """Rows of ``lanes`` lanes, the newest ``steps`` of each.
@@ -339,6 +343,7 @@ class EpisodeRing:
 
     def clear(self) -> None:
         """Hold nothing. The counters continue, so that a row id from before is recognised as stale."""
+        self.settle_holds()  # new episodes will have the table entries of those that were there
         self.written.copy_(self.counters[0])  # in shared memory it is not the same
         self.begun.copy_(self.written)
         self.current.fill_(-1)
@@ -425,6 +430,11 @@ class EpisodeRing:
         deep = self.slots // self.whole.lanes
         of_slots = [RowBlock(t.data_ptr(), 1, deep, t[0].nbytes * lanes, page) for t in tables]
         return Growth(blocks, of_slots, self._since, count, self.rows)
+
+    def settle_holds(self) -> None:
+        """No hold needs a row any more: what is there may be overwritten by somebody who does not ask."""
+        for hold in self.holds:
+            hold.copy_all()
 
     def ask_again(self) -> None:
         """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
