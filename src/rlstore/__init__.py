@@ -13,6 +13,7 @@ from rlstore.distributed.actor import ActorHandle, Rollout
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.storage import DistributedStorage, HandoffReport
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.processes.slots import SlotQueue
 from rlstore.errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "HandoffReport",
     "HindsightReplayStorage",
     "InvalidInputError",
+    "Journal",
     "Learner",
     "NStepReplayStorage",
     "NotReadyError",
