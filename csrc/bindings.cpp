@@ -18,6 +18,7 @@
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
+#include "checksum.h"
 #include "rows.h"
 #include "scan.h"
 #include "segments.h"
@@ -26,6 +27,26 @@ namespace nb = nanobind;
 using namespace rlstore;
 
 namespace {
+
+// ---------------------------------------------------------------------------------------------------- checksums
+
+constexpr Py_ssize_t kManyBytes = 64 << 10;  // other threads may run meanwhile: it takes microseconds
+
+// The checksum of a contiguous buffer.
+template <uint32_t (*function)(const void*, size_t, uint32_t)>
+uint32_t checksum(nb::handle buffer, uint32_t value) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  const auto size = static_cast<size_t>(view.len);
+  if (view.len < kManyBytes) {
+    value = function(view.buf, size, value);
+  } else {
+    nb::gil_scoped_release released;
+    value = function(view.buf, size, value);
+  }
+  PyBuffer_Release(&view);
+  return value;
+}
 
 // ---------------------------------------------------------------------------------------------------- gather
 
@@ -298,6 +319,7 @@ NB_MODULE(_native, m) {
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
       .def("append", &EpisodeRing::append)
+      .def("allow", &EpisodeRing::allow)
       .def(
           "guard_with",
           [](EpisodeRing& ring, nb::object guard, WindowIndex* windows, Priorities* priorities) {
@@ -352,6 +374,8 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
+  m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("process_start", &process_start);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);

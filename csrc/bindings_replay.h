@@ -61,7 +61,7 @@ inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, si
 class EpisodeRing {
  public:
   // Return values of write(), besides the index of a value that does not fit.
-  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4, kBusy = -5 };
+  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4, kBusy = -5, kNeedRoom = -6 };
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, with the shape of a whole stack. columns: (block, shape), `reward` is the index of the
@@ -143,15 +143,21 @@ class EpisodeRing {
     return write_values(values);
   }
 
+  // So many steps may be written before write() returns kNeedRoom; none until this is called.
+  void allow(int64_t steps) {
+    if (steps < 0) throw nb::value_error("no fewer steps than none may be written");
+    room_ = steps;
+  }
+
   // Lets append() write. `follow` adds the rows written since to what is derived from them.
   void guard_with(nb::object guard, std::function<void()> follow) {
     guard_ = nb::cast<Guard*>(guard), guard_owner_ = guard, follow_ = std::move(follow);
   }
 
   // write() with what follows from it, in one step as other threads see it: all of it happens with the GIL held. Returns
-  // kBusy, with nothing written, if the guard is not free.
+  // kBusy, with nothing written, if the guard is not free or no step may be written.
   int64_t append(nb::tuple values) {
-    if (!guard_ || !guard_->is_free()) return kBusy;
+    if (!guard_ || !guard_->is_free() || room_ == 0) return kBusy;
     guard_->enter();
     const Exit exit{guard_};
     const int64_t outcome = write(values);
@@ -259,6 +265,8 @@ class EpisodeRing {
       case Need::kStarts: return kNeedStarts;
       case Need::kNothing: break;
     }
+    if (room_ == 0) return kNeedRoom;
+    room_--;
     return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
   }
 
@@ -380,6 +388,7 @@ class EpisodeRing {
   std::vector<Rule> rules_;
   std::vector<float> numbers_;  // columns that were given as plain numbers
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
+  int64_t room_ = 0;  // steps that may still be written
   bool writing_ = false;
   Guard* guard_ = nullptr;
   nb::object guard_owner_;

@@ -36,16 +36,23 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
+from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.manifest import NAME
-from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk.snapshot import (
+    Content,
+    SnapshotReader,
+    SnapshotWriter,
+    generator_state,
+    restore_generator,
+)
 from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
@@ -206,28 +213,71 @@ class Storage(ABC):
 
     # ---------------------------------------------------------------------------------------------- save and load
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    @overload
+    def save(self, path: str | os.PathLike[str], background: Literal[False] = False) -> None: ...
+    @overload
+    def save(self, path: str | os.PathLike[str], background: Literal[True]) -> BackgroundSave: ...
+
+    def save(self, path: str | os.PathLike[str], background: bool = False) -> BackgroundSave | None:
         """Save everything needed to resume exactly: data, counters, parameters, the generator.
 
-        A snapshot is a folder of a JSON manifest and a safetensors file. Saving to a folder with a snapshot replaces
-        it; a crash leaves the old one or the new one, complete. The actor and the algorithm are not saved.
+        A snapshot is a folder of a JSON manifest and files of tensors. Saving to a folder with a snapshot replaces it;
+        a crash leaves the old one or the new one, complete. Of replay, a save to the folder of the last one only writes
+        the rows that were added since. The actor and the algorithm are not saved.
 
         Args:
             path: The folder: new, empty, or with a snapshot.
+            background: Return at once, and write while the storage is used. What is saved is the state at the time of
+                the call: rows of replay are copied before they are overwritten, everything else is copied at once.
+
+        Returns:
+            With ``background`` the save in progress, whose ``wait()`` raises what the save fails with.
 
         Raises:
             InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
         check_path("save()", "path", path)
-        with self._guarding():
-            settings = self._settings()
-            numbers, tensors = self._state()
-            if "_generator" in self.__dict__:
-                tensors = {**tensors, **generator_state(self._generator)}
-            # As it was given: "cuda" then means the current device of the process that loads it.
-            device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-            write_snapshot(path, _saved_name(type(self)), str(device), settings, numbers, tensors)
+        return self._save(path, background=background)
+
+    def _save(
+        self, path: str | os.PathLike[str], *, background: bool, note: Mapping[str, Any] | None = None
+    ) -> BackgroundSave | None:
+        """:meth:`save`, with a ``note``: JSON that whoever loads the snapshot can read."""
+        with ExitStack() as stack:
+            writer = stack.enter_context(SnapshotWriter("save()", path))
+            with self._still():
+                content = self._content(writer, copy=background, note=note)
+                if content.rows is None and not background:
+                    writer.write(content)  # before anything can change
+                    return None
+            if not background:
+                writer.write(content)
+                return None
+            stack.pop_all()
+        return BackgroundSave(writer, content)
+
+    def _still(self) -> AbstractContextManager[None]:
+        """Nothing changes meanwhile."""
+        return self._guarding()
+
+    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        """What a snapshot of the state as it is now holds; the caller is in :meth:`_still`.
+
+        Args:
+            writer: Where it is to be saved.
+            copy: Whether the state may change before it is written.
+            note: See :meth:`_save`.
+        """
+        settings = self._settings()
+        numbers, tensors = self._state()
+        if "_generator" in self.__dict__:
+            tensors = {**tensors, **generator_state(self._generator)}
+        if copy:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        # As it was given: "cuda" then means the current device of the process that loads it.
+        device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
+        return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, None, note or {})
 
     @classmethod
     def load(

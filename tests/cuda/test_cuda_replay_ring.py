@@ -126,3 +126,18 @@ def test_writes_since_a_look_count_against_what_it_showed(monkeypatch):
     words[4], Event.is_done = 1, True
     assert not watch.has_broken()
     assert watch._free == 9 - 3
+
+
+def test_without_room_nothing_is_written(device):
+    twins = DeviceTwins(LAYOUTS["one lane"], device)
+    twins.write()
+    for twin in twins.both:
+        twin.ring.allow(0)
+    twins.write()
+    assert int(twins.mine.counters[0].sum()) == int(twins.truth.counters[0].sum()) == 1
+    twins.assert_same()
+    for twin in twins.both:
+        twin.ring.allow(1)
+    twins.write(2)
+    assert int(twins.mine.counters[0].sum()) == 2
+    twins.assert_same()

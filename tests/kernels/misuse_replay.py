@@ -36,6 +36,7 @@ class Ring:
             "first": 0,
         }
         self.ring = native.EpisodeRing(*{**arguments, **wrong}.values())
+        self.ring.allow(1 << 62)
         order = torch.arange(SLOTS, dtype=torch.int32).view(-1, LANES)
         self.tables: dict[str, object] = {
             "episodes": zeros((SLOTS, 4), torch.int64),

@@ -105,6 +105,7 @@ class Memory:
             layout.resets,
             0,
         )
+        self.ring.allow(1 << 62)
         self.grow()
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -172,3 +172,22 @@ def test_plain_numbers_are_taken_by_columns_and_by_nothing_else():
     assert memory.ring.write((0.25, one, action, 0.5, False, False, None, None, None)) == 0
     assert memory.ring.write((one, 0.25, action, 0.5, False, False, None, None, None)) == 1
     assert memory.ring.write((one, one, action, 0.5, False, False, None, 0.25, None)) == 7
+
+
+def test_without_room_nothing_is_written():
+    twins = Twins(PLAIN)
+    values = values_of(PLAIN, 6, torch.zeros(2, dtype=torch.bool))  # no lane takes part
+    for memory in twins.both:
+        memory.ring.allow(2)
+        assert [memory.ring.write(values) for _ in range(3)] == [-1, -1, -6]
+        assert memory.ring.write(values_of(PLAIN, 0, None)) == 0
+        with pytest.raises(ValueError, match="no fewer steps than none"):
+            memory.ring.allow(-1)
+        memory.ring.allow(1)
+        memory.ring.allow(0)
+    outcomes = twins.write()
+    assert outcomes[-1] == -6
+    for memory in twins.both:
+        memory.ring.allow(1)
+    twins.assert_same()
+    assert int(twins.native.counters[0].sum()) == 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -563,17 +563,11 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving, copying
 
-    @guarded
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything that is needed to resume exactly; see :meth:`rlstore.Storage.save`.
-
-        Rollouts that actors are writing at the moment are not saved.
-        """
-        if self._slots is None:
-            super().save(path)
-            return
-        with self._slots.reading_all():  # until they are on disk
-            super().save(path)
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        # Rollouts that actors are writing at the moment are not saved.
+        with self._guard, nullcontext() if self._slots is None else self._slots.reading_all():
+            yield
 
     def _settings(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in _SETTINGS}

@@ -5,7 +5,8 @@ have a native version, on CUDA most have one in Triton; all have the signature o
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, ``is_in_memory``, which is
-False for a tensor that has elements but no memory, and ``restore_tables``, which reads what came from a disk.
+False for a tensor that has elements but no memory, ``restore_tables``, which reads what came from a disk, and
+``crc32``, the same checksum as that of zlib.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rlstore.kernels._native import (
     SlotTable,
     add_to_word,
     await_event,
+    crc32,
     event_count,
     exchange_word,
     is_in_memory,
@@ -35,6 +37,7 @@ __all__ = [
     "SlotTable",
     "add_to_word",
     "await_event",
+    "crc32",
     "event_count",
     "exchange_word",
     "is_in_memory",

@@ -32,7 +32,7 @@ from rlstore.kernels.rules import NO_RULES, Rule
 FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 # What EpisodeRing.write() returns, besides the index of a value that does not fit.
-WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY = -1, -2, -3, -4, -5
+WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM = -1, -2, -3, -4, -5, -6
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
 
@@ -326,8 +326,8 @@ class EpisodeRing(Protocol):
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations do not continue it,
             no end was flagged, and the lane was not ``RESUMED`` (on CUDA a later write returns this). Or, having
             written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
-            more episode indices are needed (on CUDA asked for ahead of the need), or ``NEEDS_STARTS`` if tables of
-            starts are.
+            more episode indices are needed (on CUDA asked for ahead of the need), ``NEEDS_STARTS`` if tables of
+            starts are, or ``NEEDS_ROOM`` if no step may be written before the next :meth:`allow`.
         """
 
     def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
@@ -343,7 +343,15 @@ class EpisodeRing(Protocol):
         """:meth:`write`, and what follows from it, in one step as other threads see it.
 
         Returns:
-            What :meth:`write` does; or ``BUSY``, having written nothing, if a thread has the guard.
+            What :meth:`write` does; or ``BUSY``, having written nothing, if a thread has the guard or no step may be
+            written.
+        """
+
+    def allow(self, steps: int) -> None:
+        """So many steps may be written from now on, whatever part of the lanes takes part in each; at first none.
+
+        Raises:
+            ValueError: If ``steps`` is negative.
         """
 
     def watch(self, written: Tensor) -> None:

@@ -99,6 +99,7 @@ class RingMemory:
         self._every = torch.arange(self.lanes, device=self.device)
         self._episodes: Tensor | None = None
         self._free_slots = torch.empty(0, self.lanes, dtype=torch.int32, device=self.home)
+        self._room = 0  # steps that may still be written
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
@@ -117,6 +118,12 @@ class RingMemory:
     def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
         """False: a step is many calls here, which other threads may interrupt."""
         return False
+
+    def allow(self, steps: int) -> None:
+        """So many steps may be written from now on."""
+        if steps < 0:
+            raise ValueError("no fewer steps than none may be written")
+        self._room = steps
 
     def append(self, values: tuple[object, ...]) -> int:
         """Nothing: see :meth:`guard_with`."""

@@ -6,7 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -17,13 +17,14 @@ from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained
 from rlstore.engine.checks import check_count, check_positive, check_seed
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
+from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
@@ -660,11 +661,20 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    @guarded
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save everything needed to resume exactly; writers are paused. See :meth:`Storage.save`."""
-        with self._paused():
-            super().save(path)
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        with self._guard, self._paused():
+            yield
+
+    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        ring = self._rows
+        content = super()._content(writer, copy=copy or ring is not None, note=note)
+        if ring is not None:
+            content.rows = rows = RowCut(ring, self._guard, writer)
+            content.tensors = {**content.tensors, **rows.tensors}
+            if self._sharing is not None and self._sharing.control.has_writers:
+                rows.copy_all()  # who write without asking whether a row may be overwritten
+        return content
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)
@@ -709,8 +719,9 @@ class ReplayCore(Storage):
         if self._rows is None:
             return numbers, {"random": self._random}
         numbers["prepared"], prepared = ([], {}) if self._pipeline is None else self._pipeline.state()
+        numbers["layout"] = self._rows.described()
         own, tensors = self._sampler.state()
-        return {**numbers, **own}, {"random": self._random, **prepared, **self._rows.state(), **tensors}
+        return {**numbers, **own}, {"random": self._random, **prepared, **tensors}
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         if self._rows is None or self._pipeline is None:
@@ -718,7 +729,12 @@ class ReplayCore(Storage):
             return
         reader.read_into("random", self._random)
         self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
-        self._rows.set_state(reader)
+        if reader.has_rows:
+            if numbers["layout"] != self._rows.described():
+                raise reader.damaged("numbers.layout", numbers["layout"])
+            self._rows.saved[reader.folder] = restore_rows(self._rows, reader)
+        else:
+            self._rows.set_state(reader)
         if numbers.get("limit") is not None:
             self._shared().set_limit_state(numbers["limit"])
         self._sampler.set_state(numbers, reader)

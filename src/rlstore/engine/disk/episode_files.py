@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from rlstore.engine.disk.files import raising_disk_full
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
 from rlstore.errors import SnapshotError
+from rlstore.kernels import crc32
 
 _EPISODE = re.compile(r"episode-([0-9]{12}|[1-9][0-9]{12,})\.safetensors")
 _REMEDY = "Remove the file to continue without that episode."
@@ -136,7 +136,7 @@ def _name(number: int) -> str:
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """The checksum of all that an episode holds."""
     forms = {name: [str(tensor.dtype), list(tensor.shape), checksum_of(tensor)] for name, tensor in tensors.items()}
-    return str(zlib.crc32(json.dumps([metadata, forms], sort_keys=True).encode()))
+    return str(crc32(json.dumps([metadata, forms], sort_keys=True).encode()))
 
 
 def _entry(number: int, file: TensorFile) -> Entry:

@@ -12,7 +12,6 @@ and the fields documented in snapshot.py, mapped.py and episode_files.py. A read
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.json_text import parse_json
 from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.kernels import crc32
 
 NAME = "manifest.json"
 VERSION = 1
@@ -103,4 +103,4 @@ def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str
 
 
 def _checksum(text: bytes) -> int:
-    return zlib.crc32(text + _END.encode())
+    return crc32(text + _END.encode())

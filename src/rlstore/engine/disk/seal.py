@@ -16,7 +16,6 @@ loading a snapshot into the folder does, breaks the seal: it is removed before.
 from __future__ import annotations
 
 import os
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 from rlstore.engine.disk import manifest
 from rlstore.engine.disk.directory import Directory
 from rlstore.errors import SnapshotError
+from rlstore.kernels import crc32
 
 NAME = "seal.json"
 _KIND = "seal"
@@ -257,7 +257,7 @@ def _checksums(descriptor: int, segments: Iterable[_Segment]) -> list[int]:
     listed = list(segments)
 
     def checksum(segment: _Segment) -> int:
-        return zlib.crc32(os.pread(descriptor, segment.length, segment.offset))
+        return crc32(os.pread(descriptor, segment.length, segment.offset))
 
     if sum(segment.length for segment in listed) >= _MANY_BYTES:
         try:

@@ -1,25 +1,31 @@
-"""Snapshots: a folder with a manifest and the tensors in the safetensors format.
+"""Snapshots: a folder with a manifest, the tensors in the safetensors format, and the rows of replay in segments.
 
-The manifest names its file of tensors. A save writes another file beside that one, then replaces the manifest
-atomically, and then removes the file that the old one named. So a crash at any moment leaves the old snapshot or the
-new one, complete; what an unfinished save leaves is removed by the next.
+The manifest names the other files. A save writes new ones beside them, or appends to a segment, then replaces the
+manifest atomically, and then removes the files that it does not name. So a crash at any moment leaves the old snapshot
+or the new one, complete; what an unfinished save leaves is removed by the next.
 
-    manifest.json                see manifest.py; "contents": "whole", "class", "device", "settings", "numbers",
-                                 "file": {"name", "bytes"}, and "tensors": {name: {"dtype", "shape", "crc32"}}
+    manifest.json                see manifest.py; "contents", "id": another one with each save, "class", "device",
+                                 "settings", "numbers", "note": what the caller wants to know of it,
+                                 "file": {"name", "bytes"}, "tensors": {name: {"dtype", "shape", "crc32"}},
+                                 and "segments": [{"name", "bytes"}], oldest rows first
     tensors-000001.safetensors   the tensors; complex ones as pairs of real numbers
+    rows-000001.bin              rows, see segments.py
     lock                         held during a save
 
-``contents`` says that the snapshot has all tensors. A journal or an incremental snapshot would have another value.
+"contents" is "whole" if the tensors are everything, or "segments" if there are rows. A save to a folder that holds what
+this storage saved there last, or was loaded from, only appends the rows that were written since.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +34,14 @@ from rlstore.engine.disk import manifest
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import raising_disk_full
 from rlstore.engine.disk.folder import Folder
+from rlstore.engine.disk.segments import SEGMENT_BYTES, SEGMENT_NAME, Record, SegmentFile, records_of
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
 from rlstore.engine.rows.schema import dtype_name
 from rlstore.errors import SnapshotError
 
 _TENSOR_FILE = re.compile(r"tensors-([0-9]{6,})\.safetensors")
+_CONTENTS = ("whole", "segments")
 _FIELDS = {
     "contents": str,
     "class": str,
@@ -44,73 +52,222 @@ _FIELDS = {
     "tensors": dict,
 }
 _TENSOR_FIELDS = {"dtype": str, "shape": list, "crc32": int}
+_SEGMENT_FIELDS = {"name": str, "bytes": int}
+_MOST_SEGMENTS = 128  # that a ring which is held all at once would fill: a reader opens all of them
+_MOST_RECORDS = 8192
 _IF_FULL = "Save to a larger disk."
 
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-def write_snapshot(
-    path: str | os.PathLike[str],
-    class_name: str,
-    device: str,
-    settings: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Save, replacing the snapshot that is there, if any. No second copy of the tensors is made.
+@dataclass
+class SavedSegment:
+    """A segment of a snapshot.
 
-    Args:
-        path: The folder.
+    Attributes:
+        name: Its file.
+        nbytes: The bytes of it that count.
+        stop: One past the newest row of each lane in it, int64 ``[lanes]``.
+        records: The records in it.
+    """
+
+    name: str
+    nbytes: int
+    stop: Tensor
+    records: int = 0
+
+
+@dataclass
+class SavedRows:
+    """The rows that a snapshot holds.
+
+    Attributes:
+        id: That of the save.
+        stop: One past the newest row of each lane, int64 ``[lanes]``.
+        segments: The segments, oldest rows first.
+        is_trusted: Whether the last segment may be appended to. After an error nobody knows what is in it.
+    """
+
+    id: str
+    stop: Tensor
+    segments: list[SavedSegment]
+    is_trusted: bool = True
+
+    def are_mostly_needed(self, nbytes: int) -> bool:
+        """False if it is better to write all rows anew, of which ``nbytes`` are needed."""
+        held, records = (sum(getattr(s, name) for s in self.segments) for name in ("nbytes", "records"))
+        return held <= 2 * nbytes + SEGMENT_BYTES and records <= _MOST_RECORDS
+
+
+class Rows(Protocol):
+    """Rows to be saved.
+
+    Attributes:
+        saved: The rows that are in the folder already; None for none.
+        first: Where :meth:`records` begin in each lane, int64 ``[lanes]``.
+        oldest: The oldest row of each lane that is needed, int64 ``[lanes]``.
+        nbytes: The bytes of all rows that are needed.
+    """
+
+    saved: SavedRows | None
+    first: Tensor
+    oldest: Tensor
+    nbytes: int
+
+    def records(self) -> Iterator[Mapping[str, Tensor]]:
+        """The rows from ``first`` on, as records; each says in "stop" up to which row of each lane there are all."""
+        ...
+
+    def close(self, saved: SavedRows | None) -> None:
+        """Nothing more is read: the folder holds these rows now, or (None) the save has failed."""
+        ...
+
+
+@dataclass
+class Content:
+    """What a save writes.
+
+    Attributes:
         class_name: The ``class_name`` of :class:`SnapshotReader`.
         device: The device of the tensors.
         settings: The arguments of the storage (see :mod:`rlstore.engine.disk.space_json` for what they may hold).
         numbers: The rest of its state that is not a tensor, likewise.
         tensors: By name; views are fine.
+        rows: Its rows, if they are apart.
+        note: What the caller wants to know of it, as JSON.
+    """
+
+    class_name: str
+    device: str
+    settings: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    rows: Rows | None = None
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SnapshotWriter:
+    """A folder for snapshots, locked until it is closed.
+
+    Args:
+        owner: Who writes it, for errors.
+        path: The folder; created if it does not exist.
+        sync: Whether a save waits until the disk has everything. If not, a snapshot survives the end of the process,
+            and need not survive that of the machine.
+
+    Attributes:
+        id: That of the save that the folder holds; None if it holds none.
 
     Raises:
         InvalidInputError: If the folder holds something else, or another save to it is in progress.
-        DiskFullError: If the disk is full. As after any other error, the snapshot that was there still is.
     """
-    content = {
-        "contents": "whole",
-        "class": class_name,
-        "device": device,
-        "settings": to_json(settings),
-        "numbers": to_json(numbers, "numbers"),
-    }
-    forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
-    folder = Folder("save()", path, "snapshot", _FIELDS, lambda name: not _TENSOR_FILE.fullmatch(name), _IF_FULL)
-    directory = folder.directory
-    try:
-        with raising_disk_full(folder.path, _IF_FULL):
-            file = f"tensors-{_last_save(directory) + 1:06}.safetensors"
-            try:
-                checksums = write_tensors(directory.create(file), forms)
-                directory.sync()
-                content["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
-                content["tensors"] = {
-                    name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
-                    for name, tensor in tensors.items()
-                }
-                folder.write_manifest(content)
-            finally:
-                _remove_unnamed(directory)
-    finally:
-        folder.release()
+
+    def __init__(self, owner: str, path: str | os.PathLike[str], *, sync: bool = True) -> None:
+        self._folder = Folder(owner, path, "snapshot", _FIELDS, _is_foreign, _IF_FULL)
+        self._folder.directory.waits = sync
+        self.path, self._sync = self._folder.path, sync
+        self.id: str | None = None if self._folder.manifest is None else self._folder.manifest.get("id")
+
+    def __enter__(self) -> SnapshotWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def write(self, content: Content) -> None:
+        """Save, replacing the snapshot that is there, if any. No second copy of the tensors is made.
+
+        Raises:
+            DiskFullError: If the disk is full. As after any other error, the snapshot that was there still is.
+        """
+        saved = None
+        try:
+            with raising_disk_full(self.path, _IF_FULL):
+                try:
+                    saved = self._write(content)
+                finally:
+                    _remove_unnamed(self._folder.directory)
+        finally:
+            if content.rows is not None:
+                content.rows.close(saved)
+
+    def _write(self, content: Content) -> SavedRows | None:
+        """Write everything, the manifest last; the rows that are in the folder then."""
+        found = {
+            "contents": "whole" if content.rows is None else "segments",
+            "id": uuid.uuid4().hex,
+            "class": content.class_name,
+            "device": content.device,
+            "settings": to_json(content.settings),
+            "numbers": to_json(content.numbers, "numbers"),
+            "note": dict(content.note),
+        }
+        forms = {name: storable(name, tensor) for name, tensor in content.tensors.items()}
+        directory = self._folder.directory
+        segments = [] if content.rows is None else self._append(content.rows)
+        file = f"tensors-{_last_number(directory, _TENSOR_FILE) + 1:06}.safetensors"
+        checksums = write_tensors(directory.create(file), forms, sync=self._sync)
+        directory.sync()
+        found["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
+        found["tensors"] = {
+            name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
+            for name, tensor in content.tensors.items()
+        }
+        if content.rows is not None:
+            found["segments"] = [{"name": segment.name, "bytes": segment.nbytes} for segment in segments]
+        self._folder.write_manifest(found)
+        self.id = str(found["id"])
+        if content.rows is None:
+            return None
+        stops = torch.stack([content.rows.first, *(segment.stop for segment in segments)])
+        return SavedRows(self.id, stops.amax(0), segments)
+
+    def _append(self, rows: Rows) -> list[SavedSegment]:
+        """Append rows to the segments that are still needed, and return those with all that they hold then."""
+        saved = rows.saved
+        known = [] if saved is None else saved.segments
+        segments = [replace(segment) for segment in known if bool((segment.stop > rows.oldest).any())]
+        limit, file = max(SEGMENT_BYTES, rows.nbytes // _MOST_SEGMENTS), None
+        if saved is not None and saved.is_trusted and segments and segments[-1].name == known[-1].name:
+            file = SegmentFile(self._folder.directory, segments[-1].name, segments[-1].nbytes)
+        try:
+            for record in rows.records():
+                if file is None or file.nbytes >= limit:
+                    if file is not None:
+                        file.close(sync=self._sync)
+                    number = _last_number(self._folder.directory, SEGMENT_NAME) + 1
+                    file = SegmentFile(self._folder.directory, f"rows-{number:06}.bin")
+                    segments.append(SavedSegment(file.name, 0, rows.first))
+                file.append(record)
+                newest = segments[-1]
+                newest.nbytes, newest.stop, newest.records = file.nbytes, record["stop"], newest.records + 1
+        finally:
+            if file is not None:
+                file.close(sync=self._sync)
+        return segments
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._folder.release()
 
 
-def _last_save(directory: Directory) -> int:
-    found = (_TENSOR_FILE.fullmatch(name) for name in directory.names())
+def _is_foreign(name: str) -> bool:
+    return not (_TENSOR_FILE.fullmatch(name) or SEGMENT_NAME.fullmatch(name))
+
+
+def _last_number(directory: Directory, pattern: re.Pattern[str]) -> int:
+    found = (pattern.fullmatch(name) for name in directory.names())
     return max((int(match[1]) for match in found if match), default=0)
 
 
 def _remove_unnamed(directory: Directory) -> None:
-    """Remove what the manifest does not name: the tensors of the previous save, or of one that did not finish."""
-    names, named = directory.names(), None
+    """Remove what the manifest does not name: files of earlier saves, or of one that did not finish."""
+    names, named = directory.names(), set()
     if manifest.NAME in names:
-        named = manifest.read_manifest(directory, "snapshot", _FIELDS)["file"]["name"]
+        found = manifest.read_manifest(directory, "snapshot", _FIELDS)
+        named = {found["file"]["name"], *(segment["name"] for segment in found.get("segments", ()))}
     for name in names:
-        if name == f"{manifest.NAME}.new" or (_TENSOR_FILE.fullmatch(name) and name != named):
+        if name == f"{manifest.NAME}.new" or (not _is_foreign(name) and name not in named):
             with suppress(SnapshotError):  # a folder of this name is not ours
                 directory.remove(name)
 
@@ -126,6 +283,12 @@ class SnapshotReader:
     Args:
         path: The folder.
 
+    Attributes:
+        id: That of the save; None in older snapshots.
+        note: What the caller of the save wanted to know of it.
+        has_rows: Whether rows are apart, in :meth:`records`.
+        segments: The name of each file of rows, and the bytes of it that count.
+
     Raises:
         SnapshotError: If there is none, or it is of a newer version, or a file is missing, truncated or damaged.
     """
@@ -135,20 +298,38 @@ class SnapshotReader:
         if not self.folder.is_dir():
             raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
         with Directory(self.folder) as directory:
-            found, descriptor = _open_newest(directory)
+            found, (descriptor, *self._descriptors) = _open_newest(directory)
         self.manifest, file = self.folder / manifest.NAME, found["file"]
-        self._file = TensorFile(descriptor, self.folder / file["name"])
+        self.has_rows: bool = found["contents"] == "segments"
+        self.segments: list[dict[str, Any]] = found["segments"]
+        try:
+            self._file = TensorFile(descriptor, self.folder / file["name"])
+        except BaseException:
+            self._close_segments()
+            raise
         try:
             if self._file.nbytes != file["bytes"]:
                 raise self._file.damaged(f"it has {self._file.nbytes:,} bytes and should have {file['bytes']:,}")
             self._tensors: dict[str, Any] = found["tensors"]
             self._check_tensors()
+            self._check_segments()
             self.class_name: str = found["class"]
             self.device: str = found["device"]
             self.settings, self.numbers = (self._decoded(field, found[field]) for field in ("settings", "numbers"))
+            self.id: str | None = found.get("id")
+            self.note: Mapping[str, Any] = found.get("note", {})
         except BaseException:
-            self._file.close()
+            self.close()
             raise
+
+    def _check_segments(self) -> None:
+        for segment, descriptor in zip(self.segments, self._descriptors, strict=True):
+            held = os.fstat(descriptor).st_size
+            if not 0 <= segment["bytes"] <= held:
+                raise SnapshotError(
+                    f"{self.folder / segment['name']} is damaged: it has {held:,} bytes and should have at least "
+                    f"{segment['bytes']:,}."
+                )
 
     def _check_tensors(self) -> None:
         """Hold what the manifest says of the tensors against the header of the file."""
@@ -167,7 +348,7 @@ class SnapshotReader:
 
     def _decoded(self, field: str, form: Any) -> dict[str, Any]:
         try:
-            decoded: dict[str, Any] = from_json(form, self._file.nbytes)
+            decoded: dict[str, Any] = from_json(form, self.nbytes)
         except (
             LookupError,
             TypeError,
@@ -184,7 +365,22 @@ class SnapshotReader:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
         self._file.close()
+        self._close_segments()
+
+    def _close_segments(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def records(self) -> Iterator[tuple[int, Record]]:
+        """All records, oldest first, each with the index of its segment."""
+        for index, (segment, descriptor) in enumerate(zip(self.segments, self._descriptors, strict=True)):
+            for record in records_of(descriptor, self.folder / segment["name"], segment["bytes"]):
+                yield index, record
 
     @property
     def names(self) -> list[str]:
@@ -193,8 +389,8 @@ class SnapshotReader:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the file of tensors."""
-        return self._file.nbytes
+        """The bytes of tensors and rows."""
+        return self._file.nbytes + sum(segment["bytes"] for segment in self.segments)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -244,25 +440,45 @@ class SnapshotReader:
         return self._tensors[name]
 
 
-def _open_newest(directory: Directory) -> tuple[dict[str, Any], int]:
-    """The manifest, and the descriptor of the file of tensors that it names.
+def _open_newest(directory: Directory) -> tuple[dict[str, Any], list[int]]:
+    """The manifest, and the descriptors of the files that it names: that of the tensors, and those of rows.
 
-    A save may replace the manifest and remove that file in between. Then there is a newer manifest: it is read instead.
+    A save may replace the manifest and remove a file in between. Then there is a newer manifest: it is read instead.
     """
-    missing = None
+    before = None
     while True:
         found = manifest.read_manifest(directory, "snapshot", _FIELDS)
-        if found["contents"] != "whole":
-            raise manifest.newer_version(directory.path / manifest.NAME, "contents", found["contents"], "whole")
-        name = found["file"]["name"]
-        if not _TENSOR_FILE.fullmatch(name):
-            raise SnapshotError(f'{directory.path / manifest.NAME} is damaged: "file.name" is {name!r}')
-        if name == missing:
-            raise SnapshotError(f"the snapshot in {directory.path} is not complete: {name} is missing")
+        path, contents = directory.path / manifest.NAME, found["contents"]
+        if contents not in _CONTENTS:
+            raise manifest.newer_version(path, "contents", contents, " or ".join(_CONTENTS))
+        segments = found.setdefault("segments", []) if contents == "whole" else found.get("segments")
+        if not isinstance(segments, list) or (contents == "whole" and segments):
+            raise SnapshotError(f'{path} is damaged: "segments" is {str(segments)[:80]!r}')
+        for segment in segments:
+            if not isinstance(segment, dict):
+                raise SnapshotError(f'{path} is damaged: "segments" has {str(segment)[:80]!r}')
+            manifest.check_fields(path, segment, _SEGMENT_FIELDS, "segments.")
+        names = [found["file"]["name"], *(segment["name"] for segment in segments)]
+        patterns = (_TENSOR_FILE, *(SEGMENT_NAME,) * len(segments))
+        for name, pattern in zip(names, patterns, strict=True):
+            if not pattern.fullmatch(name):
+                raise SnapshotError(f"{path} is damaged: it names {name!r} as a file")
+        descriptors: list[int] = []
         try:
-            return found, directory.open(name)
-        except FileNotFoundError:
-            missing = name
+            for name in names:
+                descriptors.append(directory.open(name))
+            return found, descriptors
+        except BaseException as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if not isinstance(error, FileNotFoundError):
+                raise
+            if found == before:
+                missing = names[len(descriptors)]
+                raise SnapshotError(
+                    f"the snapshot in {directory.path} is not complete: {missing} is missing"
+                ) from error
+            before = found
 
 
 def generator_state(generator: torch.Generator) -> dict[str, Tensor]:

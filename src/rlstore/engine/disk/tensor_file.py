@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import reserve
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.kernels import crc32
 
 CHUNK_BYTES = 64 << 20
 _METADATA = "__metadata__"
@@ -67,19 +67,24 @@ def checksum_of(tensor: Tensor) -> int:
     """The checksum of a tensor that is :func:`storable`."""
     checksum = 0
     for index in chunks(tensor.shape, tensor.element_size()):
-        checksum = zlib.crc32(_bytes_of(tensor[index].cpu()), checksum)
+<<<<<<< HEAD
+        checksum = zlib.crc32(bytes_of(tensor[index].cpu()), checksum)
+=======
+        checksum = crc32(_bytes_of(tensor[index].cpu()), checksum)
+>>>>>>> main
     return checksum
 
 
 def write_tensors(
-    descriptor: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    descriptor: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sync: bool = True
 ) -> dict[str, int]:
-    """Write a file, which is closed then, chunk by chunk; its content is on the disk when this returns.
+    """Write a file, which is closed then, chunk by chunk.
 
     Args:
         descriptor: Of a new, empty file.
         tensors: By name, :func:`storable`; views are fine.
         metadata: Strings by name, for the header.
+        sync: Whether to wait until the content is on the disk.
 
     Returns:
         The checksum of each tensor.
@@ -100,12 +105,18 @@ def write_tensors(
         for name, tensor in ordered.items():
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
-                content = _bytes_of(tensor[index].cpu())
+<<<<<<< HEAD
+                content = bytes_of(tensor[index].cpu())
                 checksum = zlib.crc32(content, checksum)
+=======
+                content = _bytes_of(tensor[index].cpu())
+                checksum = crc32(content, checksum)
+>>>>>>> main
                 file.write(content)
             checksums[name] = checksum
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     return checksums
 
 
@@ -126,7 +137,18 @@ def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
             yield (part, *inner)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def dtype_code(dtype: torch.dtype) -> str:
+    """What the format calls a dtype of a tensor that is :func:`storable`."""
+    return _CODES[dtype]
+
+
+def dtype_of_code(code: str) -> torch.dtype | None:
+    """The dtype that the format calls so; None if it is unknown."""
+    return _DTYPES.get(code)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU; of a contiguous one, its own memory."""
     # A tensor of one element counts as contiguous whatever its strides, and a view as bytes wants a stride of 1.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
@@ -232,10 +254,10 @@ class TensorFile:
                 if buffer.numel() < part.numel():
                     buffer = torch.empty(part.numel(), dtype=plain.dtype)
                 part = buffer[: part.numel()].view(part.shape)
-            content = _bytes_of(part)
+            content = bytes_of(part)
             if os.preadv(self._descriptor, [content], offset) != len(content):
                 raise self.damaged(f"{name} is cut short")
-            found, offset = zlib.crc32(content, found), offset + len(content)
+            found, offset = crc32(content, found), offset + len(content)
             if part is not target_part:
                 target_part.copy_(part)
         if checksum is not None and found != checksum:

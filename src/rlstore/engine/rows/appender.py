@@ -16,7 +16,7 @@ from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.kernels import Guard, protocol
-from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
 
@@ -184,7 +184,7 @@ class Appender:
         self._closed, self._kernel, self._direct = True, None, None
 
     def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
-        """Bring a write to its end that has written nothing yet: convert values, and make room in tables."""
+        """Bring a write to its end that has written nothing yet: convert values, and make room."""
         given, fitted = values, -1
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
@@ -194,6 +194,8 @@ class Appender:
                     raise RuntimeError(f"{self._place(outcome).name} was checked and still does not fit its block")
                 fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
+            elif outcome == NEEDS_ROOM:
+                self.ring.make_room()
             else:
                 self.ring.extend(episodes=outcome == NEEDS_EPISODES)
             outcome = kernel.write(values)

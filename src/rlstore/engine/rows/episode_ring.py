@@ -8,13 +8,18 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+<<<<<<< HEAD
+from pathlib import Path
 from typing import Any
+=======
+from typing import Any, Protocol
+>>>>>>> main
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import SavedRows, SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
 from rlstore.engine.rows.schema import Field
@@ -35,6 +40,18 @@ _FAULTS = {
     4: ("episodes", "what was before the episode of row {time} of environment {lane} is not known"),
     5: ("counters", "environment {lane} awaits a reset step, and no episode has just ended"),
 }
+_ENDLESS = 2**62  # steps that may be written when nothing limits them
+
+
+class Hold(Protocol):
+    """What needs rows that would be overwritten."""
+
+    def room(self) -> int:
+        """How many more steps may be written to any lane before a row that it needs is overwritten, at least 1.
+
+        It is called with the guard of the storage, when the steps that it returned before are written.
+        """
+        ...
 
 
 class EpisodeRing:
@@ -55,6 +72,10 @@ class EpisodeRing:
         autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
             "Disabled" (a step like any other), or None: a reset step if it looks like one.
         beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
+
+    Attributes:
+        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts and
+            copies have none.
     """
 
     def __init__(
@@ -74,8 +95,10 @@ class EpisodeRing:
         self.kept = steps + (min(max(steps // 16, _LEAST_GUARD), _MOST_GUARD) if shared else 0)
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
         self.rows = self.kept + max(leaf.stack for leaf in leaves)
+        self.holds: list[Hold] = []
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
+        self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
         if not backing.is_attached:
             backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
@@ -106,7 +129,7 @@ class EpisodeRing:
         self.blocks = self._layout.views(records)
         for name, shape, dtype in self._layout.apart:
             self.blocks[name] = make(name, (self.lanes, self.rows, *shape), dtype)
-        self._records = records
+        self.records = records
         shared = self.backing.kind == "shared"
         first = _FIRST_SLOTS if self.device.type == "cpu" else _FIRST_SLOTS_ON_DEVICE
         slots = (self.kept + 1 if shared else min(first, self.kept + 1)) * self.lanes
@@ -137,7 +160,7 @@ class EpisodeRing:
         self.after_end.fill_(-1)
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
-        self._restore(tables, self.kept, has_starts, self._damaged)
+        self.restore(tables, self.kept, has_starts, self._damaged)
         self.resume()
 
     def resume(self) -> None:
@@ -147,7 +170,7 @@ class EpisodeRing:
     def _damaged(self, name: str, how: str) -> SnapshotError:
         return self.backing.unusable("records" if name == "episode" else name, how)
 
-    def _restore(
+    def restore(
         self,
         tables: tuple[Tensor, Tensor, Tensor, Tensor],
         kept: int,
@@ -213,6 +236,7 @@ class EpisodeRing:
         """Some lanes alone, on the same memory, for one who writes them."""
         part = object.__new__(EpisodeRing)
         part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
+        part.holds = []
         part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
         part.counters = self.counters[:, lanes.start : lanes.stop]
         part._view_counters()
@@ -276,7 +300,7 @@ class EpisodeRing:
         """Bytes of all blocks and tables."""
         apart = [self.blocks[name] for name, _, _ in self._layout.apart]
         starts = [start for start in self.starts if start is not None]
-        tensors = [self._records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
+        tensors = [self.records, *apart, self.counters, self.episodes, self.free_slots, *self.finals, *starts]
         return sum(tensor.nbytes for tensor in tensors)
 
     def clear(self) -> None:
@@ -333,6 +357,17 @@ class EpisodeRing:
         if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
             self._follow_whole(whole)
         return self.kernel
+
+    def make_room(self) -> None:
+        """Let some more steps be written: as many as all holds allow."""
+        room = min((hold.room() for hold in self.holds), default=_ENDLESS)
+        self.writing_kernel().allow(max(room, 1))
+
+    def ask_again(self) -> None:
+        """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
+        writes = self if self._inner is None else self._inner
+        if writes._kernel is not None:
+            writes._kernel.allow(0)
 
     def extend(self, *, episodes: bool) -> None:
         """Make room for more episodes, or (False) the tables of starts."""
@@ -400,40 +435,27 @@ class EpisodeRing:
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything held, as tensors by name: of the blocks, the rows that were ever written."""
-        extent = min(int(self.written.max()) + 1, self.rows)
-        blocks = {name: block[:, :extent] for name, block in self.blocks.items()}
-        tables = {f"final {leaf.field.name}": table for leaf, table in zip(self.leaves, self.finals, strict=True)}
-        for leaf, table in zip(self.leaves, self.starts, strict=True):
-            if table is not None:
-                tables[f"start {leaf.field.name}"] = table
-        counters = self.counters.clone()
-        counters[3].clamp_(min=-1)  # whoever loads it resumes it
-        own = {"counters": counters, "episodes": self.episodes, "free_slots": self.free_slots}
-        return {**blocks, **tables, **own}
+    @property
+    def apart(self) -> list[str]:
+        """The fields that are not in :attr:`records`."""
+        return [name for name, _, _ in self._layout.apart]
 
-    def set_state(self, reader: SnapshotReader) -> None:
-        """Hold what :meth:`state` returned.
+    def described(self) -> dict[str, Any]:
+        """Where each field of a record is, as JSON."""
+        return self._layout.described()
 
-        Raises:
-            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
-        """
-        counters, episodes, free_slots, extent = self._read_tables(reader)
-        slots, written = len(episodes), counters[0].tolist()
+    def begin_restore(self, slots: int, *, has_starts: bool) -> None:
+        """Blocks and tables are about to be filled from a snapshot with room for ``slots`` episodes."""
         self.backing.break_seal()
         if slots > self.slots:
             self._extend_tables(slots)
-        if any(name.startswith("start ") for name in reader.names):
+        if has_starts:
             self._make_starts()
         self.begun.copy_(self.counters[0])  # a mapped folder holds nothing until it holds everything
-        for name, block in self.blocks.items():
-            self._read_block(name, block, extent, written, reader)
-        for kind, tables in (("final", self.finals), ("start", self.starts)):
-            for leaf, table in zip(self.leaves, tables, strict=True):
-                name = f"{kind} {leaf.field.name}"
-                if table is not None and (kind == "final" or name in reader.names):
-                    reader.read_into(name, table[:slots])
+
+    def end_restore(self, counters: Tensor, episodes: Tensor, free_slots: Tensor) -> None:
+        """All rows are there: hold them."""
+        slots = len(episodes)
         self.episodes[:slots].copy_(episodes)
         self.free_slots[: slots // self.lanes].copy_(free_slots)
         self.counters.copy_(counters)
@@ -443,6 +465,30 @@ class EpisodeRing:
         self._bind_tables()
         if self._inner is not None:
             self.catch_up()
+
+    def disown_margin(self, written: Tensor) -> None:
+        """Rows before those that are held, which a writer leaves alone, belong to no episode: they were not saved."""
+        times = written.to(self.device).unsqueeze(1) - torch.arange(self.steps + 1, self.kept + 1, device=self.device)
+        lanes = torch.arange(self.lanes, device=self.device).unsqueeze(1).expand_as(times)
+        self.blocks["episode"][lanes, times % self.rows] = -1
+
+    def set_state(self, reader: SnapshotReader) -> None:
+        """Hold what a snapshot has that was saved before rows were apart.
+
+        Raises:
+            SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
+        """
+        counters, episodes, free_slots, extent = self._read_tables(reader)
+        slots, written = len(episodes), counters[0].tolist()
+        self.begin_restore(slots, has_starts=any(name.startswith("start ") for name in reader.names))
+        for name, block in self.blocks.items():
+            self._read_block(name, block, extent, written, reader)
+        for kind, tables in (("final", self.finals), ("start", self.starts)):
+            for leaf, table in zip(self.leaves, tables, strict=True):
+                name = f"{kind} {leaf.field.name}"
+                if table is not None and (kind == "final" or name in reader.names):
+                    reader.read_into(name, table[:slots])
+        self.end_restore(counters, episodes, free_slots)
 
     def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
         """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
@@ -465,7 +511,7 @@ class EpisodeRing:
         has_starts = all(leaf.stack == 1 or f"start {leaf.field.name}" in reader.names for leaf in self.leaves)
         kept = self.kept if is_whole else min(self.kept, extent - deepest)
         tables = (counters, episode_of, episodes, free_slots)
-        self._restore(tables, kept, has_starts, reader.unusable)
+        self.restore(tables, kept, has_starts, reader.unusable)
         return counters, episodes, free_slots, extent
 
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
@@ -485,13 +531,13 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "saved")
         apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
         return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         apart = state.pop("apart")
         self.__dict__.update(state)
-        self.blocks = {**self._layout.views(self._records), **apart}
-        self._kernel, self._whole = None, None
+        self.blocks = {**self._layout.views(self.records), **apart}
+        self._kernel, self._whole, self.holds, self.saved = None, None, [], {}
         self._view_counters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,10 @@ class Layout:
             offset += bytes_of(shape, dtype)
         widest = max(dtype.itemsize for _, _, dtype in together)
         self.record_bytes = -(-offset // widest) * widest
+
+    def described(self) -> dict[str, list[Any]]:
+        """Where each field of the record is, as JSON: by name its offset, its shape and its dtype."""
+        return {name: [offset, list(shape), str(dtype)] for name, shape, dtype, offset in self._offsets}
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of the record as a tensor ``[lanes, rows, *shape]`` on its memory."""

@@ -26,7 +26,7 @@ from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
 from rlstore.kernels.cuda.memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.rules import count_invalid, rule_table
 from rlstore.kernels.cuda.watch import Watch
-from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
+from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_ROOM, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
 from rlstore.kernels.ring_memory import RingMemory
 from rlstore.kernels.rules import NO_RULES, Rule
 
@@ -508,6 +508,9 @@ class EpisodeRing(RingMemory):
         if not self.is_fixed and self._watch.is_short(self._deep):
             self._asked = True
             return NEEDS_EPISODES
+        if self._room == 0:
+            return NEEDS_ROOM
+        self._room -= 1
         self._launch(values)
         self._watch.count_write()
         return WRITTEN_WITH_BREAK if self._watch.has_broken() else WRITTEN

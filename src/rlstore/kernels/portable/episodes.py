@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels.portable.draws import take_below
-from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_STARTS, RESUMED, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_ROOM, NEEDS_STARTS, RESUMED, WRITTEN, WRITTEN_WITH_BREAK
 from rlstore.kernels.ring_memory import (
     ALWAYS,
     DETECT,
@@ -104,6 +104,9 @@ class EpisodeRing(RingMemory):
         lacks_starts = any(leaf.stack > 1 and leaf.starts is None for leaf in self.leaves)
         if lacks_starts and bool((begins & (seen.padding == KEPT)).any()):
             return NEEDS_STARTS
+        if self._room == 0:
+            return NEEDS_ROOM
+        self._room -= 1
         self._break(episodes, breaks)
         self._free_oldest(episodes, acts, seen)
         self._begin(episodes, begins, seen, step)

@@ -1,0 +1,327 @@
+"""Rows of a ring on disk: how they are copied while the ring goes on, and how they are put back.
+
+A record holds rows of all lanes by their times, so that it does not matter where a ring of another size keeps them:
+
+    first, stop      int64 [lanes]: the rows of each lane in it, from one time up to another
+    episode          int32 [n]: the episode index of each row, the lanes one after another
+    records          uint8 [n, bytes]: the small fields of the rows, see layout.py
+    rows NAME        uint8 [n, bytes]: a field apart
+    slots            int64 [m]: the indices of episodes that begin or end in it
+    final NAME       uint8 [m, bytes]: their final observations
+    start NAME       uint8 [m, bytes]: what was before their first frames, where there is a table of it
+
+Counters, the table of episodes and what follows the newest row of each lane are saved beside the records, as they were
+at the moment of the save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
+from rlstore.engine.memory.tensors import Recycler
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.errors import SnapshotError
+from rlstore.kernels import Guard
+
+_CHUNK_BYTES = 2 << 20  # copied at a time, while nobody can write: about half a millisecond
+
+
+def _blocks(ring: EpisodeRing) -> dict[str, Tensor]:
+    """The memory of the rows as bytes, ``[lanes * rows, bytes]``, by the names that they have in a record."""
+    blocks = {"records": ring.records, **{f"rows {name}": ring.blocks[name] for name in ring.apart}}
+    return {name: _as_bytes(block.flatten(0, 1)) for name, block in blocks.items()}
+
+
+def _tables(ring: EpisodeRing) -> dict[str, Tensor]:
+    """The tables by episode as bytes, ``[slots, bytes]``, by the names that they have in a record."""
+    kinds = (("final", ring.finals), ("start", ring.starts))
+    tables = {f"{kind} {leaf.field.name}": t for kind, ts in kinds for leaf, t in zip(ring.leaves, ts, strict=True)}
+    return {name: _as_bytes(table) for name, table in tables.items() if table is not None}
+
+
+def _as_bytes(table: Tensor) -> Tensor:
+    return table.reshape(len(table), -1).view(torch.uint8)
+
+
+class RowCut:
+    """The rows of a ring as they are at one moment, copied one part after another while others go on writing.
+
+    It is a hold on the ring: rows that were not copied yet are not overwritten. Whoever is about to overwrite them
+    copies them first.
+
+    Args:
+        ring: The ring. The caller has the guard, and no writers of other lanes are at work.
+        guard: The guard.
+        writer: Where they are to be saved.
+
+    Attributes:
+        saved: See :class:`rlstore.engine.disk.snapshot.Rows`.
+        first: Likewise.
+        oldest: The oldest row of each lane that is needed: also the older frames of the first stack.
+        nbytes: The bytes of all rows that are needed.
+        tensors: What is saved beside the records, as it is now.
+    """
+
+    def __init__(self, ring: EpisodeRing, guard: Guard, writer: SnapshotWriter) -> None:
+        self._ring, self._guard, self._path = ring, guard, writer.path
+        counters = ring.counters.cpu().clone()
+        self._stop = counters[0].clone()
+        deepest = max(leaf.stack for leaf in ring.leaves)
+        self.oldest = torch.maximum(counters[1], self._stop - ring.steps - (deepest - 1))
+        row_bytes = sum(block.shape[1] for block in _blocks(ring).values())
+        self.nbytes = int((self._stop - self.oldest).sum()) * row_bytes
+        self._step = max(_CHUNK_BYTES // (row_bytes * ring.lanes), 1)  # rows of each lane in a record
+        self.saved = ring.saved.get(writer.path)
+        if self.saved is not None and (self.saved.id != writer.id or not self.saved.are_mostly_needed(self.nbytes)):
+            self.saved = None
+        self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
+        self._next = self.first.clone()
+        self._episodes = ring.episodes.cpu().clone()
+        self.tensors = {"counters": counters, "episodes": self._episodes, **self._following()}
+        counters[3].clamp_(min=-1)  # whoever loads it resumes it
+        self._spares = Recycler()
+        self._copied: list[dict[str, Tensor]] = self._broken_off()
+        ring.holds.append(self)
+        ring.ask_again()
+
+    def _following(self) -> dict[str, Tensor]:
+        """What was written behind the newest row of each lane: the observation after it."""
+        ring = self._ring
+        at = (torch.arange(ring.lanes) * ring.rows + self._stop % ring.rows).to(ring.device)
+        return {f"following {name}": block[at].cpu() for name, block in _blocks(ring).items()}
+
+    def _broken_off(self) -> list[dict[str, Tensor]]:
+        """A record of the episodes that ended with the last row that is saved already, after it was."""
+        ring, lanes = self._ring, torch.arange(self._ring.lanes)
+        held = self.first - 1 >= torch.maximum(self.oldest, self._stop - ring.steps)
+        lanes, times = lanes[held], (self.first - 1)[held]
+        slots = ring.blocks["episode"][lanes.to(ring.device), (times % ring.rows).to(ring.device)].long().cpu()
+        slots = slots[self._episodes[slots, 1] == times + 1]
+        return [self._record(self.first, self.first, slots)] if len(slots) else []
+
+    # ---------------------------------------------------------------------------------------------- copying
+
+    def room(self) -> int:
+        """Steps that may be written before a row is overwritten that is not copied yet; at least one."""
+        while True:
+            left = self._next < self._stop
+            if not bool(left.any()):
+                return _UNLIMITED
+            # A step overwrites a row, and frees the table entries of its episode, ``kept`` rows after it was written.
+            room = int((self._next + self._ring.kept - self._ring.counters[0].cpu())[left].min())
+            if room > 0:
+                return room
+            self._copy()
+
+    def copy_all(self) -> None:
+        """Copy everything that is left."""
+        while bool((self._next < self._stop).any()):
+            self._copy()
+
+    def _copy(self) -> None:
+        stop = torch.minimum(self._next + self._step, self._stop)
+        self._copied.append(self._record(self._next, stop, None))
+        self._next = stop
+
+    def _record(self, first: Tensor, stop: Tensor, slots: Tensor | None) -> dict[str, Tensor]:
+        """A record of rows, and of the episodes with these indices or (None) those that begin or end in it."""
+        ring = self._ring
+        flat = _flat_places(first, stop, ring.rows).to(ring.device)
+        made = {"first": first, "stop": stop}
+        made["episode"] = ring.blocks["episode"][flat // ring.rows, flat % ring.rows].cpu()
+        for name, block in _blocks(ring).items():
+            made[name] = self._taken(block, flat)
+        if slots is None:
+            slots = self._touched(made["episode"].long(), first, stop)
+        made["slots"] = slots
+        for name, table in _tables(ring).items():
+            made[name] = self._taken(table, slots.to(ring.device))
+        return made
+
+    def _taken(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Copies of some rows of a table, on the CPU."""
+        if table.device.type != "cpu":
+            return table[rows].cpu()
+        out = self._spares.empty((len(rows), *table.shape[1:]), table.dtype, table.device)
+        return torch.index_select(table, 0, rows, out=out)
+
+    def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
+        """The indices of episodes that, at the moment of the cut, had begun or ended among these rows."""
+        slots = episode.unique()
+        slots = slots[slots >= 0]
+        begin, end = self._episodes[slots, 0], self._episodes[slots, 1]
+        lane = slots % self._ring.lanes
+        ends, begins = (end > first[lane]) & (end <= stop[lane]), (begin >= first[lane]) & (begin < stop[lane])
+        has_starts = any(table is not None for table in self._ring.starts)
+        return slots[ends | begins if has_starts else ends]
+
+    # ---------------------------------------------------------------------------------------------- writing
+
+    def records(self) -> Iterator[Mapping[str, Tensor]]:
+        """All records, one after another; see :class:`rlstore.engine.disk.snapshot.Rows`."""
+        while True:
+            with self._guard:
+                if not self._copied and bool((self._next < self._stop).any()):
+                    self._copy()
+                if not self._copied:
+                    return
+                record = self._copied.pop(0)
+            yield record
+
+    def close(self, saved: SavedRows | None) -> None:
+        """Hold nothing any more; see :class:`rlstore.engine.disk.snapshot.Rows`."""
+        ring = self._ring
+        with self._guard:
+            self._next = self._stop
+            self._copied.clear()
+            if saved is not None:
+                ring.saved.pop(self._path, None)
+                ring.saved[self._path] = saved
+                if len(ring.saved) > _MOST_FOLDERS:
+                    del ring.saved[next(iter(ring.saved))]
+            elif self.saved is not None:
+                self.saved.is_trusted = False
+            if self in ring.holds:
+                ring.holds.remove(self)
+                ring.ask_again()
+
+
+_MOST_FOLDERS = 8  # whose rows are remembered
+_UNLIMITED = 1 << 62
+
+
+def _flat_places(first: Tensor, stop: Tensor, rows: int) -> Tensor:
+    """Where the rows of all lanes are, the lanes one after another, in blocks without the axis of lanes."""
+    count = stop - first
+    lane = torch.repeat_interleave(torch.arange(len(first)), count)
+    time = torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
+    return lane * rows + time % rows
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
+    """Fill an empty ring with the rows of a snapshot.
+
+    Returns:
+        What is known of the snapshot, for a save to the same folder.
+
+    Raises:
+        SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a record cannot be read.
+    """
+    index = RowIndex(ring, reader)
+    ring.begin_restore(len(index.episodes), has_starts=index.has_starts)
+    blocks, tables, buffer = _blocks(ring), _tables(ring), torch.empty(0, dtype=torch.uint8)
+    for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
+        count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
+        for name, block in blocks.items():
+            nbytes = count * block.shape[1]
+            buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+            rows = record.tensor(name, (count, block.shape[1]), torch.uint8, buffer)
+            _put(block, places, rows if kept is None else rows[kept])
+        slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
+        if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
+            raise record.damaged("it has episodes that there cannot be")
+        for name, table in tables.items():
+            if name in record.shapes:
+                _put(table, slots, record.tensor(name, (len(slots), table.shape[1]), torch.uint8))
+    newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
+    for name, block in blocks.items():
+        following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
+        reader.read_into(f"following {name}", following)
+        _put(block, newest, following)
+    ring.disown_margin(index.counters[0])
+    ring.end_restore(index.counters, index.episodes, index.free_slots)
+    return index.saved
+
+
+class RowIndex:
+    """Which rows a snapshot holds, and to which episodes they belong, checked.
+
+    Args:
+        ring: A ring of the form that was saved.
+        reader: The snapshot.
+
+    Attributes:
+        counters: The counters of the ring.
+        episodes: Its table of episodes.
+        free_slots: The indices of the table that are free.
+        times: The rows of each lane in each record, from one time up to another.
+        has_starts: Whether there is a table of starts.
+        saved: What is known of the snapshot.
+
+    Raises:
+        SnapshotError: If it cannot be that of such a ring.
+    """
+
+    def __init__(self, ring: EpisodeRing, reader: SnapshotReader) -> None:
+        self._ring, self._reader = ring, reader
+        self.counters = torch.empty((5, ring.lanes), dtype=torch.int64)
+        reader.read_into("counters", self.counters)
+        slots = (*reader.shape("episodes"), 0)[0]
+        if slots < 1 or slots % ring.lanes:
+            raise reader.unusable("episodes", f"{slots} entries are not as many for each of {ring.lanes} environments")
+        self.episodes = torch.empty((slots, 4), dtype=torch.int64)
+        reader.read_into("episodes", self.episodes)
+        self.free_slots = torch.empty((slots // ring.lanes, ring.lanes), dtype=torch.int32)
+        self.times: list[tuple[Tensor, Tensor]] = []
+        self.has_starts = False
+        # Its pages are committed when they are written, so a size that was made up costs nothing.
+        episode_of = torch.zeros((ring.lanes, ring.rows), dtype=torch.int32)
+        self.saved = self._read(episode_of)
+        has_starts = self.has_starts or all(leaf.stack == 1 for leaf in ring.leaves)
+        tables = (self.counters, episode_of, self.episodes, self.free_slots)
+        ring.restore(tables, ring.steps, has_starts, reader.unusable)
+
+    def _read(self, episode_of: Tensor) -> SavedRows:
+        """Read of each record which rows it has, and their episodes."""
+        lanes, segments = self._ring.lanes, self._reader.segments
+        stops, counts = [torch.zeros(lanes, dtype=torch.int64) for _ in segments], [0] * len(segments)
+        begin = end = torch.zeros(lanes, dtype=torch.int64)  # the newest rows without a gap
+        for segment, record in self._reader.records():
+            first, stop = (record.tensor(name, (lanes,), torch.int64) for name in ("first", "stop"))
+            if not bool(((first >= 0) & (first <= stop) & (stop <= self.counters[0])).all()):
+                raise record.damaged("its rows are not among those that were written")
+            begin, end = torch.where(first <= end, begin, first), torch.maximum(stop, end)
+            stops[segment], counts[segment] = end, counts[segment] + 1
+            self.times.append((first, stop))
+            self.has_starts |= any(name.startswith("start ") for name in record.shapes)
+            episode = record.tensor("episode", (int((stop - first).sum()),), torch.int32)
+            places, kept = self.places(first, stop)
+            episode_of.view(-1)[places] = episode if kept is None else episode[kept]
+        written, begun = self.counters[:2]
+        held = torch.maximum(begun, written - self._ring.steps)
+        for lane in ((held < written) & ((begin > held) | (end < written))).nonzero().flatten().tolist():
+            raise SnapshotError(
+                f"the snapshot in {self._reader.folder} is not complete: of environment {lane} it should have rows "
+                f"{int(held[lane])} to {int(written[lane]) - 1}, and it has {int(begin[lane])} to {int(end[lane]) - 1}"
+            )
+        known = zip(segments, stops, counts, strict=True)
+        found = [SavedSegment(segment["name"], segment["bytes"], stop, count) for segment, stop, count in known]
+        return SavedRows(self._reader.id or "", end, found)
+
+    def places(self, first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where rows go, in blocks ``[lanes * rows, ...]``, and which of the record they are; None for all of them."""
+        low = self.counters[0] + 1 - self._ring.rows  # what is older was overwritten; what follows has a place, too
+        places = _flat_places(first, stop, self._ring.rows)
+        if bool((first >= low).all()):
+            return places, None
+        count = stop - first
+        lane = torch.repeat_interleave(torch.arange(len(first)), count)
+        time = torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
+        kept = (time >= low[lane]).nonzero().flatten()
+        return places[kept], kept
+
+
+def _put(table: Tensor, places: Tensor, rows: Tensor) -> None:
+    """``table[places] = rows``."""
+    count, begin = len(places), int(places[0]) if len(places) else 0
+    if bool((places.diff() == 1).all()):
+        table[begin : begin + count].copy_(rows)
+    else:
+        table.index_copy_(0, places.to(table.device), rows.to(table.device))
