@@ -11,8 +11,8 @@ import pickle
 import re
 import shutil
 import threading
-import warnings
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_refused_that_holds_something_or_is_in_use(kind, tmp_path):
     make = KINDS[kind]
-    with pytest.raises(InvalidInputError, match="journal is 3; .* needs the path of a folder"):
+    with pytest.raises(InvalidInputError, match=r"journal is 3; .* needs the path of a folder"):
         make(journal=3)
     first = make(journal=tmp_path / "journal")
     with pytest.raises(InvalidInputError, match="in use by another storage"):
@@ -198,12 +198,13 @@ def test_a_class_of_a_user_gets_a_journal_by_loading(tmp_path):
 def test_the_thread_commits_what_came(tmp_path, ticks):
     storage = make(tmp_path / "journal")
     ticks.begin()
+    newest = 0
     for steps in (5, 1, 80):
-        held = len(rewards_of(storage))
-        play(storage, steps, 100 * steps)
-        assert len(rewards_in(tmp_path / "journal")) == held
+        play(storage, steps, newest)
+        assert rewards_in(tmp_path / "journal") == list(range(newest))
+        newest += steps
         ticks.tick()
-        assert rewards_in(tmp_path / "journal") == rewards_of(storage)
+        assert rewards_in(tmp_path / "journal") == list(range(max(0, newest - 64), newest))
     identity = manifest_of(tmp_path / "journal")
     ticks.tick()
     assert manifest_of(tmp_path / "journal") == identity  # nothing came
@@ -261,6 +262,19 @@ def test_writers_of_other_processes_are_committed_in_whole_rows(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------- failures
 
+
+@contextmanager
+def failing(name, number=errno.EIO):
+    """A function of the system that fails."""
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, name, fail)
+        yield
+
+
 CALLS = {
     "full, rows": ("pwritev", errno.ENOSPC, DiskFullError),
     "full, space reserved": ("posix_fallocate", errno.ENOSPC, DiskFullError),
@@ -270,23 +284,22 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_path, ticks, monkeypatch):
+def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_path, ticks):
     name, number, kind = CALLS[call]
     folder = tmp_path / "journal"
     storage = make(folder)
     ticks.begin()
     play(storage, 10)
     ticks.tick()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, name, lambda *args, **kwargs: fail(number))
-        play(storage, 5, 10)
+    play(storage, 5, 10)
+    with failing(name, number):
         with pytest.warns(RuntimeWarning, match="Adding goes on") as warned:
             ticks.tick()
-            play(storage, 5, 15)
-            ticks.tick()  # of a streak of failures the first is told
         (warning,) = warned
         assert str(folder) in str(warning.message)
         assert "nothing that came after 20" in str(warning.message)
+        play(storage, 5, 15)
+        ticks.tick()  # of a streak of failures the first is told: another warning would be an error
         assert isinstance(storage.journal.error, kind)
         with pytest.raises(kind):
             storage.journal.commit()
@@ -302,30 +315,24 @@ def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_
     assert rewards_in(folder) == list(range(21, 85))
 
 
-def fail(number):
-    raise OSError(number, os.strerror(number))
-
-
-def test_a_streak_that_ended_is_told_again(tmp_path, ticks, monkeypatch):
+def test_a_streak_that_ended_is_told_again(tmp_path, ticks):
     storage = make(tmp_path / "journal")
     ticks.begin()
     for begin in (0, 1):
         play(storage, 1, begin)
-        with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="failed: OSError"):
-            patched.setattr(os, "fsync", lambda descriptor: fail(errno.EIO))
+        with failing("fsync"), pytest.warns(RuntimeWarning, match="failed: OSError"):
             ticks.tick()
         ticks.tick()
     storage.close()
 
 
-def test_where_warnings_are_errors_the_thread_goes_on(tmp_path, ticks, monkeypatch):
+def test_where_warnings_are_errors_the_thread_goes_on(tmp_path, ticks):
     storage = make(tmp_path / "journal")
     ticks.begin()
     play(storage, 1)
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patched.setattr(os, "fsync", lambda descriptor: fail(errno.EIO))
-        ticks.tick()
+    with failing("fsync"):
+        ticks.tick()  # all warnings are errors in tests
+    assert isinstance(storage.journal.error, OSError)
     ticks.tick()
     assert rewards_in(tmp_path / "journal") == [0.0]
     storage.close()
@@ -357,11 +364,10 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path, ticks):
     assert rewards_in(folder) == list(range(12))
 
 
-def test_a_last_commit_that_fails_is_raised_and_everything_is_closed(tmp_path, monkeypatch):
+def test_a_last_commit_that_fails_is_raised_and_everything_is_closed(tmp_path):
     storage = make(tmp_path / "journal")
     play(storage, 3)
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
-        patched.setattr(os, "fsync", lambda descriptor: fail(errno.EIO))
+    with failing("fsync"), pytest.raises(OSError, match="Input/output"):
         storage.close()
     with pytest.raises(StorageClosedError, match="is closed; nothing was committed"):
         storage.journal.commit()
@@ -397,13 +403,11 @@ def test_a_storage_that_is_collected_is_committed(in_a_cycle, tmp_path):
     assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
 
 
-def test_a_collected_storage_warns_if_its_last_commit_fails(tmp_path, monkeypatch):
+def test_a_collected_storage_warns_if_its_last_commit_fails(tmp_path):
     storage = make(tmp_path / "journal")
     play(storage, 3)
-    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="It was the last one"):
-        patched.setattr(os, "fsync", lambda descriptor: fail(errno.EIO))
+    with failing("fsync"), pytest.warns(RuntimeWarning, match="It was the last one"):
         del storage
-        gc.collect()
     assert rewards_in(tmp_path / "journal") == []
 
 
@@ -455,6 +459,7 @@ def test_a_forked_child_leaves_the_journal_to_its_parent(tmp_path):
     child = os.fork()
     if child == 0:
         told = b"no"
+        os.close(theirs[1])  # so that the end of the parent ends the child
         try:
             play(storage, 3, 50)  # a copy, in memory of its own
             with pytest.raises(InvalidInputError, match=f"forked, and the journal .* process {os.getppid()}"):

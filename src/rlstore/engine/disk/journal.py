@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Protocol
@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from rlstore.engine.checks import check_path
-from rlstore.engine.disk.snapshot import Content, SavedRows, SnapshotWriter
+from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.errors import InvalidInputError, StorageClosedError
 
 
@@ -64,8 +64,12 @@ def as_journal(owner: str, given: str | os.PathLike[str] | Journal | None) -> Jo
 class Journaled(Protocol):
     """What a journal commits."""
 
-    def _cut(self, saved: SavedRows | None) -> Content:
-        """What it holds at one moment; of its rows those that came after ``saved``."""
+    def _still(self) -> AbstractContextManager[None]:
+        """Nothing changes meanwhile."""
+        ...
+
+    def _content(self, writer: SnapshotWriter, *, copy: bool) -> Content:
+        """What a snapshot of the state as it is now holds, which may ``copy`` change before it is written."""
         ...
 
 
@@ -79,8 +83,7 @@ class RunningJournal:
         owner: The class of the storage, for errors.
         storage: The storage.
         journal: Where and how often.
-        loaded: The id of the save that the storage was loaded from, if that is the only one it may go on with.
-        saved: The rows of that save.
+        loaded: The snapshot that the storage was loaded from, with which the journal may go on; None for none.
 
     Attributes:
         path: The folder.
@@ -90,37 +93,38 @@ class RunningJournal:
         InvalidInputError: If the folder holds something already, or another storage uses it. Nothing was changed.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        storage: Journaled,
-        journal: Journal,
-        loaded: str | None = None,
-        saved: SavedRows | None = None,
-    ) -> None:
+    def __init__(self, owner: str, storage: Journaled, journal: Journal, loaded: SnapshotReader | None = None) -> None:
         self.error: BaseException | None = None
         self._owner, self._journal, self._storage = owner, journal, weakref.ref(storage)
         self._process, self._warned, self._time = os.getpid(), False, time.time()
-        self._turn = threading.RLock()  # taken before the guard of the storage, never while a thread has that
+        self._turn = threading.RLock()  # taken before the guard of the storage, never by a thread that has it
         self._closing = threading.Event()
-        self._writer = SnapshotWriter(owner, journal.path, sync=journal.fsync)
+        self._open()
         self.path = self._writer.path
         try:
-            if not self._writer.is_empty and (loaded is None or self._writer.id != loaded):
+            if not self._writer.is_empty and not self._goes_on_with(loaded):
                 raise InvalidInputError(
                     f"the folder {self.path} already holds what a storage has saved. To go on with it, load it: "
                     f"{owner}.load(path, journal=path). Else give another folder as journal. Nothing was changed."
                 )
-            self._saved = saved if self._writer.id == loaded else None
             self._commit(storage)
         except BaseException:
             self._writer.close()
             raise
-        # Also run where a process of multiprocessing ends; before the writers of shared memory are sent away (15).
-        self._end = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=25)
-        run = (weakref.ref(self), self._closing, float(journal.interval))
-        self._thread = threading.Thread(target=_run, args=run, name="rlstore journal", daemon=True)
+        # For processes of multiprocessing, whose end is none of the interpreter. Writers go on until then (15).
+        self._end_of_worker = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=25)
+        # It keeps the journal and its folder for the last commit of a storage that is collected as part of a cycle.
+        self._thread = threading.Thread(target=self._run, name="rlstore journal", daemon=True)
         self._thread.start()
+
+    def _goes_on_with(self, loaded: SnapshotReader | None) -> bool:
+        """Whether the folder holds just what the storage was loaded from."""
+        return loaded is not None and os.path.samefile(loaded.folder, self.path) and loaded.id == self._writer.id
+
+    def _open(self) -> None:
+        self._writer = SnapshotWriter(self._owner, self._journal.path, sync=self._journal.fsync)
+        # Made after that of the folder, so that at the end of the interpreter it runs before the folder is released.
+        self._end = weakref.finalize(self, _finish, weakref.ref(self))
 
     def commit(self) -> None:
         """Commit now; if anything has changed since the last commit, it is on disk when this returns.
@@ -144,9 +148,9 @@ class RunningJournal:
         try:
             if self._writer.is_gone:
                 self._reopen()
-            content = storage._cut(self._saved)
-            if not self._writer.holds(content):
-                self._saved = self._writer.write(content)
+            with storage._still():
+                content = storage._content(self._writer, copy=True)
+            self._writer.write(content, if_changed=True)
         except BaseException as error:
             self.error = error
             raise
@@ -155,8 +159,7 @@ class RunningJournal:
     def _reopen(self) -> None:
         """The folder was removed, or moved away: make it again. Everything is written anew."""
         self._writer.close()
-        self._writer = SnapshotWriter(self._owner, self.path, sync=self._journal.fsync)
-        self._saved = None
+        self._open()
         if not self._writer.is_empty:
             self._writer.close()
             raise InvalidInputError(f"the folder {self.path} was replaced by another one, which holds a snapshot")
@@ -177,7 +180,7 @@ class RunningJournal:
         with self._turn:
             if not self._closing.is_set():
                 self._closing.set()
-                self._end.cancel()
+                self._end_of_worker.cancel()
                 try:
                     self._commit(storage)
                 finally:
@@ -191,6 +194,10 @@ class RunningJournal:
             self._close(storage)
         except Exception as error:
             self._warn(error, "It was the last one")
+
+    def _run(self) -> None:
+        while self._storage() is not None and not _wait(self._closing, float(self._journal.interval)):
+            self._commit_in_background()
 
     def _commit_in_background(self) -> None:
         try:
@@ -214,16 +221,6 @@ class RunningJournal:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a storage has no journal
-
-
-def _run(reference: weakref.ref[RunningJournal], closing: threading.Event, interval: float) -> None:
-    """The thread. It refers to nothing while it waits, so that the storage can be collected."""
-    while not _wait(closing, interval):
-        journal = reference()
-        if journal is None:
-            return
-        journal._commit_in_background()
-        del journal
 
 
 def _wait(closing: threading.Event, seconds: float) -> bool:
