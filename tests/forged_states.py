@@ -20,12 +20,14 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rlstore import ReplayStorage, Storage
-from rlstore.engine.disk.snapshot import generator_state, write_snapshot
+from rlstore.engine.disk.snapshot import SnapshotWriter
+from rlstore.engine.disk.space_json import from_json
 from rlstore.errors import StorageError
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
 from programs import PROGRAMS, fill, ids, next_draws
+from written_snapshots import GivenRows, write_snapshot
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
 Forgery = tuple[str, dict[str, Any], dict[str, Tensor]]
@@ -144,6 +146,29 @@ def _replaced(nest: Any, path: tuple[Any, ...], value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- loading
 
 
+def _saved_state(storage: Any) -> State:
+    """What a storage saves; tensors of records by names that say which record."""
+    with tempfile.TemporaryDirectory() as folder, SnapshotWriter("save()", folder) as writer:
+        content, rows = storage._content(copy=True), storage._rows_for(writer)
+        tensors = dict(content.tensors)
+        if rows is not None:
+            tensors.update(rows.tensors)
+            for index, record in enumerate(rows.records()):
+                tensors.update({f"record {index} {name}": tensor for name, tensor in record.items()})
+            rows.close(None)
+    return from_json(content.numbers), tensors
+
+
+def _given_rows(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], GivenRows | None]:
+    """The tensors apart from those of records, and the records."""
+    records: dict[int, dict[str, Tensor]] = {}
+    for name in [name for name in tensors if name.startswith("record ")]:
+        _, index, part = name.split(" ", 2)
+        records.setdefault(int(index), {})[part] = tensors[name]
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("record ")}
+    return rest, GivenRows([records[i] for i in sorted(records)], 3) if "episodes" in rest or records else None
+
+
 def judge(name: str, forge: Callable[[State], list[Forgery]]) -> dict[str, int]:
     """Load forged snapshots of a storage in forked processes, and use what was loaded.
 
@@ -161,10 +186,7 @@ def judge(name: str, forge: Callable[[State], list[Forgery]]) -> dict[str, int]:
     storage = make("cpu")
     for _ in run(storage):
         pass
-    numbers, tensors = storage._state()
-    if "_generator" in storage.__dict__:
-        tensors = {**tensors, **generator_state(storage._generator)}
-    cases = forge((numbers, tensors))
+    cases = forge(_saved_state(storage))
     saved = f"rlstore.{type(storage).__name__}", storage._settings()
     folder = Path(tempfile.mkdtemp())
     counts = {"refused": 0, "used": 0}
@@ -204,7 +226,8 @@ def _try_all(name: str, saved: tuple[str, Any], cases: list[Forgery], folder: Pa
         signal.alarm(int(SECONDS))
         path = folder / f"{time.monotonic_ns()}"
         try:
-            write_snapshot(path, saved[0], "cpu", saved[1], numbers, tensors)
+            rest, rows = _given_rows(tensors)
+            write_snapshot(path, saved[0], "cpu", saved[1], numbers, rest, rows)
             result = _try(name, path)
         except BaseException as error:
             result = f"cannot be forged: {error!r}"

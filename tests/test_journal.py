@@ -461,7 +461,7 @@ def test_a_forked_child_leaves_the_journal_to_its_parent(tmp_path):
         told = b"no"
         os.close(theirs[1])  # so that the end of the parent ends the child
         try:
-            play(storage, 3, 50)  # a copy, in memory of its own
+            play(storage, 3, 2)  # a copy, in memory of its own
             with pytest.raises(InvalidInputError, match=f"forked, and the journal .* process {os.getppid()}"):
                 storage.journal.commit()
             storage.close()

@@ -13,6 +13,7 @@ from rlstore.distributed.actor import ActorHandle, Rollout
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.storage import DistributedStorage, HandoffReport
+from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.processes.slots import SlotQueue
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActorHandle",
+    "BackgroundSave",
     "Critic",
     "DecoupledBatch",
     "DecoupledRolloutStorage",

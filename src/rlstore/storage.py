@@ -49,6 +49,7 @@ from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import (
     Content,
+    Rows,
     SnapshotReader,
     SnapshotWriter,
     generator_state,
@@ -265,9 +266,10 @@ class Storage(ABC):
     ) -> BackgroundSave | None:
         """:meth:`save`, with a ``note``: JSON that whoever loads the snapshot can read."""
         with ExitStack() as stack:
-            writer = stack.enter_context(SnapshotWriter("save()", path))
             with self._still():
-                content = self._content(writer, copy=background, note=note)
+                content = self._content(copy=background, note=note)
+                writer = stack.enter_context(SnapshotWriter("save()", path))
+                content.rows = self._rows_for(writer)
                 if content.rows is None and not background:
                     writer.write(content)  # before anything can change
                     return None
@@ -281,11 +283,10 @@ class Storage(ABC):
         """Nothing changes meanwhile."""
         return self._guarding()
 
-    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
-        """What a snapshot of the state as it is now holds; the caller is in :meth:`_still`.
+    def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        """What a snapshot of the state as it is now holds, but for :meth:`_rows_for`; the caller is in :meth:`_still`.
 
         Args:
-            writer: Where it is to be saved.
             copy: Whether the state may change before it is written.
             note: See :meth:`_save`.
         """
@@ -297,7 +298,11 @@ class Storage(ABC):
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         # As it was given: "cuda" then means the current device of the process that loads it.
         device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
-        return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, None, note or {})
+        return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, note or {})
+
+    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
+        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`."""
+        return None
 
     @classmethod
     def load(
@@ -348,15 +353,7 @@ class Storage(ABC):
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
-            kind._check_sizes(settings, reader)
-            storage = kind._from_settings(settings, device)
-            try:
-                storage._set_state(reader.numbers, reader)
-                if "_generator" in storage.__dict__:
-                    restore_generator(storage._generator, reader)
-            except BaseException:
-                storage._give_up()
-                raise
+            storage = kind._restored(settings, device, reader)
         try:
             storage._begin_journal(journal, reader)
         except BaseException:
@@ -365,9 +362,37 @@ class Storage(ABC):
         return storage
 
     @classmethod
+    def _restored(
+        cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device, reader: SnapshotReader
+    ) -> _AnyStorage:
+        """A storage of these settings with the state that a snapshot has."""
+        cls._check_sizes(settings, reader)
+        storage = cls._from_settings(settings, device)
+        try:
+            storage._set_state(reader.numbers, reader)
+            if "_generator" in storage.__dict__:
+                restore_generator(storage._generator, reader)
+        except BaseException:
+            storage._give_up()
+            raise
+        return storage
+
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a storage that is the same and uses none of :meth:`_used_folders`."""
+        return dict(settings)
+
+    @classmethod
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The folders that a storage of these settings would use, by the argument that names each."""
         return {}
+
+    def _rows_in_folders(self) -> tuple[int, int] | None:
+        """The rows ever written, and how many of those held a new storage with the same folders would not have.
+
+        None if the storage keeps no rows in a folder of its own, or has not opened it yet.
+        """
+        return None
 
     @classmethod  # noqa: B027 - what is allocated when it is written need not be checked
     def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
@@ -474,6 +499,28 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise SnapshotError(f"{Path(path).absolute() / NAME} is damaged: it cannot be loaded ({error!r})") from error
+
+
+def check_snapshot(reader: SnapshotReader) -> bool:
+    """Refuse a snapshot that :meth:`Storage.load` would refuse; folders that the storage uses are left alone.
+
+    Args:
+        reader: A reader that keeps no rows.
+
+    Returns:
+        False if its class is not imported, so that nobody knows what it has to hold.
+
+    Raises:
+        SnapshotError: If it cannot be loaded.
+        DoesNotFitError: If there is not enough memory to tell.
+    """
+    kind = _find_class(Storage, reader.class_name)  # type: ignore[type-abstract]
+    if kind is None:
+        return False
+    with _refusing(reader.folder):
+        torch.device(reader.device)  # which need not be here
+        kind._restored(kind._without_folders(reader.settings), "cpu", reader)._give_up()
+    return True
 
 
 def _placed(

@@ -13,6 +13,7 @@ import zlib
 import pytest
 import torch
 import torch.multiprocessing
+from written_snapshots import write_snapshot
 
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
 from rlstore.engine.disk import manifest
@@ -20,7 +21,7 @@ from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.episode_files import EpisodeFiles
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.mapped import MappedFiles
-from rlstore.engine.disk.snapshot import SnapshotReader, write_snapshot
+from rlstore.engine.disk.snapshot import SnapshotReader
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -172,7 +173,10 @@ def test_a_field_of_a_snapshot_that_is_missing_or_of_another_type_is_named(field
         ({"tensors": {"ids": []}}, r'"tensors.ids" is \[\], not an object'),
         ({"tensors": {"ids": {"dtype": "int64", "shape": [3]}}}, '"tensors.ids.crc32" is missing'),
         ({"tensors": {"ids": {"dtype": "int64", "shape": 3, "crc32": 1}}}, '"tensors.ids.shape" is 3, not a list'),
-        ({"contents": "changes"}, "newer rlstore: \"contents\" is 'changes', and this version reads 'whole'"),
+        (
+            {"contents": "changes"},
+            "newer rlstore: \"contents\" is 'changes', and this version reads 'whole or segments'",
+        ),
         (
             {"settings": {"space": {"$space": "Sphere"}}},
             r'"settings" cannot be read \(ValueError.*Sphere',

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from written_snapshots import write_snapshot
 
 from rlstore import DiskFullError, InvalidInputError, SnapshotError
 from rlstore.engine.disk import tensor_file
 from rlstore.engine.disk.directory import Directory
-from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator, write_snapshot
+from rlstore.engine.disk.snapshot import SnapshotReader, generator_state, restore_generator
 from rlstore.engine.disk.tensor_file import chunks
 
 # Newer Pythons warn of forks beside threads, which other tests may have started.
@@ -134,6 +135,7 @@ def test_the_files_are_what_the_format_says(tmp_path):
         "format": "rlstore snapshot",
         "version": 1,
         "contents": "whole",
+        "id": manifest["id"],
         "class": "S",
         "device": "cpu",
         "settings": {"size": 4},
@@ -178,8 +180,8 @@ def test_no_more_than_a_chunk_is_copied_at_a_time(tmp_path, monkeypatch, small_c
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    original = tensor_file._bytes_of
-    monkeypatch.setattr(tensor_file, "_bytes_of", watched)
+    original = tensor_file.bytes_of
+    monkeypatch.setattr(tensor_file, "bytes_of", watched)
     tensors = {"t": torch.arange(40, dtype=torch.int32).reshape(10, 4)[:, 1:], "wide": torch.zeros(2, 30)}
     save(tmp_path, tensors)
     assert_same(load(tmp_path), tensors)
@@ -223,7 +225,7 @@ def fails_at(monkeypatch, point, error):
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
     monkeypatch.setattr(Directory, "create", failing(Directory.create))
     monkeypatch.setattr(tensor_file, "open", failing(open), raising=False)
-    monkeypatch.setattr(tensor_file, "_bytes_of", failing(tensor_file._bytes_of))
+    monkeypatch.setattr(tensor_file, "bytes_of", failing(tensor_file.bytes_of))
     return calls
 
 

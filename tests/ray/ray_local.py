@@ -11,6 +11,7 @@ import ray
 
 from rlstore.ray import ServedStorage, learner, ledger, serving, shard, writer
 from rlstore.ray.calls import Connection
+from rlstore.ray.saves import Saving
 
 
 class LocalActor:
@@ -40,7 +41,9 @@ class LocalConnection(Connection):
         return getattr(self.ledger, method).remote(*args)
 
 
-def serve_locally(monkeypatch: Any, factory: Any, shards: int) -> ServedStorage:
+def serve_locally(monkeypatch: Any, factory: Any, shards: int, **saved: Any) -> ServedStorage:
+    """A served storage, ``saved`` as the attributes of Saving say."""
+    saving = Saving(shards, **saved)
     actors: dict[str, LocalActor] = {}
 
     def get_actor(name: str, namespace: str) -> LocalActor:
@@ -58,10 +61,10 @@ def serve_locally(monkeypatch: Any, factory: Any, shards: int) -> ServedStorage:
         monkeypatch.setattr(module, "is_done", lambda ref: True)
     for module in (learner, serving):
         monkeypatch.setattr(module, "answers", lambda refs, names, seconds: refs)
-    keeper = actors[ledger.ledger_name("local")] = LocalActor(ledger.Ledger("local", shards, None, None, 60.0))
+    keeper = actors[ledger.ledger_name("local")] = LocalActor(ledger.Ledger("local", None, saving, 60.0))
     packed = shard.packed_factory(factory)
     for index in range(shards):
-        made = shard.Shard(index, packed, "local", 0, None, None)
+        made = shard.Shard(index, packed, "local", 0, saving)
         made.ready()
         actors[ledger.shard_name("local", index)] = LocalActor(made)
     handles = tuple(actors[ledger.shard_name("local", index)] for index in range(shards))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from rlstore import InvalidInputError, NotReadyError, PeerLostError, RateLimit, WaitTimeoutError
+from rlstore import InvalidInputError, NotReadyError, PeerLostError, RateLimit, SnapshotError, WaitTimeoutError
 from rlstore.ray import ledger as module
-from rlstore.ray.ledger import Ledger, ShardState
+from rlstore.ray.counts import ShardState, check_shards
+from rlstore.ray.ledger import Ledger
 from rlstore.ray.places import Place, Places
+from rlstore.ray.saves import Saving
 
 
 @pytest.fixture
@@ -19,7 +25,7 @@ def make(monkeypatch):
     monkeypatch.setattr(Ledger, "_handle", lambda self, shard: None)
 
     def build(shards=2, limit=None, folder=None, patience=60.0):
-        return Ledger("test", shards, limit, folder, patience)
+        return Ledger("test", limit, Saving(shards, folder), patience)
 
     return build
 
@@ -102,6 +108,22 @@ def test_what_a_life_had_stored_since_the_snapshot_is_lost_with_it(make):
     first, second = asyncio.run(run())
     assert (first.starts, first.inserted, first.sampled, first.lost) == (3, 150, 10, 60 + 90)
     assert (second.starts, second.inserted, second.lost) == (1, 0, 0)
+
+
+def test_what_a_folder_holds_beyond_the_last_heartbeat_is_inserted_and_not_lost(make):
+    async def run():
+        ledger = make(shards=1)
+        await ledger.heartbeat(facts(0))
+        await ledger.heartbeat(facts(0, inserted=100, held=100))
+        await ledger.heartbeat(facts(0, generation=2, inserted=112, held=112, restored=112))
+        counts = []
+        for known in (108, 112, 116):  # what writers know of the life before
+            await ledger.last_state(facts(0, inserted=known, held=known))
+            (shard,) = (await ledger.report())["shards"]
+            counts.append((shard.inserted, shard.lost))
+        return counts
+
+    assert asyncio.run(run()) == [(112, 0), (112, 0), (116, 4)]
 
 
 def test_no_more_is_lost_than_was_held(make):
@@ -376,3 +398,128 @@ def test_the_limiter_goes_on_from_where_it_was(make, tmp_path):
 
     asyncio.run(first())
     assert asyncio.run(second()) == (10, 7)
+
+
+# ---------------------------------------------------------------------------------------------------- served.json
+
+
+def totals(report):
+    return [
+        (shard.starts, shard.inserted, shard.sampled, shard.lost, shard.state.inserted) for shard in report["shards"]
+    ]
+
+
+def test_another_run_continues_all_counts(make, tmp_path):
+    async def first():
+        ledger = make(shards=2, limit=RateLimit(4.0), folder=str(tmp_path))
+        for shard in range(2):
+            await ledger.heartbeat(facts(shard))
+        await ledger.heartbeat(facts(0, inserted=100, held=100, sampled=7, inserted_freely=100, sampled_freely=7))
+        await ledger.heartbeat(facts(0, generation=2, inserted=60, held=60))  # 40 are lost
+        await ledger.count_lost(5, 3, 0)
+        # Of the shard that has saved 90 the ledger has heard that there were 80, and of the other nothing.
+        await ledger.heartbeat(facts(0, generation=2, inserted=80, held=80, inserted_freely=20))
+        await ledger.save([facts(0, generation=2, inserted=90, held=90, inserted_freely=30), facts(1, inserted=8)])
+        await ledger.heartbeat(facts(0, generation=2, inserted=95, held=95, inserted_freely=35))
+        return totals(await ledger.report())
+
+    async def second():
+        ledger = make(shards=2, folder=str(tmp_path))
+        before = await ledger.report()
+        counted = totals(before)
+        # The clock was set back, and the other shard has saved once more.
+        await ledger.heartbeat(facts(0, generation=1, inserted=90, held=90, restored=90))
+        await ledger.heartbeat(facts(1, generation=1, inserted=12, held=12, restored=12))
+        return counted, before, await ledger.report()
+
+    assert asyncio.run(first()) == [(2, 135, 7, 40, 95), (1, 8, 0, 0, 8)]
+    counted, before, after = asyncio.run(second())
+    assert counted == [(0, 130, 7, 40, 90), (0, 8, 0, 0, 8)]
+    assert totals(after) == [(1, 130, 7, 40, 90), (1, 12, 0, 0, 12)]
+    for report in before, after:
+        assert (report["lost_in_flight"], report["lost_updates"], report["rate_limit"]) == (5, 3, None)
+    assert (before["limiter_inserted"], before["limiter_sampled"]) == (130, 7)
+    assert after["limiter_inserted"] == 142
+
+
+def test_a_shard_that_saved_less_than_was_counted_has_lost_the_rest(make, tmp_path):
+    async def first():
+        ledger = make(shards=1, folder=str(tmp_path))
+        await ledger.save([facts(0, inserted=50, held=20)])
+
+    async def second(inserted):
+        ledger = make(shards=1, folder=str(tmp_path))
+        await ledger.heartbeat(facts(0, inserted=inserted, held=20))
+        return totals(await ledger.report())
+
+    asyncio.run(first())
+    assert asyncio.run(second(45)) == [(1, 50, 0, 5, 45)]
+    assert asyncio.run(second(10)) == [(1, 50, 0, 20, 10)]  # 20 of those 40 had been overwritten
+
+
+def test_the_counts_of_the_limiter_that_earlier_versions_saved_are_read(make, tmp_path):
+    (tmp_path / "limiter.json").write_text('{"inserted": 40, "sampled": 30}')
+    report = asyncio.run(make(folder=str(tmp_path)).report())
+    assert (report["limiter_inserted"], report["limiter_sampled"]) == (40, 30)
+
+
+def test_a_restarted_ledger_takes_the_newest_of_the_backups_and_the_file(make, tmp_path, monkeypatch):
+    async def save(inserted, version):
+        (tmp_path / "served.json").unlink(missing_ok=True)
+        ledger = make(shards=1, folder=str(tmp_path), limit=RateLimit(2.0))
+        placed(ledger, "w")
+        ledger._state.version = version
+        await ledger.save([facts(0, generation=7, inserted=inserted, held=inserted)])
+        return ledger._state
+
+    class Handle:
+        get_backup = SimpleNamespace(remote=lambda: (deepcopy(backup), facts(0, generation=8, inserted=70, held=70)))
+
+    backup = asyncio.run(save(100, 5))
+    monkeypatch.setattr(module, "was_restarted", lambda: True)
+    monkeypatch.setattr(module.ray, "get_actor", lambda name, namespace: Handle)
+    monkeypatch.setattr(module.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(module.ray, "get", lambda ref, timeout: ref)
+    restarted = {}
+    for inserted, version in ((90, 4), (120, 5), (130, 6)):
+        monkeypatch.setattr(module, "was_restarted", lambda: False)
+        asyncio.run(save(inserted, version))
+        monkeypatch.setattr(module, "was_restarted", lambda: True)
+        ledger = make(shards=1, folder=str(tmp_path))
+        report = asyncio.run(ledger.report())
+        assert report["rate_limit"] == RateLimit(2.0)
+        assert report["writers"] == 1
+        restarted[version] = totals(report)
+    assert restarted == {4: [(2, 100, 0, 30, 70)], 5: [(2, 120, 0, 50, 70)], 6: [(2, 130, 0, 60, 70)]}
+    (tmp_path / "served.json").write_text("{}")
+    assert totals(asyncio.run(make(shards=1, folder=str(tmp_path)).report())) == [(2, 100, 0, 30, 70)]
+
+
+def test_a_file_that_holds_anything_else_is_refused(make, tmp_path):
+    asyncio.run(make(shards=2, folder=str(tmp_path)).save([facts(1, inserted=9)]))
+    good = json.loads((tmp_path / "served.json").read_text())
+    check = partial(check_shards, str(tmp_path), 2)
+    with pytest.raises(SnapshotError, match="counts 9 inserts of shard 1, and the folder of that is missing"):
+        check()
+    (tmp_path / "shard-1").mkdir()
+    check()
+    for number in (1, 3):
+        with pytest.raises(
+            InvalidInputError, match=f"served in 2 shards, and shards is {number}; give the same number"
+        ):
+            check_shards(str(tmp_path), number)
+    shard = good["shards"][1]
+    for wrong in (
+        {**good, "shards": [{**shard, "inserted": "9"}, shard]},
+        {**good, "shards": [shard, shard]},
+        {**good, "shards": [None]},
+        {**good, "limit": [1]},
+        {**good, "limit": {"samples_per_insert": -1}},
+        {**good, "places": {"w": [1, 2, 3, 4, 5, 6]}},
+        {**good, "version": 1.5},
+        {**good, "something": 1},
+        {"version": 3},
+    ):
+        (tmp_path / "served.json").write_text(json.dumps(wrong))
+        with pytest.raises(SnapshotError, match="does not hold the counts of a storage"):
+            check()

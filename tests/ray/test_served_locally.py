@@ -6,19 +6,25 @@ import asyncio
 
 import pytest
 from ray_local import serve_locally
-from ray_play import step_of, uniform
+from ray_play import held_ids, prioritized, step_of, uniform
 
 from rlstore import PeerLostError
 from rlstore.ray import ledger as ledger_module
 from rlstore.ray import shard as shard_module
 from rlstore.ray import writer as writer_module
 from rlstore.ray.ledger import Ledger
+from rlstore.ray.saves import Saving
+
+
+@pytest.fixture(autouse=True)
+def _silent(monkeypatch):
+    """Shards send no heartbeat after inserts."""
+    monkeypatch.setattr(shard_module, "_HEARTBEAT_SECONDS", 1000.0)
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """Two shards that send no heartbeat after inserts."""
-    monkeypatch.setattr(shard_module, "_HEARTBEAT_SECONDS", 1000.0)
+    """Two shards."""
     return serve_locally(monkeypatch, uniform(num_envs=4), 2)
 
 
@@ -69,7 +75,7 @@ def test_a_restarted_ledger_resumes_from_the_shards(served, monkeypatch):
     monkeypatch.setattr(ledger_module, "was_restarted", lambda: True)
     monkeypatch.setattr(ledger_module.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
     monkeypatch.setattr(ledger_module.ray, "get", lambda ref, timeout: ref)
-    restarted = Ledger("local", 2, None, None, 60.0)
+    restarted = Ledger("local", None, Saving(2), 60.0)
     report = asyncio.run(restarted.report())
     shards = report["shards"]
     assert [counts.inserted for counts in shards] == [shard.inserted for shard in before.shards]
@@ -80,3 +86,63 @@ def test_a_restarted_ledger_resumes_from_the_shards(served, monkeypatch):
     other = asyncio.run(restarted.place("other", 4, 1.0))
     assert other.shard != writer.place.shard
     assert other.ticket > writer.place.ticket
+
+
+def ids_held(served):
+    return [held_ids(data) for data in served.each("get_all_buffer_data")]
+
+
+def two_writers(served):
+    return sorted((served.writer(batch_steps=1) for _ in range(2)), key=lambda writer: writer.place.shard)
+
+
+def test_a_saved_storage_is_restored_as_a_whole(monkeypatch, tmp_path):
+    """With what was counted, also of what had been lost; batches are those that would have come."""
+    served = serve_locally(monkeypatch, prioritized(num_envs=4), 2, snapshot_dir=str(tmp_path))
+    one, other = two_writers(served)
+    add_steps(one, range(5))
+    add_steps(other, range(8))
+    learner = served.learner(16, prefetch=1, seed=0)
+    next(learner)
+    learner.close()
+    served._connection.ask_ledger("count_lost", 5, 7, 0)
+    served.save()
+    report, ids = served.report(), ids_held(served)
+    draws = [shard._target.draw([8], True)[0].rows.tolist() for shard in served._connection.shards]
+    add_steps(one, range(5, 6))  # not saved, and nobody is told
+
+    again = serve_locally(monkeypatch, prioritized(num_envs=4), 2, snapshot_dir=str(tmp_path))
+    assert ids_held(again) == ids
+    assert [shard._target.draw([8], True)[0].rows.tolist() for shard in again._connection.shards] == draws
+    restored = again.report()
+    for name in ("inserted", "held", "lost_in_flight", "lost_updates", "lost_in_shards", "limiter_inserted"):
+        assert getattr(restored, name) == getattr(report, name), name
+    assert (restored.inserted, restored.held, restored.restarts) == (52, 52, 0)
+    assert restored.limiter_sampled == report.limiter_sampled == 16
+    assert [shard.restored for shard in restored.shards] == [20, 32]
+    add_steps(again.writer(batch_steps=1), range(8, 9))
+    assert again.report().inserted == 56
+
+
+def test_a_save_that_did_not_reach_all_shards_is_a_mix_that_adds_up(monkeypatch, tmp_path):
+    options = {"snapshot_dir": str(tmp_path)}
+    served = serve_locally(monkeypatch, uniform(num_envs=4), 2, **options)
+    writers = two_writers(served)
+    for writer in writers:
+        add_steps(writer, range(3))
+    served.save()
+    for writer in writers:
+        add_steps(writer, range(3, 5))
+    shard = served._connection.shards[0]._target
+    shard._saves.save(shard._storage, shard._state.inserted).wait()  # and then all were killed
+
+    report = serve_locally(monkeypatch, uniform(num_envs=4), 2, **options).report()
+    assert [(one.inserted, one.held, one.lost) for one in report.shards] == [(20, 20, 0), (12, 12, 0)]
+
+    served.each("__len__")  # with a heartbeat: the ledger knows of the 8 that the other shard has not saved
+    served._connection.ask_ledger("save")
+    again = serve_locally(monkeypatch, uniform(num_envs=4), 2, **options)
+    report = again.report()
+    assert [(one.inserted, one.held, one.lost) for one in report.shards] == [(20, 20, 0), (20, 12, 8)]
+    assert report.inserted == report.held + report.lost_in_shards == report.limiter_inserted == 40
+    assert "shard 1 was restarted 0 times: 8 transitions lost, 12 restored" in str(report)

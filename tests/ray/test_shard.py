@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import ray
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
-from ray_play import ACTIONS, OBSERVATIONS, check_batch, held_ids, ids_of, prioritized, step_of, uniform, until
+from ray_play import ACTIONS, OBSERVATIONS, check_batch, held_ids, id_of, ids_of, prioritized, step_of, uniform, until
 
 from rlstore import (
     DecoupledRolloutStorage,
@@ -17,13 +22,16 @@ from rlstore import (
     NStepReplayStorage,
     PeerLostError,
     RateLimit,
+    ReplayStorage,
     RolloutStorage,
     SequenceReplayStorage,
     SnapshotError,
     Storage,
 )
+from rlstore.engine.disk.snapshot import SnapshotWriter
 from rlstore.ray import shard as module
 from rlstore.ray.places import Place
+from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.wire import join
 from rlstore.ray.writer import StepBuffer
@@ -56,8 +64,9 @@ def make(monkeypatch):
     monkeypatch.setattr(module, "this_node", lambda: "here")
     monkeypatch.setattr(module, "was_restarted", lambda: False)
 
-    def build(factory, index=0, seed=0, folder=None, every=None):
-        shard = Shard(index, packed_factory(factory), "test", seed, None if folder is None else str(folder), every)
+    def build(factory, index=0, seed=0, folder=None, every=None, shards=1):
+        saving = Saving(shards, None if folder is None else str(folder), every)
+        shard = Shard(index, packed_factory(factory), "test", seed, saving)
         return shard, ledger
 
     return build
@@ -213,47 +222,217 @@ def test_a_new_life_begins_with_the_newest_snapshot(make, tmp_path):
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
     assert ledger.saved == []
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5, 12)])
-    assert len(ledger.saved) == 1
+    until(lambda: ledger.saved, "a snapshot in the background")
     insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(12, 15)])
     again, ledger = make(prioritized(), folder=tmp_path, every=40)
     facts = ledger.newest
     assert (facts.inserted, facts.held, facts.restored) == (48, 48, 48)
     assert facts.generation > shard.ready().generation
     assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 12, 4)
-    again.save()
-    again.save()
-    assert len(list((tmp_path / "shard-0").glob("snapshot-*"))) == 1
+    assert len(ledger.saved) == 1
 
 
-def test_a_snapshot_that_was_not_finished_is_not_taken(make, tmp_path):
+def test_what_is_inserted_while_a_snapshot_is_written_is_neither_held_back_nor_in_it(make, tmp_path, monkeypatch):
     shard, _ = make(uniform(), folder=tmp_path)
-    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
-    shard.save()
-    (tmp_path / "shard-0" / "snapshot-2").mkdir()
-    (tmp_path / "shard-0" / "snapshot-2" / "junk").write_text("left by a crash")
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(5)])
+    write, rows = SnapshotWriter.write, [step_of(0, step, 4) for step in range(5, 9)]
+
+    def write_late(writer, content):
+        insert(shard, "a", WHOLE, rows)
+        write(writer, content)
+
+    monkeypatch.setattr(SnapshotWriter, "write", write_late)
+    assert shard.save().inserted == 36
     again, _ = make(uniform(), folder=tmp_path)
-    assert again.ready().restored == 4
-    again.save()
+    assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 5, 4)
+    assert again.ready().inserted == 20
+    monkeypatch.undo()
 
 
-def test_a_damaged_snapshot_fails_a_start_and_is_told_by_a_restart(make, tmp_path, monkeypatch):
+def test_another_snapshot_only_adds_what_has_come_since(make, tmp_path):
+    shard, _ = make(uniform(size=40_000), folder=tmp_path)
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(300)])
+    shard.save()
+    (rows,) = (tmp_path / "shard-0" / "snapshot").glob("rows-*")
+    before = rows.stat().st_size
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(300, 303)])
+    shard.save()
+    again, _ = make(uniform(size=40_000), folder=tmp_path)
+    assert again.ready().inserted == 1212
+    again.save()  # it goes on with what it was loaded from
+    assert before < rows.stat().st_size < before * 1.1
+    assert list((tmp_path / "shard-0" / "snapshot").glob("rows-*")) == [rows]
+
+
+@pytest.mark.filterwarnings("ignore:the save to:RuntimeWarning")
+def test_a_background_snapshot_that_fails_is_told_and_loses_nothing(make, tmp_path, monkeypatch):
+    shard, _ = make(uniform(), folder=tmp_path, every=4)
+
+    def fail(writer, content):
+        raise OSError("no disk")
+
+    monkeypatch.setattr(SnapshotWriter, "write", fail)
+    assert insert(shard, "a", WHOLE, [step_of(0, 0, 4)]) == 4
+    until(lambda: "a snapshot could not be written (no disk)" in shard.ready().note, "the news")
+    monkeypatch.undo()
+    insert(shard, "a", WHOLE, [step_of(0, 1, 4)])
+    until(lambda: shard.describe()[2] == 1, "the next snapshot")
+
+
+def test_the_snapshot_of_an_earlier_version_is_restored_and_then_replaced(make, tmp_path):
+    """Each was a folder of its own, and a file named the newest."""
+    storage, folder = uniform()("cpu", None, None), tmp_path / "shard-0"
+    storage.insert_transition(step_of(0, 0, 4))
+    storage.save(folder / "snapshot-3")
+    (folder / "snapshot-4").mkdir()
+    (folder / "snapshot-4" / "junk").write_text("left by a crash")
+    (folder / "newest.json").write_text('{"folder": "snapshot-3", "count": 3, "numbers": {"inserted": 24}}')
+    shard, _ = make(uniform(), folder=tmp_path)
+    assert (shard.ready().inserted, shard.ready().restored) == (24, 4)
+    insert(shard, "a", WHOLE, [step_of(1, 0, 4)])
+    shard.save()
+    assert [entry.name for entry in folder.iterdir()] == ["snapshot"]
+    again, _ = make(uniform(), folder=tmp_path)
+    assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4) | ids_of(1, 1, 4)
+    assert again.ready().inserted == 28
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("newest.json", "{"), ("snapshot/manifest.json", "{"), ("snapshot/tensors-000001.safetensors", "")],
+)
+def test_a_damaged_snapshot_fails_a_start_and_is_set_aside_and_told_by_a_restart(
+    make, tmp_path, monkeypatch, file, content
+):
     shard, _ = make(uniform(), folder=tmp_path)
     insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
     shard.save()
-    (tmp_path / "shard-0" / "newest.json").write_text("{")
+    if file == "newest.json":
+        shutil.rmtree(tmp_path / "shard-0" / "snapshot")
+    (tmp_path / "shard-0" / file).write_text(content)
     broken, _ = make(uniform(), folder=tmp_path)
     with pytest.raises(SnapshotError):
         broken.ready()
     monkeypatch.setattr(module, "was_restarted", lambda: True)
     restarted, _ = make(uniform(), folder=tmp_path)
     assert restarted.ready().held == 0
-    assert "could not be read" in restarted.ready().note
+    assert "could not be read, and is now damaged-" in restarted.ready().note
+    insert(restarted, "a", WHOLE, [step_of(0, 0, 4)])
+    restarted.save()
+    assert make(uniform(), folder=tmp_path)[0].ready().restored == 4
 
 
 def test_save_without_a_folder_is_refused(make):
     shard, _ = make(uniform())
     with pytest.raises(SnapshotError, match="snapshot_dir"):
         shard.save()
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+def n_step(size=400, **arguments):
+    return NStepReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, 4, n_step=1, num_workers=0, **arguments)
+
+
+def killed(body):
+    """Run a function in a child that is killed at its end, or in it."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            body()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_each_shard_keeps_its_rows_in_a_folder_of_its_own_and_a_killed_one_goes_on_there(
+    make, tmp_path, monkeypatch, full
+):
+    """Killed after the row was written and before it was counted: the counters of the rows tell."""
+    factory = uniform(size=16 if full else 400, memory="mapped", path=tmp_path)
+    inserted = Saves.record
+
+    def die(saves, storage, count):
+        if count == 28:
+            os.kill(os.getpid(), signal.SIGKILL)
+        inserted(saves, storage, count)
+
+    def write():
+        shards = [make(factory, index=index, shards=2)[0] for index in range(2)]
+        insert(shards[1], "b", WHOLE, [step_of(1, step, 4) for step in range(3)])
+        monkeypatch.setattr(Saves, "record", die)
+        insert(shards[0], "a", WHOLE, [step_of(0, step, 4) for step in range(10)])
+
+    killed(write)
+    again = [make(factory, index=index, shards=2)[0] for index in range(2)]
+    states = [shard.ready() for shard in again]
+    assert [(state.inserted, state.held, state.restored) for state in states] == (
+        [(28, 16, 16), (12, 12, 12)] if full else [(28, 28, 28), (12, 12, 12)]
+    )
+    ids = {int(id_of(0, step, env)) for step in range(3 if full else 0, 7) for env in range(4)}
+    assert held_ids(again[0].each("get_all_buffer_data", (), {})) == ids
+    assert held_ids(again[1].each("get_all_buffer_data", (), {})) == ids_of(1, 3, 4)
+    insert(again[1], "c", WHOLE, [step_of(1, step, 4) for step in range(3, 5)])
+    assert again[1].ready().inserted == 20
+
+
+def test_of_kept_episodes_those_that_had_not_ended_are_lost_and_counted(make, tmp_path):
+    factory = n_step(save_snapshot=True, snapshot_dir=tmp_path)
+
+    def write():
+        for index, count in enumerate((5, 7)):
+            shard, _ = make(factory, index=index, shards=2)
+            steps = [step_of(index, step, 4, ends=step == 3) for step in range(count)]
+            insert(shard, "a", WHOLE, steps)
+
+    killed(write)
+    for index in range(2):
+        state = make(factory, index=index, shards=2)[0].ready()
+        assert (state.inserted, state.held, state.restored) == (16, 16, 16)  # an episode of four steps in each lane
+
+
+def test_a_folder_of_another_number_of_shards_is_refused(make, tmp_path):
+    factory = uniform(memory="mapped", path=tmp_path)
+    for index in range(3):
+        make(factory, index=index, shards=3)[0].ready()
+    shard, _ = make(factory, index=0, shards=2)
+    with pytest.raises(InvalidInputError, match="holds a storage served in 3 shards, and shards is 2"):
+        shard.ready()
+    one = uniform(memory="mapped", path=tmp_path / "one")
+    insert(make(one)[0], "a", WHOLE, [step_of(0, 0, 4)])
+    assert (tmp_path / "one" / "manifest.json").exists()  # a single shard needs no folder of its own
+    shard, _ = make(one, shards=2)
+    with pytest.raises(InvalidInputError, match="was not served in shards, and shards is 2"):
+        shard.ready()
+
+
+def test_mapped_rows_that_take_their_form_from_a_sample_are_counted_from_the_start(make, tmp_path):
+    factory = ReplayStorage.create_factory(100, memory="mapped", path=tmp_path)
+    killed(lambda: insert(make(factory, shards=2)[0], "a", WHOLE, [step_of(0, step, 4) for step in range(3)]))
+    shard, _ = make(factory, shards=2)
+    assert (shard.ready().inserted, shard.ready().held) == (12, 0)
+    insert(shard, "b", WHOLE, [step_of(0, 3, 4)])
+    assert (shard.ready().inserted, shard.ready().held) == (16, 16)
+
+
+def test_of_mapped_rows_and_a_snapshot_the_newer_ones_are_taken(make, tmp_path):
+    factory, saved = uniform(memory="mapped", path=tmp_path / "rows"), tmp_path / "saved"
+
+    def write():
+        shard, _ = make(factory, folder=saved, shards=2)
+        insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(3)])
+        shard.save()
+        insert(shard, "a", WHOLE, [step_of(0, 3, 4)])
+
+    killed(write)
+    shard, _ = make(factory, folder=saved, shards=2)
+    assert (shard.ready().inserted, shard.ready().held) == (16, 16)
+    shard._storage.close()
+    shutil.rmtree(tmp_path / "rows")  # as on another node
+    shard, _ = make(factory, folder=saved, shards=2)
+    assert held_ids(shard.each("get_all_buffer_data", (), {})) == ids_of(0, 3, 4)
+    assert shard.ready().inserted == 12
 
 
 # ---------------------------------------------------------------------------------------------------- every storage
@@ -371,8 +550,6 @@ def test_a_storage_written_against_the_base_alone_is_served(make):
 
 
 def test_a_storage_that_learns_its_lanes_tells_them(make):
-    from rlstore import ReplayStorage
-
     shard, ledger = make(ReplayStorage.create_factory(100))
     assert ledger.newest.lanes is None
     insert(shard, "a", Place(0, 0, 4, True), [step_of(0, 0, 4)])
@@ -382,6 +559,4 @@ def test_a_storage_that_learns_its_lanes_tells_them(make):
 def test_discrete_spaces_and_factories_travel_small():
     images = Box(0, 255, (84, 84, 4), np.uint8)
     assert len(packed_factory(uniform())) < 5000
-    from rlstore import ReplayStorage
-
     assert len(packed_factory(ReplayStorage.create_factory(100, images, Discrete(4), 2))) < 5000

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from nstep_steps import assert_tables, fill, make_step, make_storage, served
 from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_prioritized, state
 
-from rlstore import PrioritizedReplayStorage, SnapshotError, Storage
+from rlstore import PrioritizedReplayStorage, SequenceReplayStorage, SnapshotError, Storage
 from rlstore import storage as storage_module
 
 # ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
@@ -82,7 +82,7 @@ def test_checkpoint_says_its_version_and_holds_no_pickle(tmp_path):
     fill(storage, 3)
     storage.save(tmp_path / "saved")
     files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files if path.stat().st_size} == {".json", ".safetensors"}
+    assert {path.suffix for path in files if path.stat().st_size} == {".bin", ".json", ".safetensors"}
     (manifest,) = [path for path in files if path.suffix == ".json"]
     assert any("version" in key for key in json.loads(manifest.read_text()))
 
@@ -149,3 +149,34 @@ def test_a_saved_storage_is_no_larger_than_its_data_and_chooses_its_device(tmp_p
     assert resumed.nbytes <= 1.1 * storage.nbytes
     with pytest.raises(ValueError, match="device"):
         Storage.load(tmp_path / "saved", device="toaster")
+
+
+def test_windows_without_a_priority_have_none_after_a_resume(tmp_path):
+    """They got the largest there was, as windows do that were not followed when a process was killed."""
+    box = spaces.Box(-1e9, 1e9, (1,), np.float32)
+    storage = SequenceReplayStorage(
+        box, spaces.Discrete(2), storage_size=8, num_envs=2, sequence_length=2, overlap=1, alpha=1.0, seed=0
+    )
+    for number in range(4):
+        seen = np.array([[number], [number]], np.float32)
+        storage.add(seen, [0, 0], [0.0, 0.0], [False] * 2, [False] * 2, {}, seen + 1)
+    storage.update([0, 2, 4, 1, 3, 5], [0.0, 0.0, 0.0, 2.0, 1.0, 4.0])
+    storage.save(tmp_path / "saved")
+    resumed = Storage.load(tmp_path / "saved")
+    assert resumed.priorities([0, 2, 4, 1, 3, 5]).tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 4.0]
+
+
+def test_the_last_window_of_a_writer_that_left_keeps_its_priority(tmp_path):
+    """That it was cut off was taken to be known later, with a row that there is not."""
+    box = spaces.Box(-1e9, 1e9, (1,), np.float32)
+    storage = SequenceReplayStorage(
+        box, spaces.Discrete(2), storage_size=8, sequence_length=4, alpha=1.0, memory="shared", seed=0
+    )
+    with storage.writer() as writer:
+        for number in range(6):
+            seen = np.array([number], np.float32)
+            writer.add(seen, 0, 0.0, False, False, {}, seen + 1)
+    storage.update([0, 2], [4.0, 0.5])
+    storage.save(tmp_path / "saved")
+    assert Storage.load(tmp_path / "saved").priorities([0, 2]).tolist() == [4.0, 0.5]
+    storage.close()

@@ -241,14 +241,17 @@ class TrainerSlots:
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What :meth:`set_state` restores: numbers, and views of the slots by name."""
         with self.reading_all() as slots:
-            numbers, saved = self._numbers(slots), [*slots, *self._lanes]
+            numbers = self._numbers(slots)
+        saved = numbers["order"][: len(slots) + len(self._lanes)]
         tensors = {name: part for index, slot in enumerate(saved) for name, part in self._parts(slot, index)}
         return numbers, {**tensors, **{f"carried {key}": value for key, value in self._carried.items()}}
 
     def _numbers(self, slots: list[int]) -> dict[str, Any]:
         handoff = self.memory.handoff
-        counts = handoff.counts()
+        counts, used = handoff.counts(), [*slots, *self._lanes]
         return {
+            # All slots: those of rollouts, and then the others as they will be taken; what actors write is not saved.
+            "order": [*used, *(slot for slot in handoff.slots.order() if slot not in used)],
             "rollouts": len(slots),
             "held": len(self._held),
             "spent": self._spent,
@@ -279,20 +282,27 @@ class TrainerSlots:
                 f"{held} of {rollouts} rollouts held and {lanes} begun, of {step} steps each, are not those of "
                 f"{memory.count} slots of {memory.steps} steps"
             )
-        slots = [self._inserter.reserve(0.0) for _ in range(rollouts + lanes)]
-        for index, slot in enumerate(slots):
+        order = numbers.get("order", list(range(memory.count)))  # snapshots of earlier versions have none
+        if sorted(order) != list(range(memory.count)):
+            raise InvalidInputError(f"{str(order)[:80]} is not an order of {memory.count} slots")
+        for index, slot in enumerate(order[: rollouts + lanes]):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
         carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
-        self._resume({**numbers, "spent": bool(numbers["spent"])}, slots, carried)
+        self._resume({**numbers, "spent": bool(numbers["spent"]), "order": order}, carried)
 
-    def _resume(self, numbers: Mapping[str, Any], slots: list[int], carried: dict[str, Tensor]) -> None:
-        """Go on with what reserved slots hold: complete rollouts, oldest first, and those that were begun."""
-        handoff, rollouts = self.memory.handoff, numbers["rollouts"]
-        for slot in slots[:rollouts]:
+    def _resume(self, numbers: Mapping[str, Any], carried: dict[str, Tensor]) -> None:
+        """Go on with what the slots hold, which are all free: complete rollouts, and those that were begun."""
+        handoff, order, rollouts = self.memory.handoff, numbers["order"], numbers["rollouts"]
+        used = rollouts + numbers["lanes"]
+        for _ in order:
+            self._inserter.reserve(0.0)
+        for slot in order[used:]:
+            self._inserter.abandon(slot, 0)
+        for slot in order[:rollouts]:
             self._inserter.commit(slot)
         self._held, self._spent = self._server.try_collect(numbers["held"]), numbers["spent"]
-        self._lanes, self._step, self._carried = slots[rollouts:], numbers["step"], carried
+        self._lanes, self._step, self._carried = order[rollouts:used], numbers["step"], carried
         handoff.published = numbers["published"]
         handoff.set_counts(*numbers["counts"])
 
@@ -300,18 +310,13 @@ class TrainerSlots:
         """What :meth:`set_copied` restores: all that the slots hold, also what was written without a hand-off."""
         with self.reading_all() as slots:
             columns = {name: block.clone() for name, block in self.memory.columns.items()}
-            return self._numbers(slots), [*slots, *self._lanes], dict(self._carried), columns
+            return self._numbers(slots), dict(self._carried), columns
 
-    def set_copied(
-        self, numbers: Mapping[str, Any], slots: list[int], carried: dict[str, Tensor], columns: Mapping[str, Tensor]
-    ) -> None:
-        """Restore what :meth:`copied` returned, each slot in its place, while no other peer takes part."""
+    def set_copied(self, numbers: Mapping[str, Any], carried: dict[str, Tensor], columns: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`copied` returned while no other peer takes part."""
         for name, block in self.memory.columns.items():
             block.copy_(columns[name])
-        reserved = [self._inserter.reserve(0.0) for _ in range(self.memory.count)]
-        for slot in sorted(set(reserved) - set(slots)):
-            self._inserter.abandon(slot, 0)
-        self._resume(numbers, slots, carried)
+        self._resume(numbers, carried)
 
     def _parts(self, slot: int, index: int) -> list[tuple[str, Tensor]]:
         """Everything that a slot holds, by the names under which rollout ``index`` is saved."""

@@ -3,28 +3,31 @@
 No experience passes through it. It runs in one asyncio loop, so nothing here is interrupted between two awaits.
 
 It runs on the node that serves the storage. If it dies, Ray restarts it and it resumes from the shards: each stores a
-backup of the ledger's state, and its own counts. Permits that were granted and not used are forgotten, as are the
-counts of a shard that dies at the same time. If all die together, a served storage resumes from its snapshots, and one
-without snapshots starts empty.
+backup of the ledger's state, and its own counts. Permits that were granted and not used are forgotten. Of a shard that
+dies at the same time its writers tell the last counts; if there are none, what it has saved does. If all die together,
+a served storage resumes from what was saved, and one that was not saved starts empty.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rlstore.engine.disk.directory import Directory
 from rlstore.engine.processes.limiter import RateLimit
-from rlstore.errors import InvalidInputError, PeerLostError, WaitTimeoutError
+from rlstore.errors import PeerLostError, SnapshotError, WaitTimeoutError
 from rlstore.ray.calls import Changed, Deadline, was_restarted
+from rlstore.ray.counts import Counts, ShardCounts, ShardState
 from rlstore.ray.places import Place, Places
+from rlstore.ray.saves import Saving
 
 NAMESPACE = "rlstore"
 _BACKUP_SECONDS = 5.0
@@ -41,72 +44,6 @@ def ledger_name(name: str) -> str:
 
 
 @dataclass
-class ShardState:
-    """What a shard reports with each heartbeat.
-
-    Attributes:
-        shard: Its number.
-        where: Its node and process.
-        generation: The start time of its process.
-        lanes: Its environments; None until its first sample decides.
-        splits: Whether several writers can share its lanes.
-        inserted: Transitions ever inserted, counted on from the snapshot that it was restored from.
-        held: Transitions held.
-        sampled: Rows sampled in this generation.
-        restored: Transitions restored from a snapshot.
-        inserted_freely: Inserts of this generation without a permit, while there was no rate limit.
-        sampled_freely: The same of samples.
-        note: What went wrong when it was restored, or nothing.
-    """
-
-    shard: int
-    where: str = "no node yet"
-    generation: int = 0
-    lanes: int | None = None
-    splits: bool = False
-    inserted: int = 0
-    held: int = 0
-    sampled: int = 0
-    restored: int = 0
-    inserted_freely: int = 0
-    sampled_freely: int = 0
-    note: str = ""
-
-
-@dataclass
-class ShardCounts:
-    """The counts of a shard over all its generations."""
-
-    state: ShardState
-    starts: int = 0
-    inserted: int = 0
-    sampled: int = 0
-    lost: int = 0
-    previous: ShardState | None = None  # the last known state of the previous generation
-    restored_at: int = 0  # the inserts in the snapshot that the current generation was restored from
-
-    def lost_with(self, state: ShardState) -> int:
-        """Transitions lost with the previous generation: inserted since the snapshot, and not overwritten."""
-        return min(max(state.inserted - self.restored_at, 0), state.held)
-
-
-@dataclass
-class _Backup:
-    """The state of the ledger that the shards store."""
-
-    limit: RateLimit | None
-    shards: list[ShardCounts]
-    lost_in_flight: int = 0
-    lost_updates: int = 0
-    restarts: int = 0
-    version: int = 0
-    places: dict[str, Place] = field(default_factory=dict)
-    # The limiter's counts minus those of the shards.
-    inserted_offset: int = 0
-    sampled_offset: int = 0
-
-
-@dataclass
 class _Line:
     """Callers that wait for a permit, first come, first served."""
 
@@ -120,25 +57,23 @@ class Ledger:
 
     Args:
         name: The name of the served storage.
-        shards: The number of shards.
         limit: The rate limit, or None.
-        snapshot_dir: Where the limiter's counts are saved, or None.
+        saving: The number of shards, and where they and the counts are saved.
         patience: Seconds without a heartbeat after which the place of a writer may be reclaimed.
     """
 
-    def __init__(
-        self, name: str, shards: int, limit: RateLimit | None, snapshot_dir: str | None, patience: float
-    ) -> None:
-        self._name = name
-        self._state = _Backup(limit, [ShardCounts(ShardState(shard)) for shard in range(shards)])
-        self._places = Places(shards, patience)
+    def __init__(self, name: str, limit: RateLimit | None, saving: Saving, patience: float) -> None:
+        self._name, self._saving = name, saving
+        self._state = Counts(limit, [ShardCounts(ShardState(shard)) for shard in range(saving.shards)])
+        self._places = Places(saving.shards, patience)
         self._inserts, self._samples = _Line(), _Line()
         self._heartbeats, self._changed = 0, Changed()
         self._handles: dict[int, Any] = {}
-        self._file = None if snapshot_dir is None else Path(snapshot_dir) / "limiter.json"
-        self._load()
+        self._journaled = 0.0  # when
         if was_restarted():
             self._recover()
+        else:
+            self._load()
 
     # ---------------------------------------------------------------------------------------------- shards
 
@@ -150,6 +85,10 @@ class Ledger:
             self._back_up()
         self._heartbeats += 1
         self._changed.notify()
+        now, journal = time.monotonic(), self._saving.journal
+        if journal is not None and now - self._journaled >= self._saving.interval:
+            self._journaled = now
+            self._current().write(journal)
 
     async def last_state(self, state: ShardState) -> None:
         """The last state of a dead shard that a writer knows, which may be newer than its last heartbeat.
@@ -176,19 +115,16 @@ class Ledger:
                 self._samples.granted += state.sampled_freely - known.sampled_freely
                 self._grant()
             return False
-        counts.state = state
+        counts.state, counts.previous, counts.restored_at = state, known, state.inserted
         counts.starts += 1
-        if counts.starts == 1:
-            counts.inserted = state.inserted  # with those of its snapshot
-        else:
-            counts.previous, counts.restored_at = known, state.inserted
-            counts.lost += counts.lost_with(known)
+        counts.inserted += counts.counted(known) - known.inserted
+        counts.lost += counts.lost_with(known)
         counts.sampled += state.sampled
         self._inserts.granted += state.inserted_freely
         self._samples.granted += state.sampled_freely
         self._places.describe(state.shard, state.lanes, state.splits)
-        # A snapshot may be newer than the saved counts of the limiter.
-        inserted = sum(other.state.inserted for other in self._state.shards)
+        # What was restored may be newer than the saved counts of the limiter.
+        inserted = sum(other.inserted for other in self._state.shards)
         self._inserts.granted = max(self._inserts.granted, inserted)
         self._grant()
         return True
@@ -197,7 +133,7 @@ class Ledger:
         previous = counts.previous
         if previous is None or state.generation != previous.generation or state.inserted <= previous.inserted:
             return
-        counts.inserted += state.inserted - previous.inserted
+        counts.inserted += counts.counted(state) - counts.counted(previous)
         counts.sampled += max(state.sampled - previous.sampled, 0)
         counts.lost += counts.lost_with(state) - counts.lost_with(previous)
         self._inserts.granted += state.inserted_freely - previous.inserted_freely
@@ -337,29 +273,48 @@ class Ledger:
             "ledger_restarts": self._state.restarts,
         }
 
-    async def save(self) -> None:
-        """Save the counts of the limiter."""
-        if self._file is not None:
-            counts = {"inserted": self._inserts.granted, "sampled": self._samples.granted}
-            with Directory(self._file.parent) as folder:
-                folder.write_whole(self._file.name, json.dumps(counts).encode())
+    async def save(self, states: Sequence[ShardState] = ()) -> None:
+        """Save the counts, with these states of shards that have saved."""
+        for state in states:
+            self._record(state)
+        for root in self._saving.roots:
+            self._current().write(root)
 
     def _load(self) -> None:
-        if self._file is None or not self._file.exists():
+        """Continue with the counts of an earlier run."""
+        found = [counts for counts in map(Counts.read, self._saving.roots) if counts is not None]
+        if found:
+            newest = max(found, key=lambda counts: counts.version)
+            self._resume(newest.for_new_run(self._state.limit))
+        elif self._saving.snapshot_dir is not None:
+            self._load_limiter(Path(self._saving.snapshot_dir) / "limiter.json")
+
+    def _load_limiter(self, file: Path) -> None:
+        """Load the counts of the limiter, which are all that earlier versions have saved."""
+        if not file.exists():
             return
         try:
-            counts = json.loads(self._file.read_bytes())
+            counts = json.loads(file.read_bytes())
             self._inserts.granted, self._samples.granted = int(counts["inserted"]), int(counts["sampled"])
         except (ValueError, KeyError, TypeError) as error:
-            raise InvalidInputError(f"{self._file} does not hold a limiter's counts: {error}") from error
+            raise SnapshotError(f"{file} does not hold a limiter's counts: {error}") from error
 
-    def _back_up(self) -> list[Any]:
-        """Send the shards a backup of the state; returns the calls."""
+    def _resume(self, counts: Counts) -> None:
+        self._state = counts
+        self._inserts.granted = counts.inserted_offset + sum(shard.inserted for shard in counts.shards)
+        self._samples.granted = counts.sampled_offset + sum(shard.sampled for shard in counts.shards)
+
+    def _current(self) -> Counts:
         state = self._state
-        state.version += 1
         state.places = self._places.given
         state.inserted_offset = self._inserts.granted - sum(counts.inserted for counts in state.shards)
         state.sampled_offset = self._samples.granted - sum(counts.sampled for counts in state.shards)
+        return state
+
+    def _back_up(self) -> list[Any]:
+        """Send the shards a backup of the state; returns the calls."""
+        self._state.version += 1
+        state = self._current()
         handles = [self._handle(shard) for shard in range(len(state.shards))]
         limited = state.limit is not None
         return [handle.store_backup.remote(state.version, state, limited) for handle in handles if handle is not None]
@@ -382,25 +337,30 @@ class Ledger:
             except ValueError:
                 continue
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_BACKUP_SECONDS) if refs else ([], [])
-        answered: list[tuple[_Backup | None, ShardState]] = []
+        answered: list[tuple[Counts | None, ShardState]] = []
         for ref in ready:
             try:
                 answered.append(ray.get(ref, timeout=_BACKUP_SECONDS))
             except ray.exceptions.RayError:
                 continue
         backups = [backup for backup, _ in answered if backup is not None]
+        for root in self._saving.roots:
+            with suppress(SnapshotError):
+                saved = Counts.read(root)
+                backups += [] if saved is None else [saved]
         if backups:
-            self._state = max(backups, key=lambda backup: backup.version)
+            # Of two of one version the saved one has counted for longer.
+            self._resume(max(reversed(backups), key=lambda backup: backup.version))
             for counts in self._state.shards:
                 self._places.describe(counts.state.shard, counts.state.lanes, counts.state.splits)
             self._places.restore(self._state.places)
         self._state.restarts += 1
+        offsets = self._state.inserted_offset, self._state.sampled_offset
         for _, state in answered:
             self._record(state)
         if backups:
-            inserted, sampled = self._state.inserted_offset, self._state.sampled_offset
-            self._inserts.granted = inserted + sum(counts.inserted for counts in self._state.shards)
-            self._samples.granted = sampled + sum(counts.sampled for counts in self._state.shards)
+            self._state.inserted_offset, self._state.sampled_offset = offsets
+            self._resume(self._state)
 
 
 def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:

@@ -16,8 +16,10 @@ from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError
 from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, start_on_this_node
+from rlstore.ray.counts import ShardCounts, check_shards
 from rlstore.ray.learner import ServedLearner
-from rlstore.ray.ledger import NAMESPACE, Ledger, ShardCounts, ledger_name, shard_name
+from rlstore.ray.ledger import NAMESPACE, Ledger, ledger_name, shard_name
+from rlstore.ray.saves import Saving
 from rlstore.ray.shard import Shard, packed_factory
 from rlstore.ray.writer import ServedWriter
 from rlstore.storage import Storage
@@ -54,12 +56,15 @@ def serve(
 
     Args:
         factory: The result of ``create_factory`` of a storage. Its size and ``num_envs`` are those of one shard; the
-            writers of a shard share its environments.
+            writers of a shard share its environments. Of several shards each uses the folder ``shard-N`` in a folder
+            that the storage is given (``path``, ``snapshot_dir``); another function can do so if it takes the name of
+            that folder as ``subfolder``.
         shards: The number of storages, each in an actor of its own, spread over the nodes.
         rate_limit: Samples per insert, over all writers and learners; None for no limit.
-        snapshot_dir: The folder for the snapshots of the shards, which every node must see. Snapshots in it are
-            restored.
-        snapshot_every: Transitions inserted into a shard between its snapshots; None for ``save()`` only.
+        snapshot_dir: The folder for the snapshots of the shards, which every node must see. What an earlier run with as
+            many shards has saved in it is restored as a whole, with all counts.
+        snapshot_every: Transitions inserted into a shard between its snapshots, which are written in the background;
+            None for ``save()`` only.
         deadline: Seconds after which any wait ends with an error that names what was waited for.
         actor_options: Ray options of the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
         seed: The seed of everything that the shards draw; None draws one from torch's own generator.
@@ -68,7 +73,9 @@ def serve(
         A handle that can be sent to any task or actor.
 
     Raises:
-        InvalidInputError: (a ValueError) if an argument is refused, here or by the factory.
+        InvalidInputError: (a ValueError) if an argument is refused, here or by the factory; also a folder that holds
+            what another number of shards has saved.
+        SnapshotError: (a RuntimeError) if what was saved cannot be read.
         NotReadyError: (a RuntimeError) if this process is not connected to a cluster.
     """
     check_positive("serve()", shards=shards)
@@ -83,14 +90,15 @@ def serve(
     folder = None if snapshot_dir is None else str(Path(snapshot_dir).absolute())
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
+    saving = Saving(shards, folder, snapshot_every)
+    for root_folder in saving.roots:
+        check_shards(root_folder, shards)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
-    ledger = start_on_this_node(
-        Ledger, name, shards, rate_limit, folder, deadline, name=ledger_name(name), namespace=NAMESPACE
-    )
+    ledger = start_on_this_node(Ledger, name, rate_limit, saving, deadline, name=ledger_name(name), namespace=NAMESPACE)
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
     shard_class = make_class(Shard).options
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
-    arguments = (packed_factory(factory), name, root, folder, snapshot_every)
+    arguments = (packed_factory(factory), name, root, saving)
     handles = tuple(
         shard_class(**options, name=shard_name(name, index)).remote(index, *arguments) for index in range(shards)
     )
@@ -177,9 +185,8 @@ class ServedStorage:
         self._connection.ask_ledger("set_rate_limit", rate_limit)
 
     def save(self) -> None:
-        """Write a snapshot of every shard, and the counts of the rate limit."""
-        self._call_each("save")
-        self._connection.ask_ledger("save")
+        """Write a snapshot of every shard, of what has come since the one before, and then all counts."""
+        self._connection.ask_ledger("save", self._call_each("save"))
 
     def _call_each(self, method: str, *args: Any) -> list[Any]:
         served = self._connection
@@ -222,8 +229,8 @@ class ShardReport:
         inserted: Transitions ever inserted, in all generations.
         held: Transitions held, as last known.
         sampled: Rows ever sampled.
-        restored: Transitions that the current generation restored from a snapshot.
-        lost: Transitions lost with earlier generations: inserted since the snapshot, and not overwritten.
+        restored: Transitions that the current generation restored from what was saved.
+        lost: Transitions lost with earlier generations: inserted since what was restored, and not overwritten.
         stale_updates: Priority updates that were dropped because their rows were overwritten or lost.
         snapshots: Snapshots written by the current generation.
         said: What went wrong when it was restored, or nothing.
@@ -336,7 +343,7 @@ class ServedReport:
             if not shard.answers:
                 lines.append(f"shard {shard.shard} does not answer; it was last on {shard.where}")
         for shard in self.shards:
-            if shard.restarts:
+            if shard.restarts or shard.restored or shard.lost:
                 lines.append(
                     f"shard {shard.shard} was restarted {shard.restarts} times: {shard.lost} transitions lost, "
                     f"{shard.restored} restored{', ' + shard.said if shard.said else ''}; now on {shard.where}"

@@ -6,15 +6,12 @@ never for a call of many steps, and a batch is sent while the next one is drawn.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -22,12 +19,12 @@ import ray
 import torch
 from torch import Tensor
 
-from rlstore import HindsightReplayStorage
-from rlstore.engine.disk.directory import Directory
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
 from rlstore.ray.calls import this_node, was_restarted
-from rlstore.ray.ledger import NAMESPACE, ShardState, ledger_name
+from rlstore.ray.counts import ShardState
+from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
+from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.wire import Array, Packed, pack
 from rlstore.ray.writer import Steps, each_step
 from rlstore.storage import BatchDict, Sample, Storage
@@ -95,26 +92,18 @@ class Shard:
         factory: Creates the storage; as :func:`packed_factory` returns it.
         name: The name of the served storage, by which the ledger is found.
         seed: The seed of everything that the storage draws.
-        snapshot_dir: The folder of the snapshots, or None.
-        snapshot_every: Transitions between snapshots, or None.
+        saving: Where and when it is saved.
     """
 
-    def __init__(
-        self,
-        index: int,
-        factory: bytes,
-        name: str,
-        seed: int,
-        snapshot_dir: str | None,
-        snapshot_every: int | None,
-    ) -> None:
+    def __init__(self, index: int, factory: bytes, name: str, seed: int, saving: Saving) -> None:
         self._ledger: Any = ray.get_actor(ledger_name(name), NAMESPACE)
-        self._snapshot_every = snapshot_every
-        self._snapshots = None if snapshot_dir is None else _Snapshots(snapshot_dir, index)
+        self._snapshot_every = saving.snapshot_every
+        self._saves = Saves(index, saving)
         self._lock = threading.RLock()
         self._writers: dict[str, _LaneWriter] = {}
         self._removed: set[str] = set()
         self._late, self._saved, self._saved_at = 0, 0, 0
+        self._save_turn = threading.Lock()  # taken before the other, never by a thread that has it
         self._backup: tuple[int, Any] = (0, None)
         self._limited = True  # until the ledger sends that there is no rate limit
         self._pending: set[str] | None = None  # the writers since the last heartbeat; None if nothing has changed
@@ -129,22 +118,15 @@ class Shard:
         self._heartbeat(())
 
     def _start(self, factory: Callable[..., Storage], seed: int) -> None:
-        try:
-            loaded = None if self._snapshots is None else self._snapshots.load(factory)
-        except SnapshotError as error:
-            if not was_restarted():
-                raise
-            loaded, self._state.note = None, f"the snapshot could not be read ({error})"
-        if loaded is not None:
-            self._storage, self._state.inserted = loaded
-            self._saved_at = self._state.inserted
-            self._state.restored = self._held(self._storage)
-        else:
-            self._storage = factory("cpu", None, None)
-            if "_generator" in vars(self._storage):  # not a class with its own source of randomness
-                more = [self._state.generation] if was_restarted() else []  # do not repeat the same draws
-                entropy = np.random.SeedSequence([seed, self._state.shard, *more])
-                self._storage.seed(int(entropy.generate_state(1)[0]))
+        restored = self._saves.restore(factory, is_restart=was_restarted())
+        self._storage, self._state.inserted, self._state.note = restored.storage, restored.inserted, restored.said
+        self._saves.record(self._storage, self._state.inserted)
+        self._saved_at = self._state.inserted
+        self._state.restored = self._held(self._storage) if restored.inserted else 0
+        if not restored.seeded and "_generator" in vars(self._storage):  # not a class with its own source of randomness
+            more = [self._state.generation] if was_restarted() else []  # do not repeat the same draws
+            entropy = np.random.SeedSequence([seed, self._state.shard, *more])
+            self._storage.seed(int(entropy.generate_state(1)[0]))
         if getattr(self._storage, "rate_limit", None) is not None:
             raise InvalidInputError("the factory's storage has a rate_limit of its own; give it to serve() instead")
 
@@ -199,12 +181,14 @@ class Shard:
                     self._writers[writer].insert(sample)
                     self._state.inserted += count
                     self._state.inserted_freely += 0 if permitted else count
+                    self._saves.record(storage, self._state.inserted)
                 stored += count
         except Exception as error:
             refused = error
         self._heartbeat_soon(writer)
         if self._snapshot_every is not None and self._state.inserted - self._saved_at >= self._snapshot_every:
-            self.save()
+            self._saved_at = self._state.inserted
+            threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
         with self._lock:
             return Stored(stored, refused, replace(self._state, held=self._held(storage)), self._limited)
 
@@ -283,16 +267,29 @@ class Shard:
         self._heartbeat(())
         return list(result) if isinstance(result, Iterator) else result
 
-    def save(self) -> None:
-        """Write a snapshot."""
-        storage = self._open()
-        if self._snapshots is None:
+    def save(self) -> ShardState:
+        """Write a snapshot, and return the state, which may be newer."""
+        self._open()
+        if self._saves.snapshot is None:
             raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
-        with self._lock:
-            self._snapshots.save(storage, self._state.inserted)
-            self._saved_at = self._state.inserted
+        self._write_snapshot()
+        return self.ready()
+
+    def _write_snapshot(self) -> None:
+        with self._save_turn:
+            with self._lock:
+                self._saved_at = self._state.inserted
+                saving = self._saves.save(self._open(), self._state.inserted)
+            saving.wait()  # inserts go on meanwhile
+            self._saves.forget_before()
             self._saved += 1
-        self._ledger.save.remote()
+        self._ledger.save.remote([self.ready()])
+
+    def _try_to_write_snapshot(self) -> None:
+        try:
+            self._write_snapshot()
+        except Exception as error:  # there is no caller
+            self._state.note = f"a snapshot could not be written ({error})"
 
     @ray.method(concurrency_group="draw")
     def describe(self) -> tuple[ShardState, int, int]:
@@ -390,57 +387,3 @@ class _LaneWriter:
         """Release the lanes; their unfinished episodes are cut off."""
         if self._writer is not None:
             self._writer.close()
-
-
-class _Snapshots:
-    """The snapshots of one shard.
-
-    Each is a folder, and a file names the newest one together with the inserts up to it. A crash leaves the previous
-    snapshot or the new one, each with its own count.
-
-    Args:
-        root: The folder of all shards.
-        shard: The number of the shard.
-    """
-
-    def __init__(self, root: str, shard: int) -> None:
-        self._folder = Path(root) / f"shard-{shard}"
-        self._file = self._folder / "newest.json"
-
-    def save(self, storage: Storage, inserted: int) -> None:
-        """Save the storage and the number of transitions that were ever inserted."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _, count, _ = self._newest() or ("", 0, 0)
-        name = f"snapshot-{count + 1}"
-        shutil.rmtree(self._folder / name, ignore_errors=True)  # left by a crash
-        storage.save(self._folder / name)
-        newest = {"folder": name, "count": count + 1, "numbers": {"inserted": inserted}}
-        with Directory(self._folder) as folder:
-            folder.write_whole(self._file.name, json.dumps(newest).encode())
-        for other in self._folder.glob("snapshot-*"):
-            if other.name != name:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def load(self, factory: Callable[..., Storage]) -> tuple[Storage, int] | None:
-        """The newest snapshot and its inserts; None if there is none."""
-        newest = self._newest()
-        if newest is None:
-            return None
-        fresh = factory("cpu", None, None)  # imports its class, and has what a snapshot cannot hold
-        folders = fresh._used_folders(fresh._settings())
-        storage = type(fresh).load(self._folder / newest[0], device="cpu", folders=folders)
-        if isinstance(storage, HindsightReplayStorage) and isinstance(fresh, HindsightReplayStorage):
-            storage.compute_reward = fresh.compute_reward
-        return storage, newest[2]
-
-    def _newest(self) -> tuple[str, int, int] | None:
-        """The name of the newest snapshot, how many there were, and its inserts."""
-        if not self._file.exists():
-            return None
-        try:
-            newest = json.loads(self._file.read_bytes())
-            if newest["folder"] != f"snapshot-{newest['count']}":
-                raise ValueError(f"folder is {newest['folder']!r}, and count {newest['count']!r}")
-            return newest["folder"], newest["count"], newest["numbers"]["inserted"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise SnapshotError(f"{self._file} does not name a snapshot: {error}") from error

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from rlstore.engine.rows.finals import fit_final
 from rlstore.engine.rows.schema import as_tensor, can_hold, dtype_name, fields_of_example
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.ray.calls import Connection, answer, ask, is_done, is_running
-from rlstore.ray.ledger import ShardState
+from rlstore.ray.counts import ShardState
 from rlstore.ray.places import Place
 from rlstore.ray.wire import Array, Packed, build, own_tensors
 from rlstore.storage import Sample
@@ -337,13 +338,18 @@ class ServedWriter:
     def _forward_last_state(self) -> None:
         """Send the ledger the last answer of a dead shard, which may have died before its own heartbeat."""
         if self._last_state is not None:
-            self._served.ledger.last_state.remote(self._last_state)
+            self._tell_ledger("last_state", self._last_state)
 
     def _count_lost(self, buffer: StepBuffer, *, permitted: bool, stored: int = 0) -> None:
         lost = buffer.transitions - stored
         self.lost += lost
-        self._served.ledger.count_lost.remote(lost, 0, lost if permitted else 0)
+        self._tell_ledger("count_lost", lost, 0, lost if permitted else 0)
         self._recycle(buffer)
+
+    def _tell_ledger(self, method: str, *args: Any) -> None:
+        """Call a method of the ledger, which may have died together with the shard: wait until it is restarted."""
+        with suppress(PeerLostError, WaitTimeoutError):  # it was shut down
+            self._served.ask_ledger(method, *args)
 
     def _recycle(self, buffer: StepBuffer) -> None:
         buffer.clear()

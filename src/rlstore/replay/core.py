@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained
-from rlstore.engine.checks import check_count, check_positive, check_seed
+from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.backing import Backing
@@ -59,6 +60,8 @@ class ReplayCore(Storage):
 
     # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
+    # Arguments of a public class that name folders.
+    _folders: ClassVar[tuple[str, ...]] = ("path",)
     _pipeline: Pipeline | None = None  # None until the fields are known, and after close()
     _rows: EpisodeRing | None = None
     _appender: Appender  # there are both or neither
@@ -286,7 +289,7 @@ class ReplayCore(Storage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the storage uses."""
+        """Bytes of memory that the storage uses when it is full."""
         return self._ring_of().nbytes + self._sampler.nbytes
 
     @property
@@ -368,6 +371,10 @@ class ReplayCore(Storage):
             mask: False for environments that did not take part in this step, bool ``[envs]``; nothing is stored for
                 them.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if the rows so far have taken all memory. Nothing was written; everything
+                that is held can still be sampled and saved.
         """
         if self._pipeline is None:
             raise self._not_ready()
@@ -470,18 +477,31 @@ class ReplayCore(Storage):
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` transitions.
 
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
-        those of the class, by keyword.
+        those of the class, by keyword. Of a storage with folders (``path``, ``snapshot_dir``), only one can use them:
+        ``f(device, actor, algorithm, subfolder="a")`` creates one that uses the folders ``a`` in them.
         """
         check_keywords(cls, arguments)
 
-        def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> Any:
+        def create(
+            device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None, *, subfolder: str = ""
+        ) -> Any:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
+            if subfolder:
+                given.update(cls._folders_in(subfolder, given))
             make: Any = cls
             storage = make(observation_space, action_space, **given)
             storage._give(actor, algorithm)
             return storage
 
         return create
+
+    @classmethod
+    def _folders_in(cls, subfolder: str, given: Mapping[str, Any]) -> dict[str, str]:
+        """The folders that the class would use with these arguments, each with a subfolder appended."""
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+        used = {name: given.get(name, defaults.get(name)) for name in cls._folders}
+        owner = cls.__name__
+        return {name: os.path.join(check_path(owner, name, f), subfolder) for name, f in used.items() if f is not None}
 
     @guarded
     def init_tensors(self, sample: Sample) -> None:
@@ -666,15 +686,16 @@ class ReplayCore(Storage):
         with self._guard, self._paused():
             yield
 
-    def _content(self, writer: SnapshotWriter, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
-        ring = self._rows
-        content = super()._content(writer, copy=copy or ring is not None, note=note)
-        if ring is not None:
-            content.rows = rows = RowCut(ring, self._guard, writer)
-            content.tensors = {**content.tensors, **rows.tensors}
-            if self._sharing is not None and self._sharing.control.has_writers:
-                rows.copy_all()  # who write without asking whether a row may be overwritten
-        return content
+    def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
+        return super()._content(copy=copy or self._rows is not None, note=note)  # rows are written after the guard
+
+    def _rows_for(self, writer: SnapshotWriter) -> RowCut | None:
+        if self._rows is None:
+            return None
+        rows = RowCut(self._rows, self._guard, writer)
+        if self._sharing is not None and self._sharing.control.has_writers:
+            rows.copy_all()  # they write without asking whether a row may be overwritten
+        return rows
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)
@@ -707,6 +728,20 @@ class ReplayCore(Storage):
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         options = settings["options"]
         return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        in_ram = {"memory": "ram"} if options.get("memory") == "mapped" else {}
+        return {**settings, "options": {**options, **in_ram}}
+
+    @guarded
+    def _rows_in_folders(self) -> tuple[int, int] | None:
+        ring = self._rows
+        if ring is None or (ring.backing.kind != "mapped" and self._kept is None):
+            return None
+        unfinished = self._kept.unfinished if self._kept is not None and ring.backing.kind != "mapped" else 0
+        return ring.total_written, unfinished
 
     def _give_up(self) -> None:
         self.close()

@@ -68,11 +68,7 @@ class KeptEpisodes:
         self.mark()
 
     def _restore(self, appender: Appender, entry: Entry, lane: int) -> None:
-        rows = {field.name: entry.steps + 1 for field in self._fields.observations}
-        fields = [*self._fields.observations, *self._fields.columns]
-        forms = {field.name: ((rows.get(field.name, entry.steps), *field.shape), field.dtype) for field in fields}
-        forms.update(dict.fromkeys(("terminated", "truncated"), ((entry.steps,), torch.bool)))
-        episode = self._files.read(entry, forms)
+        episode = self._files.read(entry)
         try:
             self._append(appender, episode, lane)
         except InvalidInputError as error:
@@ -97,6 +93,11 @@ class KeptEpisodes:
             newest = int(ring.written[lane] - 1) % ring.rows
             for column in ruled:
                 ring.blocks[column.name][lane, newest] = episode[column.name][step]
+
+    @property
+    def unfinished(self) -> int:
+        """Rows held of episodes that are not on disk, because they have not ended."""
+        return int(torch.minimum(self._ring.written - self._kept, self._ring.held()).sum())
 
     def mark(self) -> None:
         """Rows written so far are on disk already, or belong to episodes that are not over."""

@@ -84,6 +84,7 @@ class NStepReplayStorage(ReplayCore):
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
+    _folders: ClassVar[tuple[str, ...]] = ("path", "snapshot_dir")
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 
@@ -161,6 +162,10 @@ class NStepReplayStorage(ReplayCore):
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] else {}
         return {**super()._used_folders(settings), **kept}
+
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._without_folders(settings), "save_snapshot": False}
 
     def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:

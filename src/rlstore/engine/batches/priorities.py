@@ -36,7 +36,11 @@ class Priorities:
         leaves = -(-ring.steps * ring.lanes // 16) * 16
         above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))
         make = ring.backing.zeros
+        if ring.backing.grows:  # the sums are written at once; and to read shared memory is to take it
+            now = above * 12 + leaves * 4 * (ring.backing.kind == "shared")
+            ring.backing.require(now, f"the priorities of {ring.steps * ring.lanes:,} transitions")
         self._leaves = make("priorities", (leaves,), torch.float32)
+        ring.beside["priorities"] = self._leaves
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
         # Rows that were followed. In a mapped folder it is a file too: a process may be killed between a row and its
@@ -46,7 +50,9 @@ class Priorities:
         if ring.reopened:
             self._sums.zero_()  # what lies behind the last node is read, and rebuild() does not write it
             self._maxima.zero_()
-            self.restore(ring.backing.unusable, is_known=is_known)
+            # A count that cannot be is from before a snapshot was loaded into the folder.
+            can_be = (self._seen >= 0) & (self._seen <= ring.written)
+            self.restore(ring.backing.unusable, torch.where(can_be, self._seen, 0) if is_known else ring.written)
         else:
             self._seen.copy_(ring.written)
         if windows is not None:
@@ -106,42 +112,41 @@ class Priorities:
         self._seen.copy_(self._ring.written)
         self.kernel.rebuild()
 
-    def restore(self, damaged: Callable[[str, str], SnapshotError], *, is_known: bool = False) -> None:
+    def restore(self, damaged: Callable[[str, str], SnapshotError], followed: Tensor | None = None) -> None:
         """The leaves come from a disk: leave a priority to every row that can be drawn, and to no other.
 
         Args:
             damaged: Makes the error from the name of a tensor and what is wrong with it.
-            is_known: Whether it is known which rows were followed; the others get their first priority. Else all were.
+            followed: How many rows of each lane were followed when whoever wrote them stopped, which may have been at
+                any moment; the others get their first priority. None: the leaves were saved, and each is as it was.
         """
         ring, steps = self._ring, self._ring.steps
         if not bool((self._leaves.isfinite() & (self._leaves >= 0)).all()):
             raise damaged("priorities", "one is not a finite number of at least 0")
         self._leaves[ring.lanes * steps :] = 0
         by_lane = self._leaves[: ring.lanes * steps].view(ring.lanes, steps)
-        # A count that cannot be is from before a snapshot was loaded into the folder.
-        can_be = (self._seen >= 0) & (self._seen <= ring.written)
-        followed = torch.where(can_be, self._seen, 0) if is_known else ring.written
-        counts = zip(*(count.tolist() for count in (ring.written, ring.held(), followed)), strict=True)
+        counts = enumerate(zip(*(count.tolist() for count in (ring.written, ring.held())), strict=True))
         new = [
-            self._restore_lane(by_lane[lane], lane, written - held, written, seen)
-            for lane, (written, held, seen) in enumerate(counts)
+            self._restore_lane(
+                by_lane[lane], lane, written - held, written, None if followed is None else followed[lane]
+            )
+            for lane, (written, held) in counts
         ]
         largest = self._leaves.max()
         for lane, places in enumerate(new):
             by_lane[lane, places] = torch.where(largest > 0, largest, 1.0)
         self._seen.copy_(ring.written)
 
-    def _restore_lane(self, leaves: Tensor, lane: int, oldest: int, written: int, seen: int) -> Tensor:
+    def _restore_lane(self, leaves: Tensor, lane: int, oldest: int, written: int, seen: Tensor | None) -> Tensor:
         """Drop what is no row's, and find the places of rows that have no priority yet."""
         if self._windows is None:
-            starts = torch.arange(oldest, written, device=leaves.device)
-            is_new = starts >= seen
+            starts = known_since = torch.arange(oldest, written, device=leaves.device)
         else:
             starts, known_since = self._windows.of_lane(lane)
-            is_new = known_since >= seen
-            if not bool((leaves[starts % len(leaves)][~is_new] > 0).any()):
-                # The oldest row was lost, and windows that begin every so many rows begin at others now.
-                is_new = torch.ones_like(is_new)
+        is_new = torch.zeros_like(starts, dtype=torch.bool) if seen is None else known_since >= seen
+        if self._windows is not None and seen is not None and not (leaves[starts % len(leaves)][~is_new] > 0).any():
+            # The oldest row was lost, and windows that begin every so many rows begin at others now.
+            is_new = torch.ones_like(is_new)
         gone = torch.ones_like(leaves, dtype=torch.bool)
         gone[starts % len(leaves)] = False
         leaves.masked_fill_(gone, 0)

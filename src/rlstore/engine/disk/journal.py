@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from rlstore.engine.checks import check_path
-from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
+from rlstore.engine.disk.snapshot import Content, Rows, SnapshotReader, SnapshotWriter
 from rlstore.errors import InvalidInputError, StorageClosedError
 
 
@@ -68,8 +68,12 @@ class Journaled(Protocol):
         """Nothing changes meanwhile."""
         ...
 
-    def _content(self, writer: SnapshotWriter, *, copy: bool) -> Content:
-        """What a snapshot of the state as it is now holds, which may ``copy`` change before it is written."""
+    def _content(self, *, copy: bool) -> Content:
+        """What a snapshot of the state as it is now holds, but for its rows."""
+        ...
+
+    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
+        """The rows that a folder does not hold yet; None if they are not apart."""
         ...
 
 
@@ -149,7 +153,8 @@ class RunningJournal:
             if self._writer.is_gone:
                 self._reopen()
             with storage._still():
-                content = storage._content(self._writer, copy=True)
+                content = storage._content(copy=True)
+                content.rows = storage._rows_for(self._writer)
             self._writer.write(content, if_changed=True)
         except BaseException as error:
             self.error = error

@@ -95,7 +95,8 @@ class SavedRows:
 
     def are_mostly_needed(self, nbytes: int) -> bool:
         """False if it is better to write all rows anew, of which ``nbytes`` are needed."""
-        held, records = (sum(getattr(s, name) for s in self.segments) for name in ("nbytes", "records"))
+        held = sum(segment.nbytes for segment in self.segments)
+        records = sum(segment.records for segment in self.segments)
         return held <= 2 * nbytes + SEGMENT_BYTES and records <= _MOST_RECORDS
 
 
@@ -107,12 +108,14 @@ class Rows(Protocol):
         first: Where :meth:`records` begin in each lane, int64 ``[lanes]``.
         oldest: The oldest row of each lane that is needed, int64 ``[lanes]``.
         nbytes: The bytes of all rows that are needed.
+        tensors: What else is saved, by name.
     """
 
     saved: SavedRows | None
     first: Tensor
     oldest: Tensor
     nbytes: int
+    tensors: Mapping[str, Tensor]
 
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """The rows from ``first`` on, as records; each says in "stop" up to which row of each lane there are all."""
@@ -133,8 +136,11 @@ class Content:
         settings: The arguments of the storage (see :mod:`rlstore.engine.disk.space_json` for what they may hold).
         numbers: The rest of its state that is not a tensor, likewise.
         tensors: By name; views are fine.
-        rows: Its rows, if they are apart.
         note: What the caller wants to know of it, as JSON.
+        rows: Its rows, if they are apart.
+
+    Raises:
+        InvalidInputError: If something cannot be saved.
     """
 
     class_name: str
@@ -142,8 +148,18 @@ class Content:
     settings: Mapping[str, Any]
     numbers: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    rows: Rows | None = None
     note: Mapping[str, Any] = field(default_factory=dict)
+    rows: Rows | None = None
+
+    def __post_init__(self) -> None:
+        self.settings, self.numbers = to_json(self.settings), to_json(self.numbers, "numbers")
+        for name, tensor in self.tensors.items():
+            storable(name, tensor)
+
+    @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The tensors, with those of the rows."""
+        return {**self.tensors, **({} if self.rows is None else self.rows.tensors)}
 
 
 class SnapshotWriter:
@@ -214,23 +230,25 @@ class SnapshotWriter:
         held = self._held
         if held is None or any(held.get(name) != value for name, value in _described(content).items()):
             return False
-        tensors = sorted(content.tensors.items(), key=lambda item: item[1].numel())  # most changes are in small ones
-        return held["tensors"].keys() == content.tensors.keys() and all(
-            held["tensors"][name] == _entry_of(tensor, checksum_of(storable(name, tensor))) for name, tensor in tensors
+        tensors = content.all_tensors
+        smallest_first = sorted(tensors.items(), key=lambda item: item[1].numel())  # which tell most changes
+        return held["tensors"].keys() == tensors.keys() and all(
+            held["tensors"][name] == _entry_of(tensor, checksum_of(storable(name, tensor)))
+            for name, tensor in smallest_first
         )
 
     def _write(self, content: Content) -> SavedRows | None:
         """Write everything, the manifest last; the rows that are in the folder then."""
         found = {**_described(content), "id": uuid.uuid4().hex}
-        self._held = None
-        forms = {name: storable(name, tensor) for name, tensor in content.tensors.items()}
+        self._held, tensors = None, content.all_tensors
+        forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
         directory = self._folder.directory
         segments = [] if content.rows is None else self._append(content.rows)
         file = f"tensors-{_last_number(directory, _TENSOR_FILE) + 1:06}.safetensors"
         checksums = write_tensors(directory.create(file), forms, sync=self._sync)
         directory.sync()
         found["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
-        found["tensors"] = {name: _entry_of(tensor, checksums[name]) for name, tensor in content.tensors.items()}
+        found["tensors"] = {name: _entry_of(tensor, checksums[name]) for name, tensor in tensors.items()}
         if content.rows is not None:
             found["segments"] = [{"name": segment.name, "bytes": segment.nbytes} for segment in segments]
         self._folder.write_manifest(found)
@@ -270,14 +288,14 @@ class SnapshotWriter:
 
 
 def _described(content: Content) -> dict[str, Any]:
-    """What a manifest says of a snapshot besides the files, the tensors and the id."""
+    """What a manifest says of a snapshot besides its id, its files and its tensors."""
     return {
         "contents": "whole" if content.rows is None else "segments",
         "class": content.class_name,
         "device": content.device,
-        "settings": to_json(content.settings),
-        "numbers": to_json(content.numbers, "numbers"),
-        "note": dict(content.note),
+        "settings": content.settings,
+        "numbers": content.numbers,
+        **({"note": dict(content.note)} if content.note else {}),
     }
 
 
@@ -317,19 +335,21 @@ class SnapshotReader:
 
     Args:
         path: The folder.
+        keeps_rows: False to verify the rows only: :meth:`read_rows` reads them and forgets them.
 
     Attributes:
         id: That of the save; None in older snapshots.
         note: What the caller of the save wanted to know of it.
         has_rows: Whether rows are apart, in :meth:`records`.
         segments: The name of each file of rows, and the bytes of it that count.
+        unread: The names of tensors that nobody has read.
 
     Raises:
         SnapshotError: If there is none, or it is of a newer version, or a file is missing, truncated or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder = Path(path).absolute()
+    def __init__(self, path: str | os.PathLike[str], *, keeps_rows: bool = True) -> None:
+        self.folder, self.keeps_rows = Path(path).absolute(), keeps_rows
         if not self.folder.is_dir():
             raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
         with Directory(self.folder) as directory:
@@ -346,6 +366,7 @@ class SnapshotReader:
             if self._file.nbytes != file["bytes"]:
                 raise self._file.damaged(f"it has {self._file.nbytes:,} bytes and should have {file['bytes']:,}")
             self._tensors: dict[str, Any] = found["tensors"]
+            self.unread = set(self._tensors)
             self._check_tensors()
             self._check_segments()
             self.class_name: str = found["class"]
@@ -413,9 +434,19 @@ class SnapshotReader:
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """All records, oldest first, each with the index of its segment."""
-        for index, (segment, descriptor) in enumerate(zip(self.segments, self._descriptors, strict=True)):
-            for record in records_of(descriptor, self.folder / segment["name"], segment["bytes"]):
+        for index in range(len(self.segments)):
+            for record in self.records_in(index):
                 yield index, record
+
+    def records_in(self, index: int) -> Iterator[Record]:
+        """The records of one segment, oldest first."""
+        segment = self.segments[index]
+        return records_of(self._descriptors[index], self.folder / segment["name"], segment["bytes"])
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files but the manifest."""
+        return [self._file.path.name, *(segment["name"] for segment in self.segments)]
 
     @property
     def names(self) -> list[str]:
@@ -425,7 +456,7 @@ class SnapshotReader:
     @property
     def nbytes(self) -> int:
         """The bytes of tensors and rows."""
-        return self._file.nbytes + sum(segment["bytes"] for segment in self.segments)
+        return self._file.nbytes + sum(int(segment["bytes"]) for segment in self.segments)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -449,13 +480,33 @@ class SnapshotReader:
         Raises:
             SnapshotError: If it is not of the same shape and dtype, or what was read is not what was saved.
         """
-        entry = self._entry(name)
+        self._check_form(name, target)
+        self._file.read_into(name, target, self._entry(name)["crc32"])
+        self.unread.discard(name)
+
+    def _check_form(self, name: str, target: Tensor) -> None:
         if (self.shape(name), self.dtype(name)) != (tuple(target.shape), target.dtype):
             raise SnapshotError(
-                f"{name} was saved as {self.shape(name)} {entry['dtype']} in {self.folder}, and is to be read into "
-                f"{tuple(target.shape)} {dtype_name(target.dtype)}"
+                f"{name} was saved as {self.shape(name)} {dtype_name(self.dtype(name))} in {self.folder}, and is to be "
+                f"read into {tuple(target.shape)} {dtype_name(target.dtype)}"
             )
-        self._file.read_into(name, target, entry["crc32"])
+
+    def read_rows(self, name: str, target: Tensor) -> None:
+        """As :meth:`read_into`; but ``target`` is left as it is if no rows are kept."""
+        if self.keeps_rows:
+            self.read_into(name, target)
+        else:
+            self._check_form(name, target)
+            self.verify(name)
+
+    def verify(self, name: str) -> None:
+        """Read a tensor and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was saved.
+        """
+        self._file.verify(name, self._entry(name)["crc32"])
+        self.unread.discard(name)
 
     def check_numbers(self, numbers: Mapping[str, Any], fields: manifest.Fields) -> None:
         """Refuse numbers that lack a field, or have one of another type; see :func:`manifest.check_fields`."""
@@ -497,7 +548,7 @@ def _open_newest(directory: Directory) -> tuple[dict[str, Any], list[int]]:
         patterns = (_TENSOR_FILE, *(SEGMENT_NAME,) * len(segments))
         for name, pattern in zip(names, patterns, strict=True):
             if not pattern.fullmatch(name):
-                raise SnapshotError(f"{path} is damaged: it names {name!r} as a file")
+                raise SnapshotError(f'{path} is damaged: a "name" of a file in it is {name!r}')
         descriptors: list[int] = []
         try:
             for name in names:

@@ -97,6 +97,11 @@ class Slots:
         """The state of a slot."""
         return State(int(self._words[slot]) & 3)
 
+    def order(self) -> list[int]:
+        """All slots, that which will be taken first before the others; other processes may change it meanwhile."""
+        order: list[int] = np.argsort(self._words.view(np.uint64) >> 18, kind="stable").tolist()
+        return order
+
     def counts(self) -> dict[State, int]:
         """How many slots are in each state; other processes may change them meanwhile."""
         states = (self._words & 3).tolist()

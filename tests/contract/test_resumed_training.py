@@ -1,0 +1,27 @@
+"""Training that is stopped and taken up again is served the same batches, to the bit, as training that is not."""
+
+from __future__ import annotations
+
+import pytest
+from resumed_training import TRAININGS, WAYS, play, play_stopped
+
+pytestmark = pytest.mark.filterwarnings("ignore:the observations of an environment")
+
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory):
+    """What a training is served that is not stopped; each is played once."""
+    played = {}
+
+    def of(name):
+        if name not in played:
+            played[name] = play(TRAININGS[name], tmp_path_factory.mktemp("unstopped"))
+        return played[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_that_was_stopped_goes_on_with_the_same_batches(name, way, tmp_path, unstopped):
+    assert play_stopped(TRAININGS[name], WAYS[way], tmp_path) == unstopped(name)
