@@ -24,8 +24,8 @@ def journal(tmp_path):
     return Journal(tmp_path / "journal", NEVER, fsync=False)
 
 
-def load(journal, storage, **options):
-    loaded = Storage.load(journal.path, **options)
+def load(journal, storage, goes_on=False):
+    loaded = Storage.load(journal.path, journal=journal if goes_on else None)
     if isinstance(storage, HindsightReplayStorage):
         loaded.compute_reward = storage.compute_reward
     return loaded
@@ -70,7 +70,7 @@ def same_replay(one, other, replay, newest):
     held = range(max(0, newest - STEPS), newest)
     for first, second in zip(one.generate_batches(3, 5), other.generate_batches(3, 5), strict=True):
         check_batch(replay, first, 5, held)
-        same_data({name: value for name, value in first.items() if value is not None}, second)
+        same_data(*({name: value for name, value in batch.items() if value is not None} for batch in (first, second)))
 
 
 def test_a_replay_storage_is_loaded_as_it_was_committed(replay, journal):
@@ -78,7 +78,7 @@ def test_a_replay_storage_is_loaded_as_it_was_committed(replay, journal):
     storage, twin = replay.make(journal=journal), replay.make()
     assert len(load(journal, storage)) == 0
     newest = 0
-    for steps in (1, 3, 4, 17, 1):
+    for steps in (1, 4, 17):
         for one in (storage, twin):
             play(replay, one, newest, steps)
         newest += steps
@@ -99,13 +99,13 @@ def test_a_replay_storage_is_loaded_as_it_was_committed(replay, journal):
 def test_a_journal_goes_on_in_its_folder(replay, journal):
     twin = replay.make()
     storage = replay.make(journal=journal)
-    for first in range(0, 5 * 4, 4):
+    for first in (0, 4, 8):
         for one in (storage, twin):
             play(replay, one, first, 4)
         storage.close()
-        storage = load(journal, storage, journal=journal)
+        storage = load(journal, storage, goes_on=True)
     assert len(storage) == STEPS * ENVS
-    same_replay(storage, twin, replay, 5 * 4)
+    same_replay(storage, twin, replay, 12)
     storage.close()
 
 
@@ -121,7 +121,7 @@ def test_a_distributed_storage_is_loaded_as_it_was_committed(journal):
     for one, other in zip(storage.generate_batches(3, 2), loaded.generate_batches(3, 2), strict=True):
         same_data(one, other)
     storage.close()
-    with_end = load(journal, storage, journal=journal)
+    with_end = load(journal, storage, goes_on=True)
     everything = [*distributed.rollouts(), *distributed.rollouts(distributed.STEPS)]
     assert distributed.check_columns(with_end.get_all_buffer_data()) == everything
     with_end.close()
