@@ -19,6 +19,7 @@ from folder_mutants import Mutant
 from saved_folders import Saved, content_of, saved_folders
 
 import rlstore
+from rlstore.verify import verify
 
 SPARE_BYTES = 1 << 30  # beyond what a process has when it begins
 SECONDS = 20.0  # without any news: it hangs
@@ -109,12 +110,43 @@ class Trials:
             mutant = Mutant(self.saved, number, scratch, self._witness)
             how = f"{mutant.saved.kind} {mutant.saved.name} {mutant.saved.state}: {mutant.how}"
             os.write(writing, json.dumps(how).encode() + b"\n")
+            verdict, finding = verdict_on(mutant.path)
             outcome, error = try_mutant(mutant.saved, mutant.path, mutant.may_differ)
+            if verdict == "damaged" and outcome == "same":
+                outcome, error = "verify: damaged, load: same", finding
+            if verdict != "damaged" and (verdict != "whole" or (outcome == "refused" and not _is_elsewhere(error))):
+                outcome, error = f"verify: {verdict}, load: {outcome}", f"{finding} / {error}"
             after = _state(self._witness)
             if after != before:
                 outcome, error, before = "touched the witness", str(after ^ before), after
             shutil.rmtree(mutant.path)
             os.write(writing, json.dumps([number, outcome, how, error[:300]]).encode() + b"\n")
+
+
+def verdict_on(path: Path) -> tuple[str, str]:
+    """What ``rlstore verify`` says of a folder, and the lines that it prints; or what it did wrong."""
+    before = _state(path)
+    try:
+        report = verify(path)
+    except Exception as error:
+        return "raised", repr(error)
+    if _state(path) != before:
+        return "changed the folder", ""
+    if report is None:
+        return "damaged", ""  # the status is not 0
+    return "whole" if report.is_whole else "damaged", "; ".join(report.lines())
+
+
+def _is_elsewhere(error: str) -> bool:
+    """Whether a folder is refused for what is not in it: other arguments than its storage has, or too little memory."""
+    elsewhere = (
+        "of another form than",
+        "no class of that name is imported",
+        "is not the manifest of",
+        "also uses the folder",
+        "DoesNotFitError",
+    )
+    return any(part in error for part in elsewhere)
 
 
 def try_mutant(saved: Saved, path: Path, may_differ: bool) -> tuple[str, str]:

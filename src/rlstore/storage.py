@@ -328,16 +328,28 @@ class Storage(ABC):
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
-            kind._check_sizes(settings, reader)
-            storage = kind._from_settings(settings, device)
-            try:
-                storage._set_state(reader.numbers, reader)
-                if "_generator" in storage.__dict__:
-                    restore_generator(storage._generator, reader)
-            except BaseException:
-                storage._give_up()
-                raise
+            return kind._restored(settings, device, reader)
+
+    @classmethod
+    def _restored(
+        cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device, reader: SnapshotReader
+    ) -> _AnyStorage:
+        """A storage of these settings with the state that a snapshot has."""
+        cls._check_sizes(settings, reader)
+        storage = cls._from_settings(settings, device)
+        try:
+            storage._set_state(reader.numbers, reader)
+            if "_generator" in storage.__dict__:
+                restore_generator(storage._generator, reader)
+        except BaseException:
+            storage._give_up()
+            raise
         return storage
+
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a storage that is the same and uses none of :meth:`_used_folders`."""
+        return dict(settings)
 
     @classmethod
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,6 +468,28 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
     except Exception as error:
         raise SnapshotError(f"{Path(path).absolute() / NAME} is damaged: it cannot be loaded ({error!r})") from error
+
+
+def check_snapshot(reader: SnapshotReader) -> bool:
+    """Refuse a snapshot that :meth:`Storage.load` would refuse; folders that the storage uses are left alone.
+
+    Args:
+        reader: A reader that keeps no rows.
+
+    Returns:
+        False if its class is not imported, so that nobody knows what it has to hold.
+
+    Raises:
+        SnapshotError: If it cannot be loaded.
+        DoesNotFitError: If there is not enough memory to tell.
+    """
+    kind = _find_class(Storage, reader.class_name)  # type: ignore[type-abstract]
+    if kind is None:
+        return False
+    with _refusing(reader.folder):
+        torch.device(reader.device)  # which need not be here
+        kind._restored(kind._without_folders(reader.settings), "cpu", reader)._give_up()
+    return True
 
 
 def _placed(

@@ -236,6 +236,7 @@ def test_arguments_that_do_not_go_together_are_refused(kind, device, path, words
 @pytest.mark.parametrize("kind", ["ram", "shared"])
 def test_more_than_the_free_ram_is_refused(kind, monkeypatch):
     monkeypatch.setattr(capacity, "free_ram", lambda: (1000, "the system's available memory"))
+    monkeypatch.setattr(capacity, "MUCH", 1)
     made = Backing("ReplayStorage", kind, CPU)
     made.require(1000, "5 transitions")
     with pytest.raises(DoesNotFitError) as refused:

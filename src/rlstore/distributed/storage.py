@@ -576,7 +576,7 @@ class DistributedStorage(Storage):
             return reader.tensor(name) if name in reader.names else None
 
         if self._slots is not None:
-            self._slots.set_state(numbers, reader.read_into, read)
+            self._slots.set_state(numbers, reader.read_rows, read)
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:

@@ -272,7 +272,7 @@ class ReplayCore(Storage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the storage uses."""
+        """Bytes of memory that the storage uses when it is full."""
         return self._ring_of().nbytes + self._sampler.nbytes
 
     @property
@@ -354,6 +354,10 @@ class ReplayCore(Storage):
             mask: False for environments that did not take part in this step, bool ``[envs]``; nothing is stored for
                 them.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if the rows so far have taken all memory. Nothing was written; everything
+                that is held can still be sampled and saved.
         """
         if self._pipeline is None:
             raise self._not_ready()
@@ -707,6 +711,12 @@ class ReplayCore(Storage):
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         options = settings["options"]
         return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
+
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        options = settings["options"]
+        in_ram = {"memory": "ram"} if options.get("memory") == "mapped" else {}
+        return {**settings, "options": {**options, **in_ram}}
 
     @guarded
     def _rows_in_folders(self) -> tuple[int, int] | None:

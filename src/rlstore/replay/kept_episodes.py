@@ -68,11 +68,7 @@ class KeptEpisodes:
         self.mark()
 
     def _restore(self, appender: Appender, entry: Entry, lane: int) -> None:
-        rows = {field.name: entry.steps + 1 for field in self._fields.observations}
-        fields = [*self._fields.observations, *self._fields.columns]
-        forms = {field.name: ((rows.get(field.name, entry.steps), *field.shape), field.dtype) for field in fields}
-        forms.update(dict.fromkeys(("terminated", "truncated"), ((entry.steps,), torch.bool)))
-        episode = self._files.read(entry, forms)
+        episode = self._files.read(entry)
         try:
             self._append(appender, episode, lane)
         except InvalidInputError as error:

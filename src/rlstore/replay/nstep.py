@@ -158,6 +158,10 @@ class NStepReplayStorage(ReplayCore):
         kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] else {}
         return {**super()._used_folders(settings), **kept}
 
+    @classmethod
+    def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super()._without_folders(settings), "save_snapshot": False}
+
     def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:
             self._kept.close()

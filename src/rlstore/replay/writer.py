@@ -92,6 +92,7 @@ class ReplayWriter:
             WaitTimeoutError: (a TimeoutError) if it was held back longer than the storage's ``timeout``.
             PeerLostError: (a ConnectionError) if the process that made the storage is gone.
             StorageClosedError: If the storage was closed.
+            DoesNotFitError: (a MemoryError) if the rows so far have taken all memory. Nothing was written.
         """
         step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
         count, control, first = self._begin_step(mask), self._control, self.lanes.start

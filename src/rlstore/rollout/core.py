@@ -709,7 +709,7 @@ class RolloutCore(Storage):
         if self._ring is not None:
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():
-                reader.read_into(name, block)
+                reader.read_rows(name, block)
             self._targets.came_from_elsewhere()
 
 

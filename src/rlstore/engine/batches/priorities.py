@@ -36,7 +36,11 @@ class Priorities:
         leaves = -(-ring.steps * ring.lanes // 16) * 16
         above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))
         make = ring.backing.zeros
+        if ring.backing.grows:  # the sums are written at once; and to read shared memory is to take it
+            now = above * 12 + leaves * 4 * (ring.backing.kind == "shared")
+            ring.backing.require(now, f"the priorities of {ring.steps * ring.lanes:,} transitions")
         self._leaves = make("priorities", (leaves,), torch.float32)
+        ring.beside["priorities"] = self._leaves
         self._sums = make("priority sums", (above,), torch.float64)
         self._maxima = make("priority maxima", (above,), torch.float32)
         # Rows that were followed. In a mapped folder it is a file too: a process may be killed between a row and its

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.tensors import allocate, allocate_empty
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel, protocol
@@ -99,7 +100,10 @@ class Windows:
     def __init__(self, ring: EpisodeRing, length: int, stride: int, *, across: bool = False) -> None:
         self.length = length
         self._ring, self._stride, self._across = ring, stride, across
-        self._queue = allocate((ring.lanes, ring.steps), torch.int64, ring.device)
+        shape = (ring.lanes, ring.steps)
+        is_lazy = ring.device.type == "cpu"
+        self._queue = lazy_zeros(shape, torch.int64) if is_lazy else allocate(shape, torch.int64, ring.device)
+        ring.beside["windows"] = self._queue
         self._counters = allocate((4, ring.lanes), torch.int64, ring.device)
         self._leaves: Tensor | None = None
         self._kernel: protocol.WindowIndex | None = None

@@ -18,13 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk import manifest
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import raising_disk_full
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
+from rlstore.engine.rows.schema import is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import crc32
 
 _EPISODE = re.compile(r"episode-([0-9]{12}|[1-9][0-9]{12,})\.safetensors")
+KIND, FIELDS = "episodes", {"schema": dict}
 _REMEDY = "Remove the file to continue without that episode."
 
 
@@ -36,8 +40,81 @@ class Entry(NamedTuple):
     lane: int
 
 
-class EpisodeFiles:
+class EpisodeReader:
     """The episodes in a folder, in the order in which they ended.
+
+    Args:
+        directory: The folder.
+        schema: By name the shape and the dtype of each field of a step, as JSON.
+
+    Raises:
+        SnapshotError: If the schema is none.
+    """
+
+    def __init__(self, directory: Directory, schema: Mapping[str, Any]) -> None:
+        self._directory = directory
+        try:
+            self._forms = {name: read_form(*form) for name, form in schema.items()}
+        except (TypeError, ValueError) as error:
+            path = directory.path / manifest.NAME
+            raise SnapshotError(f'{path} is damaged: "schema" is not that of episodes ({error})') from error
+
+    def numbers(self) -> list[int]:
+        """The numbers of the episodes on disk, the oldest first."""
+        found = (_EPISODE.fullmatch(name) for name in self._directory.names())
+        return sorted(int(match[1]) for match in found if match)
+
+    def entries(self) -> list[Entry]:
+        """The episodes on disk, the oldest first."""
+        return [self.entry(number) for number in self.numbers()]
+
+    def entry(self, number: int) -> Entry:
+        """What the file of an episode says of it.
+
+        Raises:
+            SnapshotError: If it is damaged.
+        """
+        with self._open(number) as file:
+            return _entry(number, file)
+
+    def _open(self, number: int) -> TensorFile:
+        path = self._directory.path / episode_name(number)
+        try:
+            return TensorFile(self._directory.open(path.name), path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
+
+    def read(self, entry: Entry) -> dict[str, Tensor]:
+        """The tensors of an episode: the fields of each step, of observations one more, and the two flags.
+
+        Raises:
+            SnapshotError: If it is not what was written, or of another form.
+        """
+        flags = dict.fromkeys(("terminated", "truncated"), ((), torch.bool))
+        forms = {
+            name: ((entry.steps + is_observation(name), *shape), dtype)
+            for name, (shape, dtype) in {**self._forms, **flags}.items()
+        }
+        with self._open(entry.number) as file:
+            found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+            if found != forms:
+                raise _damaged(file.path, f"it holds {found}, and {forms} is needed")
+            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
+            for name, tensor in tensors.items():
+                file.read_into(name, tensor, None)
+            expected, rest = file.metadata.get("crc32"), dict(file.metadata)
+            rest.pop("crc32", None)
+            if expected is not None and expected != _checksum(rest, tensors):
+                raise _damaged(file.path, "its checksum is not that of what it holds")
+        return tensors
+
+    def damaged(self, number: int, how: object) -> SnapshotError:
+        """The error of an episode that cannot be used."""
+        return _damaged(self._directory.path / episode_name(number), how)
+
+
+class EpisodeFiles(EpisodeReader):
+    """A folder of episodes, locked for one storage.
 
     Args:
         owner: The class name of the storage, for errors.
@@ -48,13 +125,10 @@ class EpisodeFiles:
     def __init__(self, owner: str, path: str | os.PathLike[str], schema: Mapping[str, Any]) -> None:
         if_full = "Give a snapshot_dir on a larger disk."
         is_foreign = lambda name: bool(_EPISODE.fullmatch(name))  # noqa: E731 - the user's other files may stay
-        self._folder = Folder(owner, path, "episodes", {"schema": dict}, is_foreign, if_full)
+        self._folder = Folder(owner, path, KIND, FIELDS, is_foreign, if_full)
         self._folder.match(schema)
-        self._last = max(self._numbers(), default=0)
-
-    def _numbers(self) -> list[int]:
-        found = (_EPISODE.fullmatch(name) for name in self._folder.directory.names())
-        return sorted(int(match[1]) for match in found if match)
+        super().__init__(self._folder.directory, schema)
+        self._last = max(self.numbers(), default=0)
 
     def write(self, tensors: Mapping[str, Tensor], steps: int, lane: int) -> int:
         """Append an episode and return its number. It is on disk, complete, when this returns.
@@ -67,7 +141,7 @@ class EpisodeFiles:
         forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
         metadata = {"steps": str(steps), "lane": str(lane), "number": str(self._last + 1)}
         metadata["crc32"] = _checksum(metadata, forms)
-        directory, name = self._folder.directory, _name(self._last + 1)
+        directory, name = self._directory, episode_name(self._last + 1)
         with raising_disk_full(self._folder.path, "Free some space, or create the storage without save_snapshot."):
             try:
                 write_tensors(directory.create(f"{name}.new"), forms, metadata)
@@ -78,58 +152,17 @@ class EpisodeFiles:
         self._last += 1
         return self._last
 
-    def entries(self) -> list[Entry]:
-        """The episodes on disk, the oldest first."""
-        return [self._entry(number) for number in self._numbers()]
-
-    def _entry(self, number: int) -> Entry:
-        with self._open(number) as file:
-            return _entry(number, file)
-
-    def _open(self, number: int) -> TensorFile:
-        path = self._folder.path / _name(number)
-        try:
-            return TensorFile(self._folder.directory.open(path.name), path)
-        except SnapshotError as error:
-            raise SnapshotError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
-
-    def read(self, entry: Entry, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-        """The tensors of an episode.
-
-        Args:
-            entry: The episode.
-            forms: By name the shape and the dtype that each of its tensors must have.
-
-        Raises:
-            SnapshotError: If it is not what was written, or of another form.
-        """
-        with self._open(entry.number) as file:
-            found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
-            if found != dict(forms):
-                raise _damaged(file.path, f"it holds {found}, and {dict(forms)} is needed")
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
-            for name, tensor in tensors.items():
-                file.read_into(name, tensor, None)
-            expected, rest = file.metadata.get("crc32"), dict(file.metadata)
-            rest.pop("crc32", None)
-            if expected is not None and expected != _checksum(rest, tensors):
-                raise _damaged(file.path, "its checksum is not that of what it holds")
-        return tensors
-
-    def damaged(self, number: int, how: object) -> SnapshotError:
-        """The error of an episode that cannot be used."""
-        return _damaged(self._folder.path / _name(number), how)
-
     def remove(self, number: int) -> None:
         """Delete an episode."""
-        self._folder.directory.remove(_name(number))
+        self._directory.remove(episode_name(number))
 
     def close(self) -> None:
         """Release the folder."""
         self._folder.release()
 
 
-def _name(number: int) -> str:
+def episode_name(number: int) -> str:
+    """The file of an episode."""
     return f"episode-{number:012}.safetensors"
 
 

@@ -19,7 +19,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-_LOCK = "lock"
+LOCK = "lock"
 
 
 class Folder:
@@ -53,7 +53,7 @@ class Folder:
     ) -> None:
         self.path, self._owner, self._kind, self._if_full = Path(path).absolute(), owner, kind, if_full
         self._fields, self._is_foreign = fields, is_foreign
-        if not os.path.lexists(self.path / _LOCK):
+        if not os.path.lexists(self.path / LOCK):
             self._read()  # before anything is created in a folder that is not ours
         with raising_disk_full(self.path, if_full):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Folder:
                     f"{str(error).rstrip('.')}. {self._owner} cannot write to this folder; give another path. "
                     "Nothing was changed."
                 ) from error
-        ours = (_LOCK, f"{manifest.NAME}.new")
+        ours = (LOCK, f"{manifest.NAME}.new")
         foreign = [name for name in names if name not in ours and self._is_foreign(name)]
         if foreign:
             raise InvalidInputError(
@@ -107,7 +107,7 @@ class Folder:
         if fcntl is None:
             raise InvalidInputError(f"{self._owner} cannot lock the folder {self.path}: this system has no file locks")
         try:
-            descriptor = self.directory.open(_LOCK, os.O_RDWR | os.O_CREAT)
+            descriptor = self.directory.open(LOCK, os.O_RDWR | os.O_CREAT)
         except SnapshotError as error:
             raise InvalidInputError(
                 f"{error}; {self._owner} cannot lock this folder. Give another path. Nothing was changed."

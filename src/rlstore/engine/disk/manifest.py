@@ -23,7 +23,7 @@ from rlstore.kernels import crc32
 
 NAME = "manifest.json"
 VERSION = 1
-_MOST_BYTES = 256 << 20
+MOST_BYTES = 256 << 20
 _CHECKSUM, _END = b',\n "crc32": ', "\n}"
 # By name the type of each field, or the fields of an object.
 Fields = Mapping[str, Any]
@@ -42,8 +42,8 @@ def write_manifest(folder: Directory, kind: str, content: Mapping[str, Any], nam
     manifest = {"format": f"rlstore {kind}", "version": VERSION, **content}
     text = json.dumps(manifest, indent=1, allow_nan=False).removesuffix(_END).encode()
     whole = text + _CHECKSUM + str(_checksum(text)).encode() + _END.encode()
-    if len(whole) > _MOST_BYTES:
-        raise InvalidInputError(f"the {name} of this {kind} would have {len(whole):,} bytes; {_MOST_BYTES:,} are read")
+    if len(whole) > MOST_BYTES:
+        raise InvalidInputError(f"the {name} of this {kind} would have {len(whole):,} bytes; {MOST_BYTES:,} are read")
     folder.write_whole(name, whole)
 
 
@@ -61,7 +61,7 @@ def read_manifest(folder: Directory, kind: str, fields: Fields, name: str = NAME
     """
     path = folder.path / name
     try:
-        text = folder.read(name, _MOST_BYTES)
+        text = folder.read(name, MOST_BYTES)
     except FileNotFoundError as error:
         raise SnapshotError(f"there is no {kind} in {folder.path}: it has no {name}") from error
     manifest = parse_json(text, str(path))

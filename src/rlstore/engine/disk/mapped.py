@@ -12,6 +12,7 @@ import atexit
 import math
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,11 +24,13 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import raising_disk_full, reserve
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.seal import RowFiles, Seal
 from rlstore.errors import SnapshotError
 
+KIND, FIELDS = "mapped storage", {"schema": dict}
 NEED_LESS = (
     "Give a smaller storage_size, store each frame once with frame_stack, keep pixels as uint8, or give "
     'memory="mapped" with a path on a {larger} disk.'
@@ -42,9 +45,12 @@ class MappedFiles:
         path: The folder.
     """
 
+    _flags, _access = os.O_RDWR, mmap.ACCESS_WRITE  # how files are opened and mapped
+
     def __init__(self, owner: str, path: str | os.PathLike[str]) -> None:
         self.path, self._owner = Path(path).absolute(), owner
         self._folder: Folder | None = None
+        self._directory: Directory | None = None  # while it is open
         self._seal: Seal | None = None
         self._mapped: set[str] = set()
         self._has_rows = False  # of an earlier run
@@ -64,19 +70,16 @@ class MappedFiles:
             SnapshotError: If its files are not what they were when it was left. Nothing was changed.
         """
         if_full = "Give a path on a larger disk."
-        folder = Folder(self._owner, self.path, "mapped storage", {"schema": dict}, lambda name: True, if_full)
+        folder = Folder(self._owner, self.path, KIND, FIELDS, lambda name: True, if_full)
         found = folder.match(schema)
-        if rows is not None:
-            row_bytes = {file_name(name): nbytes for name, nbytes in rows.row_bytes.items()}
-            rows = rows._replace(counters=file_name(rows.counters), row_bytes=row_bytes)
-        seal = Seal(folder.directory, rows)
+        seal = _seal_of(folder.directory, rows)
         try:
             seal.open()
             self._has_rows = any(seal.written())
         except BaseException:
             folder.release()
             raise
-        self._folder, self._seal = folder, seal
+        self._folder, self._directory, self._seal = folder, folder.directory, seal
         self._leave = weakref.finalize(self, _leave, folder, seal, self._mapped)
         self._leave.atexit = False
         _OPEN.add(self)
@@ -98,7 +101,7 @@ class MappedFiles:
         Raises:
             SnapshotError: If there are rows, and the file is missing or of another size.
         """
-        if self._folder is None:
+        if self._directory is None:
             raise RuntimeError(f"{self._owner} must open the folder {self.path} before it maps {name}")
         file, row = file_name(name), math.prod(shape[1:]) * dtype.itemsize
         descriptor = self._opened(file, shape[0] * row, most * row, is_late=is_late)
@@ -107,7 +110,7 @@ class MappedFiles:
             if held < shape[0] * row:
                 self._extend(descriptor, file, held, shape[0] * row)
             rows = max(shape[0], held // row) if row else shape[0]
-            memory = mmap.mmap(descriptor, rows * row) if rows * row else None
+            memory = mmap.mmap(descriptor, rows * row, access=self._access) if rows * row else None
         finally:
             os.close(descriptor)
         self._mapped.add(file)
@@ -115,12 +118,11 @@ class MappedFiles:
 
     def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int:
         """The descriptor of a file of ``nbytes``, or of up to ``most``; it is created if it may be missing."""
-        assert self._folder is not None
+        assert self._directory is not None
         assert self._seal is not None
-        directory = self._folder.directory
         self._seal.check_use(file)
         try:
-            descriptor = directory.open(file, os.O_RDWR)
+            descriptor = self._directory.open(file, self._flags)
         except FileNotFoundError:
             if self._has_rows and not is_late:
                 raise self._damaged(file, 0, nbytes) from None
@@ -135,8 +137,8 @@ class MappedFiles:
 
     def _created(self, file: str, nbytes: int) -> int:
         """A file of zeros. It has its name only once it is complete: one that is shorter was cut."""
-        assert self._folder is not None
-        directory = self._folder.directory
+        assert self._directory is not None
+        directory = self._directory
         descriptor = directory.create(f"{file}.new")
         try:
             self._extend(descriptor, file, 0, nbytes)
@@ -191,12 +193,61 @@ class MappedFiles:
         if self._folder is not None and self._seal is not None:
             self._leave.detach()
             _leave(self._folder, self._seal, self._mapped, still=still)
-            self._folder = self._seal = None
+            self._folder = self._directory = self._seal = None
 
     def seal_at_exit(self) -> None:
         """The process ends; other threads, and what else is called at its end, may still write."""
         if self._seal is not None:
             _try_to_seal(self._seal, self._mapped, still=False)
+
+
+class PrivateFiles(MappedFiles):
+    """The same blocks for somebody who only looks: what is written to them stays in memory.
+
+    The folder is neither locked nor changed, and its storage may go on writing.
+
+    Attributes:
+        seal: Its seal, once it is open; what that says of the files is not verified then.
+    """
+
+    seal: Seal | None = None
+
+    _flags, _access = os.O_RDONLY, mmap.ACCESS_COPY
+
+    def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
+        """Open the folder, whose schema it must be."""
+        self._directory = Directory(self.path)
+        seal = _seal_of(self._directory, rows)
+        seal.read()
+        self._has_rows = any(seal.written())
+        self.seal = self._seal = seal
+        return True
+
+    def _created(self, file: str, nbytes: int) -> int:
+        """Zeros, in a file that is nowhere."""
+        with tempfile.TemporaryFile() as zeros:
+            os.ftruncate(zeros.fileno(), nbytes)
+            return os.dup(zeros.fileno())
+
+    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int:
+        descriptor = super()._opened(file, nbytes, most, is_late=is_late)
+        if os.fstat(descriptor).st_size >= nbytes:
+            return descriptor
+        os.close(descriptor)  # what was never used is as good as what is not there
+        return self._created(file, nbytes)
+
+    def close(self, *, still: bool = True) -> None:
+        """Close the folder."""
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+
+
+def _seal_of(directory: Directory, rows: RowFiles | None) -> Seal:
+    if rows is not None:
+        row_bytes = {file_name(name): nbytes for name, nbytes in rows.row_bytes.items()}
+        rows = rows._replace(counters=file_name(rows.counters), row_bytes=row_bytes)
+    return Seal(directory, rows)
 
 
 def _leave(folder: Folder, seal: Seal, files: set[str], *, still: bool = True) -> None:

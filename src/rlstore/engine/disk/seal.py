@@ -53,6 +53,22 @@ class RowFiles(NamedTuple):
     row_bytes: Mapping[str, int]
 
 
+class Damage(NamedTuple):
+    """Something in which a file is not what it was.
+
+    Attributes:
+        file: The name of the file.
+        error: What is wrong.
+        lane: The lane of the rows that are concerned; -1 if it is not single rows.
+        places: The places of these rows in their lane.
+    """
+
+    file: str
+    error: SnapshotError
+    lane: int = -1
+    places: range = range(0)
+
+
 class _Segment(NamedTuple):
     offset: int
     length: int
@@ -70,7 +86,7 @@ class Seal:
     """
 
     def __init__(self, directory: Directory, rows: RowFiles | None) -> None:
-        self._directory, self._rows, self._process = directory, rows, os.getpid()
+        self.path, self._directory, self._rows, self._process = directory.path, directory, rows, os.getpid()
         self._found: dict[str, Any] | None = None
         self._planted: frozenset[str] = frozenset()  # files that came while the folder was closed
 
@@ -105,8 +121,25 @@ class Seal:
         Raises:
             SnapshotError: If a file is not what it was. The seal stays as it was.
         """
-        if NAME not in self._directory.names():
+        found = self.read()
+        if found is None:
+            self.remove()
             return
+        for damage in self.damages(found):
+            raise damage.error
+        if found["closed"]:
+            found["closed"] = False
+            self._write(found)
+        self._found = found
+
+    def read(self) -> dict[str, Any] | None:
+        """The seal; None if there is none that tells anything.
+
+        Raises:
+            SnapshotError: If it is damaged.
+        """
+        if NAME not in self._directory.names():
+            return None
         path = self._directory.path / NAME
         try:
             found = manifest.read_manifest(self._directory, _KIND, _FIELDS, NAME)
@@ -114,31 +147,33 @@ class Seal:
         except SnapshotError as error:
             raise SnapshotError(f"{error}. {_REMEDY}") from error
         if found["segment"] != _SEGMENT_BYTES:  # another version made it, with checksums of other parts
-            self.remove()
-            return
+            return None
         lanes = 0 if self._rows is None else self._rows.lanes
         if len(found["written"]) != lanes or not all(type(n) is int and n >= 0 for n in found["written"]):
             raise SnapshotError(f'{path} is damaged: "written" is not a number for each of {lanes} lanes. {_REMEDY}')
+        if found["closed"]:
+            self._planted = frozenset(_files(self._directory)) - found["files"].keys()
+        return found
+
+    def damages(self, found: Mapping[str, Any]) -> Iterator[Damage]:
+        """Hold the files against the seal: everything in which they differ from it."""
         there = _files(self._directory)
-        for name in found["files"]:
-            if name not in there:
-                raise self._damaged(name, "it is missing")
-        if found["closed"]:
-            self._planted = frozenset(there) - found["files"].keys()
-        now = None if found["closed"] else self.written()
         for name, sealed in found["files"].items():
-            self._verify(name, sealed, found, now)
-        if found["closed"]:
-            found["closed"] = False
-            self._write(found)
-        self._found = found
+            try:
+                if name not in there:
+                    raise self._damaged(name, "it is missing")
+                yield from self._damages_of(name, sealed, found, None if found["closed"] else self.written())
+            except SnapshotError as error:
+                yield Damage(name, error)
 
     def check_use(self, name: str) -> None:
         """Refuse a file that was not there when the folder was closed."""
         if name in self._planted:
             raise self._damaged(name, "it was not there when the folder was closed")
 
-    def _verify(self, name: str, sealed: Mapping[str, Any], found: Mapping[str, Any], now: list[int] | None) -> None:
+    def _damages_of(
+        self, name: str, sealed: Mapping[str, Any], found: Mapping[str, Any], now: list[int] | None
+    ) -> Iterator[Damage]:
         """Hold a file against its entry; ``now`` are the rows written, if there were writes since."""
         is_rows = self._rows is not None and name in self._rows.row_bytes
         with _opened(self._directory, name) as descriptor:
@@ -154,9 +189,14 @@ class Seal:
             if now is not None:
                 segments = [one for one in segments if not self._may_have_changed(one, found["written"], now)]
             for segment, checksum in zip(segments, _checksums(descriptor, segments), strict=True):
-                if checksum != expected[segment]:
-                    begin, end = segment.offset, segment.offset + segment.length
-                    raise self._damaged(name, f"the bytes from {begin:,} to {end:,} are not what was written")
+                if checksum == expected[segment]:
+                    continue
+                # Whoever only looks does not keep others from writing meanwhile.
+                if now is not None and self._may_have_changed(segment, found["written"], self.written()):
+                    continue
+                begin, end = segment.offset, segment.offset + segment.length
+                error = self._damaged(name, f"the bytes from {begin:,} to {end:,} are not what was written")
+                yield Damage(name, error, segment.lane, range(segment.first, segment.stop))
 
     def _may_have_changed(self, segment: _Segment, before: list[int], now: list[int]) -> bool:
         """Whether a segment has rows that can have been written since: up to two after the last that was counted."""

@@ -149,6 +149,15 @@ class Record:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
         return flat.view(dtype).view(shape)
 
+    def verify(self) -> None:
+        """Read everything and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was saved.
+        """
+        for name in self._entries:
+            self.tensor(name, self.shapes[name], self.dtypes[name])
+
     def damaged(self, how: str) -> SnapshotError:
         """The error of a damaged record."""
         return SnapshotError(f"{self._where} is damaged: {how}.")

@@ -294,19 +294,21 @@ class SnapshotReader:
 
     Args:
         path: The folder.
+        keeps_rows: False to verify the rows only: :meth:`read_rows` reads them and forgets them.
 
     Attributes:
         id: That of the save; None in older snapshots.
         note: What the caller of the save wanted to know of it.
         has_rows: Whether rows are apart, in :meth:`records`.
         segments: The name of each file of rows, and the bytes of it that count.
+        unread: The names of tensors that nobody has read.
 
     Raises:
         SnapshotError: If there is none, or it is of a newer version, or a file is missing, truncated or damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder = Path(path).absolute()
+    def __init__(self, path: str | os.PathLike[str], *, keeps_rows: bool = True) -> None:
+        self.folder, self.keeps_rows = Path(path).absolute(), keeps_rows
         if not self.folder.is_dir():
             raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
         with Directory(self.folder) as directory:
@@ -323,6 +325,7 @@ class SnapshotReader:
             if self._file.nbytes != file["bytes"]:
                 raise self._file.damaged(f"it has {self._file.nbytes:,} bytes and should have {file['bytes']:,}")
             self._tensors: dict[str, Any] = found["tensors"]
+            self.unread = set(self._tensors)
             self._check_tensors()
             self._check_segments()
             self.class_name: str = found["class"]
@@ -390,9 +393,19 @@ class SnapshotReader:
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """All records, oldest first, each with the index of its segment."""
-        for index, (segment, descriptor) in enumerate(zip(self.segments, self._descriptors, strict=True)):
-            for record in records_of(descriptor, self.folder / segment["name"], segment["bytes"]):
+        for index in range(len(self.segments)):
+            for record in self.records_in(index):
                 yield index, record
+
+    def records_in(self, index: int) -> Iterator[Record]:
+        """The records of one segment, oldest first."""
+        segment = self.segments[index]
+        return records_of(self._descriptors[index], self.folder / segment["name"], segment["bytes"])
+
+    @property
+    def files(self) -> list[str]:
+        """The names of all files but the manifest."""
+        return [self._file.path.name, *(segment["name"] for segment in self.segments)]
 
     @property
     def names(self) -> list[str]:
@@ -426,13 +439,33 @@ class SnapshotReader:
         Raises:
             SnapshotError: If it is not of the same shape and dtype, or what was read is not what was saved.
         """
-        entry = self._entry(name)
+        self._check_form(name, target)
+        self._file.read_into(name, target, self._entry(name)["crc32"])
+        self.unread.discard(name)
+
+    def _check_form(self, name: str, target: Tensor) -> None:
         if (self.shape(name), self.dtype(name)) != (tuple(target.shape), target.dtype):
             raise SnapshotError(
-                f"{name} was saved as {self.shape(name)} {entry['dtype']} in {self.folder}, and is to be read into "
-                f"{tuple(target.shape)} {dtype_name(target.dtype)}"
+                f"{name} was saved as {self.shape(name)} {dtype_name(self.dtype(name))} in {self.folder}, and is to be "
+                f"read into {tuple(target.shape)} {dtype_name(target.dtype)}"
             )
-        self._file.read_into(name, target, entry["crc32"])
+
+    def read_rows(self, name: str, target: Tensor) -> None:
+        """As :meth:`read_into`; but ``target`` is left as it is if no rows are kept."""
+        if self.keeps_rows:
+            self.read_into(name, target)
+        else:
+            self._check_form(name, target)
+            self.verify(name)
+
+    def verify(self, name: str) -> None:
+        """Read a tensor and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was saved.
+        """
+        self._file.verify(name, self._entry(name)["crc32"])
+        self.unread.discard(name)
 
     def check_numbers(self, numbers: Mapping[str, Any], fields: manifest.Fields) -> None:
         """Refuse numbers that lack a field, or have one of another type; see :func:`manifest.check_fields`."""

@@ -22,6 +22,7 @@ from rlstore.errors import InvalidInputError, SnapshotError
 from rlstore.kernels import crc32
 
 CHUNK_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20  # of what is read only to verify it
 _METADATA = "__metadata__"
 _MOST_HEADER = 100_000_000  # bytes, as other readers of the format have it
 
@@ -252,6 +253,22 @@ class TensorFile:
             if part is not target_part:
                 target_part.copy_(part)
         if checksum is not None and found != checksum:
+            raise self.damaged(f"{name} is not what was saved (its checksum differs)")
+
+    def verify(self, name: str, checksum: int) -> None:
+        """Read a tensor and forget it.
+
+        Raises:
+            SnapshotError: If it is not what was written.
+        """
+        found, offset, end = 0, self._begins[name], self._begins[name] + self._nbytes(name)
+        buffer = memoryview(bytearray(min(end - offset, _PIECE_BYTES)))
+        while offset < end:
+            count = os.preadv(self._descriptor, [buffer[: end - offset]], offset)
+            if count == 0:
+                raise self.damaged(f"{name} is cut short")
+            found, offset = crc32(buffer[:count], found), offset + count
+        if found != checksum:
             raise self.damaged(f"{name} is not what was saved (its checksum differs)")
 
     def __enter__(self) -> TensorFile:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import platform
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.disk.files import free_disk
-from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, size_text, tensor_over
+from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, PrivateFiles, size_text, tensor_over
 from rlstore.engine.disk.seal import RowFiles
-from rlstore.engine.memory.capacity import require_memory
+from rlstore.engine.memory import capacity
+from rlstore.engine.memory.growth import REFUSED
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
@@ -22,6 +27,9 @@ from rlstore.errors import DoesNotFitError, InvalidInputError, SnapshotError
 KINDS = ("ram", "shared", "mapped")
 
 _SMALL = 1 << 20  # below this a mapping of its own has no advantage
+_HUGE_PAGE = 2 << 20
+# Address space without a promise of memory. Python has no name for it; it is the same on x86-64 and ARM.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 
 
 class Backing:
@@ -49,7 +57,7 @@ class Backing:
         self.owner, self.kind, self.device = owner, kind, device
         self._files = None if path is None else MappedFiles(owner, path)
         self.segment: SharedMemory | None = None  # of "shared": the blocks, one after another
-        self.is_attached = False  # to the blocks of another process
+        self.is_attached = False  # to blocks that another process allocated
 
     @classmethod
     def attach(cls, owner: str, segment: SharedMemory) -> Backing:
@@ -58,10 +66,48 @@ class Backing:
         backing.segment, backing.is_attached = segment, True
         return backing
 
+    @classmethod
+    def private(cls, owner: str, files: PrivateFiles) -> Backing:
+        """A backing whose blocks are those of a mapped folder; what is written to them stays in memory."""
+        backing = cls(owner, "mapped", torch.device("cpu"), files.path)
+        backing._files, backing.is_attached = files, True
+        return backing
+
+    @property
+    def grows(self) -> bool:
+        """True if memory is taken when it is written to, and not when it is allocated."""
+        return self.device.type == "cpu" and self._files is None
+
+    @property
+    def page(self) -> int:
+        """Bytes that are taken at once."""
+        return mmap.PAGESIZE if self.kind == "shared" else _HUGE_PAGE
+
     def reserve(self, nbytes: int) -> None:
         """Put the next blocks of "shared", ``nbytes`` in total, into one segment; pages are not committed yet."""
         if not self.is_attached:
-            self.segment = SharedMemory.create(nbytes)
+            try:
+                self.segment = SharedMemory.create(nbytes)
+            except DoesNotFitError as error:
+                raise self._not_provided(nbytes, "all rows", error) from error
+
+    def _not_provided(self, nbytes: int, name: str, error: Exception) -> DoesNotFitError:
+        return DoesNotFitError(
+            f"{self.owner} needs {size_text(nbytes)} for {name}, which the system does not provide: {error}"
+            f"{_address_limit()}. Nothing was allocated. {NEED_LESS.format(larger='large enough')}"
+        )
+
+    def warn_if_larger(self, nbytes: int, what: str) -> None:
+        """Warn of ``nbytes`` that are taken as rows come, if there is not enough RAM for all of them now."""
+        ram = capacity.free_ram() if nbytes >= capacity.MUCH else None
+        if ram is not None and nbytes > ram[0]:
+            warnings.warn(
+                f"{self.owner} takes {size_text(nbytes)} when it is full, for {what}, and {size_text(ram[0])} are free "
+                f"in RAM ({ram[1]}). Memory is taken as rows come; what does not fit then is refused, and what is held "
+                f"stays. {NEED_LESS.format(larger='large enough')}",
+                RuntimeWarning,
+                stacklevel=7,
+            )
 
     def require(self, nbytes: int, what: str) -> None:
         """Refuse what cannot fit, before any of it is allocated.
@@ -74,7 +120,9 @@ class Backing:
             DoesNotFitError: (a MemoryError) with the bytes needed, the bytes free, and what to do.
         """
         if self._files is None:
-            require_memory(self.owner, nbytes, what, self.device, NEED_LESS.format(larger="large enough"))
+            if nbytes >= capacity.MUCH:
+                advice = NEED_LESS.format(larger="large enough")
+                capacity.require_memory(self.owner, nbytes, what, self.device, advice)
             return
         nbytes -= self._files.unmapped_bytes()  # they need no new space
         free = free_disk(self._files.path)
@@ -105,12 +153,9 @@ class Backing:
         try:
             if nbytes == 0 or self.device.type != "cpu":
                 return allocate(shape, dtype, self.device)
-            return self._carve(shape, dtype) if self.kind == "shared" else _zeros(shape, dtype, nbytes)
-        except (OSError, RuntimeError, DoesNotFitError) as error:
-            raise DoesNotFitError(
-                f"{self.owner} needs {size_text(nbytes)} for {name}, which the system does not provide: {error}. "
-                f"{NEED_LESS.format(larger='large enough')}"
-            ) from error
+            return self._carve(shape, dtype) if self.kind == "shared" else lazy_zeros(shape, dtype)
+        except (OSError, OverflowError, RuntimeError, DoesNotFitError) as error:
+            raise self._not_provided(nbytes, name, error) from error
 
     def _carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         segment, nbytes = self.segment, SharedMemory.bytes_of([(shape, dtype)])
@@ -125,13 +170,28 @@ class Backing:
             name: The name that the block was allocated with.
             tensor: The block. Use the result instead: writes to one need not be visible in the other.
             rows: Rows of the result, at least those of the block.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if there is not enough memory for it.
         """
         if rows < len(tensor):
             raise InvalidInputError(f"{name} has {len(tensor)} rows and cannot be extended to {rows}")
+        if self.grows:
+            self._require_more(
+                rows * math.prod(tensor.shape[1:]) * tensor.itemsize, f"the table {name!r} of {rows:,} entries"
+            )
         longer = self.zeros(name, (rows, *tensor.shape[1:]), tensor.dtype)
         if self._files is None:
             longer[: len(tensor)].copy_(tensor)
         return longer[:rows]  # a file may have more, of a run that was killed when it had extended only some
+
+    def _require_more(self, nbytes: int, what: str) -> None:
+        ram = capacity.free_ram() if nbytes >= capacity.MUCH else None
+        if ram is not None and nbytes > ram[0]:
+            raise DoesNotFitError(
+                f"{self.owner} needs {size_text(nbytes)} for {what}, and {size_text(ram[0])} are free in RAM ({ram[1]})"
+                f". {REFUSED} {NEED_LESS.format(larger='large enough')}"
+            )
 
     def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
         """Lock the folder of "mapped"; see :meth:`rlstore.engine.disk.mapped.MappedFiles.open`.
@@ -169,10 +229,28 @@ class Backing:
         return Backing, (self.owner, "ram", self.device)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in RAM, of which pages are taken when they are first written."""
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _SMALL or not hasattr(mmap, "MAP_ANONYMOUS"):
         return allocate(shape, dtype, torch.device("cpu"))
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return tensor_over(memory, shape, dtype)
+
+
+def _address_limit() -> str:
+    """What limits the address space of this process, if anything does, for errors."""
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return ""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        return f" (the address space of this process is limited to {most:,} bytes: ulimit -v)"
+    try:
+        is_strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return ""
+    return " (the system reserves no more memory than it has: vm.overcommit_memory is 2)" if is_strict else ""

@@ -47,7 +47,7 @@ class SharedMemory:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, max(nbytes, 1))
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(descriptor)
             raise DoesNotFitError(f"{nbytes:,} bytes of shared memory are not available: {error}") from error
         return cls(descriptor, max(nbytes, 1))

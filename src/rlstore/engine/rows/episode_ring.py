@@ -11,14 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.checks import check_positive
 from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.disk.snapshot import SavedRows, SnapshotReader
+from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import Backing
+from rlstore.engine.memory.growth import ENDLESS, Counts, Growth, RowBlock
 from rlstore.engine.rows.layout import Layout, Leaf, bytes_of
-from rlstore.engine.rows.schema import Field
+from rlstore.engine.rows.schema import Field, is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
@@ -36,7 +40,6 @@ _FAULTS = {
     4: ("episodes", "what was before the episode of row {time} of environment {lane} is not known"),
     5: ("counters", "environment {lane} awaits a reset step, and no episode has just ended"),
 }
-_ENDLESS = 2**62  # steps that may be written when nothing limits them
 
 
 class Hold(Protocol):
@@ -72,6 +75,7 @@ class EpisodeRing:
     Attributes:
         holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts and
             copies have none.
+        beside: What the sampler keeps for each row, ``[lanes, steps]``, whose memory is taken as rows come; by name.
     """
 
     def __init__(
@@ -92,16 +96,25 @@ class EpisodeRing:
         # One more for what follows the newest row, and the older frames of the oldest row's stack.
         self.rows = self.kept + max(leaf.stack for leaf in leaves)
         self.holds: list[Hold] = []
+        self.beside: dict[str, Tensor] = {}
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
         self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
+        what = f"{steps * lanes:,} transitions of {lanes} environments"
         if not backing.is_attached:
-            backing.require(self._expected_bytes(), f"{steps * lanes:,} transitions of {lanes} environments")
+            backing.require(self._bytes_at_once() if backing.grows else self._expected_bytes(), what)
         if shared:
             backing.reserve(self._layout.nbytes(lanes, self.rows, (self.kept + 1) * lanes))
         self.reopened = backing.open({**self._schema(), **(beside or {})}, self._row_files())
         self._allocate()
+        if backing.grows and not backing.is_attached:
+            backing.warn_if_larger(self._expected_bytes(), what)
+
+    def _bytes_at_once(self) -> int:
+        """Bytes that are written as soon as there is a ring: counters and free episode indices, in three copies."""
+        deep = self.kept + 1 if self.backing.kind == "shared" else _FIRST_SLOTS
+        return 3 * self.lanes * (40 + 4 * min(deep, self.kept + 1))
 
     def _expected_bytes(self) -> int:
         apart = sum(bytes_of(shape, dtype) for _, shape, dtype in self._layout.apart)
@@ -111,6 +124,28 @@ class EpisodeRing:
         fields = [*((leaf.field, leaf.stack, leaf.axis) for leaf in self.leaves), *((c, 1, 0) for c in self.columns)]
         described = {f.name: [list(f.shape), str(f.dtype), stack, axis] for f, stack, axis in fields}
         return {"steps": self.steps, "lanes": self.lanes, "fields": described}
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any], backing: Backing) -> EpisodeRing:
+        """The ring that a mapped folder with this schema holds.
+
+        Raises:
+            LookupError, TypeError or ValueError: If it is not the schema of a ring.
+        """
+        steps, lanes, leaves, columns = schema["steps"], schema["lanes"], [], []
+        for name, (shape, dtype, stack, axis) in schema["fields"].items():
+            field = Field(name, *read_form(shape, dtype), "the folder")
+            if is_observation(name):
+                leaves.append(Leaf(field, stack, axis))
+            else:
+                columns.append(field)
+            if not all(type(n) is int and n >= 0 for n in (stack, axis)) or (stack > 1 and shape[axis] % stack):
+                raise ValueError(f"{name} cannot be {stack} frames along axis {axis} of {shape}")
+        check_positive("a mapped storage", steps=steps, lanes=lanes, stack=min(leaf.stack for leaf in leaves))
+        if "episode" in schema["fields"] or "rewards" not in schema["fields"]:
+            raise ValueError(f"{sorted(schema['fields'])} are not the fields of a step")
+        beside = {name: part for name, part in schema.items() if name not in ("steps", "lanes", "fields")}
+        return cls(leaves, columns, steps, lanes, backing, None, beside)
 
     def _row_files(self) -> RowFiles:
         """Which blocks of a mapped folder hold rows."""
@@ -138,6 +173,8 @@ class EpisodeRing:
             self._make_starts()
         self._kernel: protocol.EpisodeRing | None = None
         self._known = 0  # rows of a device that are known to be held
+        self._since = np.zeros(self.lanes, np.int64)  # the first row of each lane that this memory was taken for
+        self._reach: Counts | None = None  # the rows of each lane that there is memory for
         self._view_counters()
         if self.reopened:
             self._reopen()
@@ -232,7 +269,8 @@ class EpisodeRing:
         """Some lanes alone, on the same memory, for one who writes them."""
         part = object.__new__(EpisodeRing)
         part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
-        part.holds = []
+        part.holds, part.beside, part._reach = [], {}, None
+        part._since = self._since[lanes.start : lanes.stop]
         part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
         part.counters = self.counters[:, lanes.start : lanes.stop]
         part._view_counters()
@@ -355,9 +393,38 @@ class EpisodeRing:
         return self.kernel
 
     def make_room(self) -> None:
-        """Let some more steps be written: as many as all holds allow."""
-        room = min((hold.room() for hold in self.holds), default=_ENDLESS)
-        self.writing_kernel().allow(max(room, 1))
+        """Let some more steps be written: as many as there is memory for, and as all holds allow.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if there is no memory for the next step.
+        """
+        rooms = [self._memory_room(), *(hold.room() for hold in self.holds)]
+        self.writing_kernel().allow(max(min(rooms), 1))
+
+    def _memory_room(self) -> int:
+        """How many steps there is memory for, before it has to be asked what is free."""
+        if not self.backing.grows or self.whole._expected_bytes() < capacity.MUCH:
+            return ENDLESS
+        written = self.counters[0].numpy()
+        room = 0 if self._reach is None else int((self._reach - written).min())
+        if room <= 0:
+            held = f"{int(self.held().sum()):,} of {self.steps * self.lanes:,} transitions"
+            room = self._growth(written).room(self.lanes / self.whole.lanes, self.backing.owner, held)
+            self._reach = written + room
+        return room
+
+    def _growth(self, written: Counts) -> Growth:
+        """The memory of rows that were written up to these counts."""
+        lanes, page = self.lanes, self.backing.page
+        count = np.minimum(written - self._since + 1, self.rows)
+        apart = [self.blocks[name] for name, _, _ in self._layout.apart]
+        records = self.records[self.first : self.first + lanes]
+        blocks = [RowBlock(b.data_ptr(), lanes, self.rows, b[0, 0].nbytes, page) for b in (records, *apart)]
+        blocks += [RowBlock(t.data_ptr(), lanes, self.steps, t.itemsize, page) for t in self.beside.values()]
+        tables = [self.episodes, *self.finals, *(start for start in self.starts if start is not None)]
+        deep = self.slots // self.whole.lanes
+        of_slots = [RowBlock(t.data_ptr(), 1, deep, t[0].nbytes * lanes, page) for t in tables]
+        return Growth(blocks, of_slots, self._since, count, self.rows)
 
     def ask_again(self) -> None:
         """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
@@ -412,13 +479,14 @@ class EpisodeRing:
 
     def _extend_tables(self, slots: int) -> None:
         """Make room for ``slots`` episodes, which are not yet free."""
+        episodes = self.backing.extend("episodes", self.episodes, slots)
+        free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
         longer: dict[tuple[str, int], Tensor] = {}
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
-        self.episodes = self.backing.extend("episodes", self.episodes, slots)
-        self.free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
+        self.episodes, self.free_slots = episodes, free_slots  # only now that there is memory for all of them
         self.finals = [longer["final", k] for k in range(len(self.leaves))]
         self.starts = [longer.get(("start", k)) for k in range(len(self.leaves))]
 
@@ -440,8 +508,23 @@ class EpisodeRing:
         """Where each field of a record is, as JSON."""
         return self._layout.described()
 
-    def begin_restore(self, slots: int, *, has_starts: bool) -> None:
-        """Blocks and tables are about to be filled from a snapshot with room for ``slots`` episodes."""
+    def begin_restore(self, oldest: Tensor, written: Tensor, slots: int, *, has_starts: bool) -> None:
+        """Blocks and tables are about to be filled from a snapshot.
+
+        Args:
+            oldest: A row of each lane before which there are none, int64 ``[lanes]``.
+            written: The rows that were ever written, int64 ``[lanes]``.
+            slots: Episodes that there is to be room for.
+            has_starts: Whether tables of starts are needed.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if there is no memory for the rows. Nothing was changed.
+        """
+        if self.backing.grows:
+            self._since[:] = torch.maximum(oldest, written + 1 - self.rows).numpy()
+            self._reach = None
+            what = f"the {int((written - torch.from_numpy(self._since)).sum()):,} rows that it held"
+            self.backing.require(self._growth(written.numpy()).taken, what)
         self.backing.break_seal()
         if slots > self.slots:
             self._extend_tables(slots)
@@ -469,22 +552,24 @@ class EpisodeRing:
         self.blocks["episode"][lanes, times % self.rows] = -1
 
     def set_state(self, reader: SnapshotReader) -> None:
-        """Hold what a snapshot has that was saved before rows were apart.
+        """Hold what a snapshot has that was saved before rows were apart; nothing, if the reader keeps no rows.
 
         Raises:
             SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a tensor cannot be read.
         """
         counters, episodes, free_slots, extent = self._read_tables(reader)
         slots, written = len(episodes), counters[0].tolist()
-        self.begin_restore(slots, has_starts=any(name.startswith("start ") for name in reader.names))
+        has_starts = any(name.startswith("start ") for name in reader.names)
+        self.begin_restore(torch.zeros_like(counters[0]), counters[0], slots, has_starts=has_starts)
         for name, block in self.blocks.items():
             self._read_block(name, block, extent, written, reader)
         for kind, tables in (("final", self.finals), ("start", self.starts)):
             for leaf, table in zip(self.leaves, tables, strict=True):
                 name = f"{kind} {leaf.field.name}"
                 if table is not None and (kind == "final" or name in reader.names):
-                    reader.read_into(name, table[:slots])
-        self.end_restore(counters, episodes, free_slots)
+                    reader.read_rows(name, table[:slots])
+        if reader.keeps_rows:
+            self.end_restore(counters, episodes, free_slots)
 
     def _read_tables(self, reader: SnapshotReader) -> tuple[Tensor, Tensor, Tensor, int]:
         """Counters, episodes and free episode indices, all that is not rows, on the CPU; and the rows of each block."""
@@ -513,10 +598,12 @@ class EpisodeRing:
     def _read_block(self, name: str, block: Tensor, extent: int, written: list[int], reader: SnapshotReader) -> None:
         """Fill a block from one of ``extent`` rows, which lie elsewhere in a ring of another size."""
         if extent == min(max(written) + 1, self.rows):
-            reader.read_into(name, block[:, :extent])
+            reader.read_rows(name, block[:, :extent])
             return
         there = torch.empty((self.lanes, extent, *block.shape[2:]), dtype=block.dtype)
-        reader.read_into(name, there)
+        reader.read_rows(name, there)
+        if not reader.keeps_rows:
+            return
         if name == "episode":
             block.fill_(-1)  # rows that were not saved belong to no episode
         for lane, count in enumerate(written):
@@ -527,13 +614,41 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "saved")
-        apart = {name: self.blocks[name] for name, _, _ in self._layout.apart}
-        return {**{k: v for k, v in self.__dict__.items() if k not in views}, "apart": apart}
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "beside", "saved")
+        state = {k: v for k, v in self.__dict__.items() if k not in views}
+        rows = {"records": self.records, **{name: self.blocks[name] for name in self.apart}}
+        if self.device.type == "cpu":  # of memory that is taken as rows come, a copy has what was taken
+            extent = min(int(self.counters[0].max()) + 1, self.rows)
+            rows = {name: block[:, :extent].clone() if extent < self.rows else block for name, block in rows.items()}
+            state.update(self._used_tables())
+        return {**state, "records": None, "_reach": None, "row blocks": rows}
+
+    def _used_tables(self) -> dict[str, Any]:
+        """The tables, without the last episode indices of all lanes that were never taken."""
+        deep, lanes = self.free_slots.shape
+        never = torch.arange(self.slots - 1, -1, -1, dtype=torch.int32).view(deep, lanes).flip(1) == self.free_slots
+        spare = int(never.all(1)[: min(int(self.free_count.min()), deep - 1)].long().cumprod(0).sum())
+        if spare == 0:
+            return {}
+        slots, counters = self.slots - spare * lanes, self.counters.clone()
+        counters[4] -= spare
+        return {
+            "counters": counters,
+            "episodes": self.episodes[:slots].clone(),
+            "free_slots": self.free_slots[spare:].clone(),
+            "finals": [table[:slots].clone() for table in self.finals],
+            "starts": [None if table is None else table[:slots].clone() for table in self.starts],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        apart = state.pop("apart")
+        rows = state.pop("row blocks")
         self.__dict__.update(state)
+        if self.device.type == "cpu":
+            for name, held in rows.items():
+                rows[name] = self.backing.zeros(name, (self.lanes, self.rows, *held.shape[2:]), held.dtype)
+                rows[name][:, : held.shape[1]] = held
+        self.records, apart = rows.pop("records"), rows
         self.blocks = {**self._layout.views(self.records), **apart}
-        self._kernel, self._whole, self.holds, self.saved = None, None, [], {}
+        self._kernel, self._whole = None, None
+        self.holds, self.beside, self.saved = [], {}, {}
         self._view_counters()

@@ -206,7 +206,7 @@ def _flat_places(first: Tensor, stop: Tensor, rows: int) -> Tensor:
 
 
 def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
-    """Fill an empty ring with the rows of a snapshot.
+    """Fill an empty ring with the rows of a snapshot; it stays empty if the reader keeps no rows.
 
     Returns:
         What is known of the snapshot, for a save to the same folder.
@@ -215,34 +215,37 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
         SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a record cannot be read.
     """
     index = RowIndex(ring, reader)
-    ring.begin_restore(len(index.episodes), has_starts=index.has_starts)
+    ring.begin_restore(index.counters[1], index.counters[0], len(index.episodes), has_starts=index.has_starts)
     blocks, tables, buffer = _blocks(ring), _tables(ring), torch.empty(0, dtype=torch.uint8)
+    put = _put if reader.keeps_rows else _forget
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
         count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
         for name, block in blocks.items():
             nbytes = count * block.shape[1]
             buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
             rows = record.tensor(name, (count, block.shape[1]), torch.uint8, buffer)
-            _put(block, places, rows if kept is None else rows[kept])
-        # As they were checked: the bytes of the rows could say something else.
-        episode = record.tensor("episode", (count,), torch.int32)
-        at = places.to(ring.device)
-        ring.blocks["episode"][at // ring.rows, at % ring.rows] = (episode if kept is None else episode[kept]).to(
-            at.device
-        )
+            put(block, places, rows if kept is None else rows[kept])
+        if reader.keeps_rows:
+            # As they were checked: the bytes of the rows could say something else.
+            episode = record.tensor("episode", (count,), torch.int32)
+            at = places.to(ring.device)
+            ring.blocks["episode"][at // ring.rows, at % ring.rows] = (episode if kept is None else episode[kept]).to(
+                at.device
+            )
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
             raise record.damaged("it has episodes that there cannot be")
         for name, table in tables.items():
             if name in record.shapes:
-                _put(table, slots, record.tensor(name, (len(slots), table.shape[1]), torch.uint8))
+                put(table, slots, record.tensor(name, (len(slots), table.shape[1]), torch.uint8))
     newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
     for name, block in blocks.items():
         following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
         reader.read_into(f"following {name}", following)
-        _put(block, newest, following)
-    ring.disown_margin(index.counters[0])
-    ring.end_restore(index.counters, index.episodes, index.free_slots)
+        put(block, newest, following)
+    if reader.keeps_rows:
+        ring.disown_margin(index.counters[0])
+        ring.end_restore(index.counters, index.episodes, index.free_slots)
     return index.saved
 
 
@@ -331,3 +334,7 @@ def _put(table: Tensor, places: Tensor, rows: Tensor) -> None:
         table[begin : begin + count].copy_(rows)
     else:
         table.index_copy_(0, places.to(table.device), rows.to(table.device))
+
+
+def _forget(table: Tensor, places: Tensor, rows: Tensor) -> None:
+    """In the place of :func:`_put`, where rows are only verified."""

@@ -277,6 +277,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def read_form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype that a schema in JSON has for a field, as ``[4], "torch.float32"``.
+
+    Raises:
+        ValueError: If they are none.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+    if not isinstance(found, torch.dtype) or not is_shape:
+        raise ValueError(f"{str(shape)[:40]} {str(dtype)[:40]!r} is no shape and dtype")
+    return tuple(shape), found
+
+
+def is_observation(name: str) -> bool:
+    """Whether a field of this name is a leaf of the observations."""
+    return name == "observations" or name.startswith("observations[")
+
+
 def _dtype_hint(given: Tensor, held: torch.dtype) -> str:
     is_whole = not given.dtype.is_floating_point and not given.dtype.is_complex
     if is_whole and not held.is_floating_point and not held.is_complex:

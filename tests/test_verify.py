@@ -1,0 +1,210 @@
+"""``rlstore verify``: what it says of whole and damaged folders, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlstore import PrioritizedReplayStorage, verify
+from rlstore.__main__ import main
+
+GOLDEN = Path(__file__).parent / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+from programs import ARGUMENTS, BOX, DISCRETE, fill  # noqa: E402
+
+# Newer Pythons warn of forks beside threads, which other tests may have started.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+OLD = sorted(path.parent for path in GOLDEN.rglob("manifest.json"))
+
+
+def said(folder, capsys):
+    """The exit status, and the lines printed."""
+    status = main(["verify", str(folder)])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def tree(folder):
+    """Everything that a write would change: names, sizes, contents and times."""
+    found = {}
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        stat = path.lstat()
+        found[path] = (stat.st_mode, stat.st_mtime_ns, stat.st_ctime_ns, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def mapped(folder):
+    """Three environments with twenty rows each, which have wrapped, in a folder that was closed."""
+    storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=folder)
+    fill(storage, 0, 30)
+    storage.close()
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------- whole folders
+
+
+@pytest.mark.parametrize("folder", OLD, ids=lambda folder: str(folder.relative_to(GOLDEN)))
+def test_what_older_versions_wrote_is_whole_and_is_left_as_it_is(folder, capsys):
+    before = tree(folder)
+    status, lines = said(folder, capsys)
+    assert status == 0
+    assert lines[-1].startswith("whole: ")
+    assert all(line.startswith("whole  ") for line in lines[1:-1])
+    assert tree(folder) == before
+
+
+def test_a_folder_that_its_process_left_open_is_whole_if_its_tables_are(tmp_path, capsys):
+    storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=mapped(tmp_path / "live"))
+    fill(storage, 30, 35)
+    left = shutil.copytree(tmp_path / "live", tmp_path / "left")  # as if it were killed now
+    storage.close()
+    status, lines = said(left, capsys)
+    assert status == 0
+    assert "whole    seal.json: open: the folder is in use, or its process was killed" in "\n".join(lines)
+    assert lines[-1] == "whole: 60 transitions of 3 environments can be loaded"
+
+
+def test_a_mapped_folder_may_be_verified_while_its_storage_writes(tmp_path, capsys):
+    folder = mapped(tmp_path / "live")
+    child = os.fork()
+    if child == 0:
+        try:
+            storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=folder)
+            for step in range(30, 10**9):
+                fill(storage, step, step + 1)
+        finally:
+            os._exit(1)
+    try:
+        written = set()
+        for _ in range(20):
+            assert said(folder, capsys)[0] == 0
+            written.add((folder / "counters.bin").read_bytes())
+        assert len(written) > 1  # it was written meanwhile
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # and still is
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_that_changed_while_it_was_looked_at_is_looked_at_again(tmp_path, capsys, monkeypatch):
+    folder, looks = mapped(tmp_path / "mapped"), []
+
+    def changed_in_between(directory, schema, report):
+        looks.append(None)
+        if len(looks) < 3:
+            report.damaged("tables", "half written")
+            flip(folder / "counters.bin", 0)
+        else:
+            look(directory, schema, report)
+
+    look = verify._look
+    monkeypatch.setattr(verify, "_look", changed_in_between)
+    status, lines = said(folder, capsys)
+    assert (status, len(looks)) == (0, 3)
+    assert lines[-1] == "whole: 60 transitions of 3 environments can be loaded"
+
+
+# ---------------------------------------------------------------------------------------------------- damaged folders
+
+
+def test_rows_of_a_mapped_folder_that_were_damaged_are_told_and_the_others_counted(tmp_path, capsys):
+    folder = mapped(tmp_path / "mapped")
+    size = (folder / "records.bin").stat().st_size
+    flip(folder / "records.bin", size // 3 + 5)  # in the rows of the second environment, which have one checksum
+    before = tree(folder)
+    status, lines = said(folder, capsys)
+    assert status == 1
+    (line,) = (line for line in lines if line.startswith("damaged  "))
+    assert line.startswith(f"damaged  records.bin: the bytes from {size // 3:,} to {2 * size // 3:,} are not what was")
+    assert lines[-1] == "damaged: 40 of 60 transitions can be read; remove seal.json to load all as they are"
+    assert tree(folder) == before
+
+
+def test_tables_of_a_mapped_folder_that_cannot_be_are_told(tmp_path, capsys):
+    folder = mapped(tmp_path / "mapped")
+    (folder / "seal.json").unlink()
+    content = bytearray((folder / "counters.bin").read_bytes())
+    content[8:16] = (-1 & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")  # the rows written by the second environment
+    (folder / "counters.bin").write_bytes(content)
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert "damaged  counters.bin: the rows written by environment 1 cannot be so many or so few." in "\n".join(lines)
+    assert lines[-1] == "damaged: nothing can be loaded"
+
+
+def test_an_episode_that_was_damaged_is_told_and_the_others_counted(tmp_path, capsys):
+    folder = shutil.copytree(GOLDEN / "episodes", tmp_path / "episodes")
+    os.truncate(folder / "episode-000000000005.safetensors", 400)  # one of five steps
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert lines[3].startswith("damaged  episode-000000000005.safetensors: it has 400 bytes and should have 462")
+    assert lines[-1] == "damaged: 6 of 7 episodes can be read, 36 transitions"
+
+
+@pytest.mark.parametrize("kind", ["snapshots/replay", "mapped/replay", "episodes"])
+def test_without_its_manifest_nothing_of_a_folder_can_be_loaded(kind, tmp_path, capsys):
+    folder = shutil.copytree(GOLDEN / kind, tmp_path / "folder")
+    (folder / "manifest.json").write_text('{"format": "rlstore')
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert lines[1].startswith("damaged  manifest.json: it is not JSON")
+    assert lines[-1] == "damaged: nothing can be loaded"
+    (folder / "manifest.json").unlink()
+    assert said(folder, capsys)[0] == 1
+
+
+def test_a_folder_of_a_newer_version_is_told_so(tmp_path, capsys):
+    folder = shutil.copytree(GOLDEN / "snapshots" / "replay", tmp_path / "snapshot")
+    told = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**told, "version": 2}))
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert 'was written by a newer rlstore: "version" is 2, and this version reads 1. Update rlstore.' in lines[1]
+
+
+def test_what_a_file_says_does_not_disturb_the_terminal(tmp_path, capsys):
+    folder = shutil.copytree(GOLDEN / "snapshots" / "replay", tmp_path / "snapshot")
+    (folder / "manifest.json").write_text('{"format": "rlstore snapshot", "version": "\\u001b[2J\\n\\ud800"}')
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------- other folders
+
+
+def test_what_is_no_folder_of_rlstore_has_status_2(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("dear to me")
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nothing"):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", str(path)])
+        assert ended.value.code == 2
+    assert "is not a folder that rlstore has written" in capsys.readouterr().err
+    for wrong in ([], ["verify"], ["repair", str(tmp_path)]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+
+
+def test_it_is_a_command_of_the_module(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "rlstore.__main__")  # as in a new interpreter
+    monkeypatch.setattr(sys, "argv", ["rlstore", "verify", str(GOLDEN / "episodes")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("rlstore", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.endswith("whole: 7 of 7 episodes can be read, 41 transitions\n")
