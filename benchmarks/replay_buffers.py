@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import count, cycle, islice, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,18 @@ class AddableBuffer(Buffer):
         """A loop of this many calls that appends the steps one by one, repeatedly."""
 
 
+class SavableBuffer(AddableBuffer):
+    """A buffer that is also saved and loaded."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Save it to a folder that does not exist yet."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Become what was saved there by a buffer of the same kind."""
+
+
 def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls: int) -> Loop:
     """A loop of this many calls with prepared positional arguments, used repeatedly."""
     prepared = list(islice(cycle(arguments), calls))
@@ -93,7 +106,7 @@ def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls:
     return loop
 
 
-class Rlstore(AddableBuffer):
+class Rlstore(SavableBuffer):
     """One of our storages, given tensors ``[envs, ...]``.
 
     With ``from_gymnasium`` it is given what Gymnasium returns: arrays, and from a single environment plain numbers.
@@ -130,9 +143,10 @@ class Rlstore(AddableBuffer):
             self.storage.insert_data_slice({name: torch.from_numpy(values) for name, values in vars(steps).items()})
 
     def adding(self, steps: Steps, calls: int) -> Loop:
-        return calling(self.storage.add, [self._given(step) for step in steps.each()], calls)
+        return calling(self.storage.add, [self.step_arguments(step) for step in steps.each()], calls)
 
-    def _given(self, step: Steps) -> tuple[Any, ...]:
+    def step_arguments(self, step: Steps) -> tuple[Any, ...]:
+        """The arguments of ``add`` for a step."""
         values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
         infos: dict[str, object] = {}
         if not self._from_gymnasium:
@@ -146,11 +160,18 @@ class Rlstore(AddableBuffer):
         batch = {name: getattr(drawn, name) for name in ("observations", "actions", "next_observations")}
         return batch | {"rewards": drawn.rewards.squeeze(-1), "discounts": drawn.discounts.squeeze(-1)}
 
+    def save(self, path: Path) -> None:
+        self.storage.save(path)
+
+    def load(self, path: Path) -> None:
+        self.storage = type(self.storage).load(path)
+        self.sample = self.storage.sample
+
     def close(self) -> None:
         self.storage.close()
 
 
-class Sb3(AddableBuffer):
+class Sb3(SavableBuffer):
     """Stable-Baselines3's ReplayBuffer: numpy in, tensors out."""
 
     def __init__(self, source: Source, capacity: int) -> None:
@@ -189,6 +210,18 @@ class Sb3(AddableBuffer):
         ]
         return calling(self.buffer.add, arguments, calls)
 
+    def save(self, path: Path) -> None:
+        from stable_baselines3.common.save_util import save_to_pkl
+
+        path.mkdir()
+        save_to_pkl(path / "buffer.pkl", self.buffer)
+
+    def load(self, path: Path) -> None:
+        from stable_baselines3.common.save_util import load_from_pkl
+
+        self.buffer = load_from_pkl(path / "buffer.pkl")
+        self.sample = self.buffer.sample
+
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         actions = drawn.actions if self.source.action_shape else drawn.actions.squeeze(-1)
         return {
@@ -200,7 +233,7 @@ class Sb3(AddableBuffer):
         }
 
 
-class Cpprb(AddableBuffer):
+class Cpprb(SavableBuffer):
     """cpprb's ReplayBuffer: numpy in and out.
 
     ``compress`` stores single frames, for which the stack must be the last axis.
@@ -256,6 +289,13 @@ class Cpprb(AddableBuffer):
                 add(**fields)
 
         return loop
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        self.buffer.save_transitions(str(path / "buffer.npz"))
+
+    def load(self, path: Path) -> None:
+        self.buffer.load_transitions(str(path / "buffer.npz"))
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         values = {name: torch.from_numpy(drawn[name]) for name in ("obs", "act", "rew", "next_obs")}
@@ -368,7 +408,7 @@ class Tianshou(AddableBuffer):
         }
 
 
-class TorchRl(AddableBuffer):
+class TorchRl(SavableBuffer):
     """TorchRL's ReplayBuffer: TensorDicts in and out."""
 
     def __init__(self, source: Source, capacity: int, batch_size: int | None = None, **options: Any) -> None:
@@ -401,6 +441,12 @@ class TorchRl(AddableBuffer):
         if self.source.envs == 1:
             return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()], calls)
         return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()], calls)
+
+    def save(self, path: Path) -> None:
+        self.buffer.dumps(path)
+
+    def load(self, path: Path) -> None:
+        self.buffer.loads(path)
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         return {

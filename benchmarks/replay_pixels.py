@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.harness import Phase, Target, Workload
-from benchmarks.replay_buffers import Buffer, Cpprb, Rlstore, Sb3, TorchRl
+from benchmarks.replay_buffers import Cpprb, Rlstore, SavableBuffer, Sb3, TorchRl
 from benchmarks.replay_contenders import Copies, Sampling, keep_freed_memory
 from benchmarks.replay_data import PixelSource, check_batches
 
@@ -21,7 +21,7 @@ def source() -> PixelSource:
     return PixelSource(STACK, channels=1, actions=0)
 
 
-BUFFERS: dict[str, Callable[[int], Buffer]] = {
+BUFFERS: dict[str, Callable[[int], SavableBuffer]] = {
     "rlstore": partial(Rlstore, source(), frame_stack=STACK),
     "cpprb": partial(Cpprb, source(), compress=True),
     "SB3": partial(Sb3, source()),

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks.footprint import Footprints
 from benchmarks.harness import Result, Target, Timing
+from benchmarks.saving import Figures
 
 PACKAGES = (
     "rlstore",
@@ -129,12 +130,29 @@ def footprint_table(result: Footprints) -> Table:
     return drawn
 
 
-def as_json(results: list[Result], footprints: list[Footprints]) -> dict[str, Any]:
+def figures_table(result: Figures) -> Table:
+    """A part of saving: a line per figure."""
+    load = "load {:.1f} to {:.1f}".format(*result.load)
+    drawn = Table(title=f"{result.title} (medians of {result.rounds} rounds, {load})", title_justify="left")
+    for heading in ("measured", "contender"):
+        drawn.add_column(heading)
+    for heading in ("value", "ratio"):
+        drawn.add_column(heading, justify="right")
+    drawn.add_column("target")
+    for figure in result.figures:
+        value = f"{figure.value:,.0f}" if figure.value >= 1000 else f"{figure.value:.3g}"
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.3f}"
+        drawn.add_row(figure.what, figure.contender, f"{value} {figure.unit}", ratio, figure.target)
+    return drawn
+
+
+def as_json(results: list[Result], saves: list[Figures], footprints: list[Footprints]) -> dict[str, Any]:
     """All measurements, with the machine and the versions."""
     return {
         "machine": machine(),
         "versions": versions(),
         "workloads": [_workload_json(result) for result in results],
+        "saving": [asdict(result) for result in saves],
         "bytes_a_transition": [asdict(result) for result in footprints],
     }
 

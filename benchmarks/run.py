@@ -25,6 +25,7 @@ from benchmarks import (
     replay_vector,
     report,
     rollout,
+    saving,
     small_batches,
 )
 from benchmarks.harness import Workload, run_alone
@@ -45,6 +46,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
+SAVING = {f"saving_{name}": part for name, part in saving.parts().items()}
 OUTPUT = Path("out/bench.json")
 
 
@@ -57,7 +59,7 @@ def show(console: Console, table: Table, missing: Mapping[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    known = [*WORKLOADS, BYTES]
+    known = [*WORKLOADS, *SAVING, BYTES]
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(known)}")
     names = parser.parse_args().workloads or known
     unknown = [name for name in names if name not in known]
@@ -72,17 +74,23 @@ def main() -> None:
         console.print("[yellow]The machine is busy. Peers that move more memory suffer more: the ratios flatter us.")
     results = []
     for name in names:
-        if name != BYTES:
+        if name in WORKLOADS:
             result = run_alone(WORKLOADS[name])
             results.append(result)
             show(console, report.table(result), result.missing)
+    saves = []
+    for name in names:
+        if name in SAVING:
+            figures = saving.measure(SAVING[name])
+            saves.append(figures)
+            show(console, report.figures_table(figures), figures.missing)
     footprints = []
     for kind in footprint.kinds() if BYTES in names else ():
         held = footprint.measure(kind)
         footprints.append(held)
         show(console, report.footprint_table(held), held.missing)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps(report.as_json(results, footprints), indent=2) + "\n")
+    OUTPUT.write_text(json.dumps(report.as_json(results, saves, footprints), indent=2) + "\n")
     console.print(f"\nWritten to {OUTPUT}")
 
 

@@ -22,6 +22,7 @@
 #include "rows.h"
 #include "scan.h"
 #include "segments.h"
+#include "writeback.h"
 
 namespace nb = nanobind;
 using namespace rlstore;
@@ -376,6 +377,7 @@ NB_MODULE(_native, m) {
   m.def("is_in_memory", &is_in_memory);
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
+  m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());
   m.def("process_start", &process_start);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);

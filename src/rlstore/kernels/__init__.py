@@ -29,6 +29,7 @@ from rlstore.kernels._native import (
     make_event,
     process_start,
     restore_tables,
+    start_writeback,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "make_event",
     "process_start",
     "restore_tables",
+    "start_writeback",
 ]
 
 # What a device has besides the portable version; that for CUDA is imported when it is first asked for.

@@ -1,18 +1,24 @@
-"""Disk space: how much is free, reserving it, and errors of a full disk."""
+"""Writing fast; disk space: how much is free, reserving it, and errors of a full disk."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlstore.errors import DiskFullError
+from rlstore.kernels import start_writeback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+# Written in one call: for more, Linux takes huge pages, and where none are at hand that is several times as slow.
+_PIECE_BYTES = 1 << 20
+_MOST_PARTS = 64
+_EARLY_BYTES = 8 << 20  # the disk is told of so much at a time
 
 
 def free_disk(path: Path) -> int:
@@ -35,6 +41,31 @@ def raising_disk_full(path: Path, advice: str) -> Iterator[None]:
             f"the disk is full: {free:,} bytes are free on it. {advice} What was there before is unchanged",
             str(path),
         ) from error
+
+
+def write_all(descriptor: int, parts: Iterable[bytes | memoryview], offset: int) -> int:
+    """Write bytes one part after another, from an offset; the offset behind them.
+
+    The disk begins with them while the next ones are written, so that little is left to a later fsync.
+    """
+    begin, left = offset, deque(memoryview(part) for part in parts)
+    while left:
+        batch: list[memoryview] = []
+        room = _PIECE_BYTES
+        while left and room and len(batch) < _MOST_PARTS:
+            part = left.popleft()
+            if len(part) > room:
+                left.appendleft(part[room:])
+            batch.append(part[:room])
+            room -= len(batch[-1])
+        written = os.pwritev(descriptor, batch, offset)
+        offset += written
+        if written < _PIECE_BYTES - room:  # a signal, or the disk is about to be full
+            left.appendleft(memoryview(b"".join(batch))[written:])
+    first, stop = begin // _EARLY_BYTES, offset // _EARLY_BYTES
+    if stop > first:
+        start_writeback(descriptor, first * _EARLY_BYTES, (stop - first) * _EARLY_BYTES)
+    return offset
 
 
 def reserve(descriptor: int, start: int, end: int) -> None:

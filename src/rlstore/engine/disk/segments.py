@@ -15,12 +15,12 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk.files import write_all
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.engine.disk.manifest import check_fields
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
@@ -60,7 +60,7 @@ class SegmentFile:
             }
         )
         frame = _FRAME.pack(_MARK, len(header), crc32(header), sum(map(len, parts)))
-        self.nbytes += _write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        self.nbytes = write_all(self._descriptor, [frame, header, *parts], self.nbytes)
 
     def close(self, *, sync: bool) -> None:
         """Close the file, if ``sync`` when its content is on the disk."""
@@ -69,19 +69,6 @@ class SegmentFile:
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
-
-
-def _write_all(descriptor: int, parts: list[Any], offset: int) -> int:
-    """Write parts one after another from an offset; the number of bytes."""
-    start, left = offset, [memoryview(part) for part in parts if len(part)]
-    while left:
-        count = os.pwritev(descriptor, left[:64], offset)
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    return offset - start
 
 
 class Record:

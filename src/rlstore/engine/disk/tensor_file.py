@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.disk.files import reserve
+from rlstore.engine.disk.files import reserve, write_all
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.errors import InvalidInputError, SnapshotError
 from rlstore.kernels import crc32
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 4 << 20  # what the cache of a processor holds
 _PIECE_BYTES = 1 << 20  # of what is read only to verify it
 _METADATA = "__metadata__"
 _MOST_HEADER = 100_000_000  # bytes, as other readers of the format have it
@@ -96,24 +96,25 @@ def write_tensors(
     text = dump_json(header)
     text += b" " * (-len(text) % 8)
     checksums = {}
-    with open(descriptor, "wb") as file:
-        reserve(file.fileno(), 0, 8 + len(text) + end)
-        file.write(len(text).to_bytes(8, "little") + text)
+    try:
+        reserve(descriptor, 0, 8 + len(text) + end)
+        offset = write_all(descriptor, [len(text).to_bytes(8, "little"), text], 0)
         for name, tensor in ordered.items():
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
                 content = bytes_of(tensor[index].cpu())
                 checksum = crc32(content, checksum)
-                file.write(content)
+                offset = write_all(descriptor, [content], offset)
             checksums[name] = checksum
-        file.flush()
         if sync:
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return checksums
 
 
 def chunks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a tensor of this shape into parts of at most 64 MiB, in the order of contiguous memory."""
+    """Indices that cut a tensor of this shape into parts of at most 4 MiB, in the order of contiguous memory."""
     nbytes = math.prod(shape) * itemsize
     if nbytes == 0:
         return

@@ -16,35 +16,35 @@ at the moment of the save.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from threading import Event
 
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
-from rlstore.kernels import Guard
+from rlstore.kernels import Guard, kernel
 
-_CHUNK_BYTES = 2 << 20  # copied at a time, while nobody can write: about half a millisecond
+_CHUNK_BYTES = 4 << 20  # copied at a time, while nobody can write: about a millisecond
+_MOST_AHEAD = 128  # such copies in memory: whoever would make more waits for the disk
 
 
 def _blocks(ring: EpisodeRing) -> dict[str, Tensor]:
-    """The memory of the rows as bytes, ``[lanes * rows, bytes]``, by the names that they have in a record."""
+    """The memory of the rows as bytes, ``[lanes, rows, bytes]``, by the names that they have in a record."""
     blocks = {"records": ring.records, **{f"rows {name}": ring.blocks[name] for name in ring.apart}}
-    return {name: _as_bytes(block.flatten(0, 1)) for name, block in blocks.items()}
+    return {name: block.flatten(2).view(torch.uint8) for name, block in blocks.items()}
 
 
 def _tables(ring: EpisodeRing) -> dict[str, Tensor]:
-    """The tables by episode as bytes, ``[slots, bytes]``, by the names that they have in a record."""
+    """The tables by episode as bytes, ``[1, slots, bytes]``, by the names that they have in a record."""
     kinds = (("final", ring.finals), ("start", ring.starts))
     tables = {f"{kind} {leaf.field.name}": t for kind, ts in kinds for leaf, t in zip(ring.leaves, ts, strict=True)}
-    return {name: _as_bytes(table) for name, table in tables.items() if table is not None}
-
-
-def _as_bytes(table: Tensor) -> Tensor:
-    return table.reshape(len(table), -1).view(torch.uint8)
+    return {name: t.reshape(1, len(t), -1).view(torch.uint8) for name, t in tables.items() if t is not None}
 
 
 class RowCut:
@@ -72,7 +72,7 @@ class RowCut:
         self._stop = counters[0].clone()
         deepest = max(leaf.stack for leaf in ring.leaves)
         self.oldest = torch.maximum(counters[1], self._stop - ring.steps - (deepest - 1))
-        row_bytes = sum(block.shape[1] for block in _blocks(ring).values())
+        row_bytes = sum(block.shape[2] for block in _blocks(ring).values())
         self.nbytes = int((self._stop - self.oldest).sum()) * row_bytes
         self._step = max(_CHUNK_BYTES // (row_bytes * ring.lanes), 1)  # rows of each lane in a record
         self.saved = ring.saved.get(writer.path)
@@ -81,10 +81,11 @@ class RowCut:
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
         self._episodes = ring.episodes.cpu().clone()
+        self._spares = Recycler()
         self.tensors: Mapping[str, Tensor] = {"counters": counters, "episodes": self._episodes, **self._following()}
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
-        self._spares = Recycler()
-        self._copied: list[dict[str, Tensor]] = self._broken_off()
+        self._copied = deque(self._broken_off())
+        self._taken_one, self._closed = Event(), False
         ring.holds.append(self)
         ring.ask_again()
 
@@ -92,7 +93,7 @@ class RowCut:
         """What was written behind the newest row of each lane: the observation after it."""
         ring = self._ring
         at = (torch.arange(ring.lanes) * ring.rows + self._stop % ring.rows).to(ring.device)
-        return {f"following {name}": block[at].cpu() for name, block in _blocks(ring).items()}
+        return {f"following {name}": rows for name, rows in self._taken(_blocks(ring), at).items()}
 
     def _broken_off(self) -> list[dict[str, Tensor]]:
         """A record of the episodes that ended with the last row that is saved already, after it was."""
@@ -115,6 +116,10 @@ class RowCut:
             room = int((self._next + self._ring.kept - self._ring.counters[0].cpu())[left].min())
             if room > 0:
                 return room
+            # The guard is not released: whoever writes a step has made sure that nobody reads.
+            while len(self._copied) >= _MOST_AHEAD and not self._closed:
+                self._taken_one.wait(0.1)
+                self._taken_one.clear()
             self._copy()
 
     def copy_all(self) -> None:
@@ -133,21 +138,17 @@ class RowCut:
         flat = _flat_places(first, stop, ring.rows).to(ring.device)
         made = {"first": first, "stop": stop}
         made["episode"] = ring.blocks["episode"][flat // ring.rows, flat % ring.rows].cpu()
-        for name, block in _blocks(ring).items():
-            made[name] = self._taken(block, flat)
+        made.update(self._taken(_blocks(ring), flat))
         if slots is None:
             slots = self._touched(made["episode"].long(), first, stop)
-        made["slots"] = slots
-        for name, table in _tables(ring).items():
-            made[name] = self._taken(table, slots.to(ring.device))
-        return made
+        return {**made, "slots": slots, **self._taken(_tables(ring), slots.to(ring.device))}
 
-    def _taken(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Copies of some rows of a table, on the CPU."""
-        if table.device.type != "cpu":
-            return table[rows].cpu()
-        out = self._spares.empty((len(rows), *table.shape[1:]), table.dtype, table.device)
-        return torch.index_select(table, 0, rows, out=out)
+    def _taken(self, tables: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+        """Copies of some rows of tables, on the CPU."""
+        device = self._ring.device
+        taken = [self._spares.empty((len(rows), table.shape[2]), torch.uint8, device) for table in tables.values()]
+        kernel("gather", device.type)(tuple(tables.values()), rows, tuple(taken))
+        return dict(zip(tables, (rows.cpu() for rows in taken), strict=True))
 
     def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
         """The indices of episodes that, at the moment of the cut, had begun or ended among these rows."""
@@ -164,17 +165,21 @@ class RowCut:
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """All records, one after another; see :class:`rlstore.engine.disk.snapshot.Rows`."""
         while True:
-            with self._guard:
-                if not self._copied and bool((self._next < self._stop).any()):
-                    self._copy()
-                if not self._copied:
-                    return
-                record = self._copied.pop(0)
+            if not self._copied:
+                with self._guard:
+                    if not self._copied:
+                        if not bool((self._next < self._stop).any()):
+                            return
+                        self._copy()
+            record = self._copied.popleft()  # without the guard, which somebody may hold who waits for this
+            self._taken_one.set()
             yield record
 
     def close(self, saved: SavedRows | None) -> None:
         """Hold nothing any more; see :class:`rlstore.engine.disk.snapshot.Rows`."""
         ring = self._ring
+        self._closed = True
+        self._taken_one.set()
         with self._guard:
             self._next = self._stop
             self._copied.clear()
@@ -216,33 +221,30 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
     """
     index = RowIndex(ring, reader)
     ring.begin_restore(index.counters[1], index.counters[0], len(index.episodes), has_starts=index.has_starts)
-    blocks, tables, buffer = _blocks(ring), _tables(ring), torch.empty(0, dtype=torch.uint8)
-    put = _put if reader.keeps_rows else _forget
+    blocks = {name: block.flatten(0, 1) for name, block in _blocks(ring).items()}
+    tables = {name: table[0] for name, table in _tables(ring).items()}
+    fill = _fill if reader.keeps_rows else _verify
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
         count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
         for name, block in blocks.items():
-            nbytes = count * block.shape[1]
-            buffer = buffer if len(buffer) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-            rows = record.tensor(name, (count, block.shape[1]), torch.uint8, buffer)
-            put(block, places, rows if kept is None else rows[kept])
+            fill(block, places, kept, record, name, count)
         if reader.keeps_rows:
-            # As they were checked: the bytes of the rows could say something else.
+            # As it was checked: the bytes of the rows could say something else.
             episode = record.tensor("episode", (count,), torch.int32)
-            at = places.to(ring.device)
-            ring.blocks["episode"][at // ring.rows, at % ring.rows] = (episode if kept is None else episode[kept]).to(
-                at.device
-            )
+            at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
+            ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
             raise record.damaged("it has episodes that there cannot be")
         for name, table in tables.items():
             if name in record.shapes:
-                put(table, slots, record.tensor(name, (len(slots), table.shape[1]), torch.uint8))
+                fill(table, slots, None, record, name, len(slots))
     newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
     for name, block in blocks.items():
         following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
         reader.read_into(f"following {name}", following)
-        put(block, newest, following)
+        if reader.keeps_rows:
+            block[newest.to(ring.device)] = following.to(ring.device)
     if reader.keeps_rows:
         ring.disown_margin(index.counters[0])
         ring.end_restore(index.counters, index.episodes, index.free_slots)
@@ -327,14 +329,22 @@ class RowIndex:
         return places[kept], kept
 
 
-def _put(table: Tensor, places: Tensor, rows: Tensor) -> None:
-    """``table[places] = rows``."""
-    count, begin = len(places), int(places[0]) if len(places) else 0
-    if bool((places.diff() == 1).all()):
-        table[begin : begin + count].copy_(rows)
+def _fill(table: Tensor, places: Tensor, kept: Tensor | None, record: Record, name: str, count: int) -> None:
+    """``table[places]`` = those of the ``count`` rows of a record that are ``kept`` (None: all)."""
+    form = (count, table.shape[1]), torch.uint8
+    begin = int(places[0]) if len(places) else 0
+    is_one_piece = kept is None and table.device.type == "cpu" and bool((places.diff() == 1).all())
+    if is_one_piece:
+        record.tensor(name, *form, table[begin : begin + count].view(-1))  # read where it belongs
+        return
+    rows = record.tensor(name, *form)
+    rows = rows if kept is None else rows[kept]
+    if table.device.type == "cpu":
+        table.numpy()[places.numpy()] = rows.numpy()  # faster than torch, which uses threads
     else:
-        table.index_copy_(0, places.to(table.device), rows.to(table.device))
+        table[places.to(table.device)] = rows.to(table.device)
 
 
-def _forget(table: Tensor, places: Tensor, rows: Tensor) -> None:
-    """In the place of :func:`_put`, where rows are only verified."""
+def _verify(table: Tensor, places: Tensor, kept: Tensor | None, record: Record, name: str, count: int) -> None:
+    """In the place of :func:`_fill`, where rows are only read."""
+    record.tensor(name, (count, table.shape[1]), torch.uint8)
