@@ -323,16 +323,18 @@ NB_MODULE(_native, m) {
       .def("allow", &EpisodeRing::allow)
       .def(
           "guard_with",
-          [](EpisodeRing& ring, nb::object guard, WindowIndex* windows, Priorities* priorities) {
+          [](EpisodeRing& ring, nb::object guard, nb::object steps, WindowIndex* windows, Priorities* priorities) {
+            int64_t* count = typed<int64_t>(steps, 1);
             // The caller keeps both as long as it appends: they refer to the ring, and references both ways would leak.
-            ring.guard_with(guard, [windows, priorities] {
+            ring.guard_with(guard, [steps, count, windows, priorities] {
+              ++*count;
               if (windows) windows->follow();
               if (priorities && windows) priorities->follow_windows(*windows);
               if (priorities && !windows) priorities->follow();
             });
             return true;
           },
-          nb::arg(), nb::arg().none(), nb::arg().none())
+          nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
       .def("watch", &EpisodeRing::watch)
       .def("catch_up", &EpisodeRing::catch_up)
       .def("overrun", &EpisodeRing::overrun)

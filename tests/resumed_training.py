@@ -30,9 +30,11 @@ from programs import (
     FRAMES,
     GOALS,
     STEPS,
+    add_rollout_step,
     decoupled,
     distillation,
     distributed,
+    distributed_step,
     ends,
     frames,
     goal,
@@ -123,28 +125,13 @@ def replay_turn(storage: Any, turn: int) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- rollouts
 
 
-def _rollout_step(storage: Any, step: int) -> None:
-    terminated, truncated = ends(step)
-    transition = storage.Transition()
-    observations = {"policy": ids(step), "critic": ids(step, 2)}
-    transition.observations = TensorDict(observations, batch_size=[ENVS])
-    transition.actions, transition.rewards = ids(step), ids(step)[:, 0] / 100
-    transition.dones, transition.truncated = terminated | truncated, truncated
-    transition.final_values = torch.full((ENVS,), 0.5)
-    transition.values, transition.actions_log_prob = ids(step) / 200, ids(step)[:, 0]
-    transition.distribution_params = (ids(step), ids(step) + 0.5)
-    state = ids(step, 2).unsqueeze(0).contiguous()
-    transition.hidden_states = (state, (state, -state))
-    storage.add_transition(transition)
-
-
 def rollout_turn(storage: Any, turn: int) -> list[str]:
     """Half a rollout, or the other half and the update; one is given up halfway."""
     if turn == RESET_AT:
         storage.clear()
     halfway, is_first = STEPS // 2, (turn + (turn >= RESET_AT)) % 2 == 0
     for step in range(halfway) if is_first else range(halfway, STEPS):
-        _rollout_step(storage, 10 * turn + step)
+        add_rollout_step(storage, 10 * turn + step)
     served: list[Any] = []
     if not is_first:
         storage.compute_returns(torch.arange(float(ENVS)), 0.9, 0.8)
@@ -197,11 +184,7 @@ def distributed_turn(storage: Any, turn: int) -> list[str]:
     if turn == RESET_AT:
         storage.reset()
     for step in range(3 * turn, 3 * turn + 3):
-        terminated, truncated = ends(step)
-        step_values = {"observations": ids(step), "actions": torch.arange(ENVS) % 2, "rewards": ids(step)[:, 0]}
-        end = {"terminated": terminated, "truncated": truncated, "next_observations": ids(step + 1)}
-        learnt = {"values": ids(step)[:, 0] / 2, "distribution_params": (ids(step, 2),)}
-        storage.insert_transition({**step_values, **end, **learnt, "hidden_states": (ids(step, 2).unsqueeze(0),)})
+        storage.insert_transition(distributed_step(step))
     served = [digest(batch) for batch in storage.generate_batches(1, None, 2)]
     served.append(digest(storage.get_all_buffer_data(), len(storage), storage.report().committed))
     if turn % 2:
@@ -250,8 +233,8 @@ def _replay(kind: type[Any], space: Any = BOX, *, is_mapped: bool = False, **opt
     return Training(lambda **more: kind(space, DISCRETE, **ARGUMENTS, **options, **more), replay_turn, is_mapped)
 
 
-def _of_program(make: Callable[[str], Any], turn: Callable[[Any, int], list[str]]) -> Training:
-    return Training(lambda: make("cpu"), turn)
+def _of_program(make: Callable[..., Any], turn: Callable[[Any, int], list[str]]) -> Training:
+    return Training(lambda **more: make("cpu", **more), turn)
 
 
 COSTS = {"extra_fields": {"costs": ((), torch.float32)}}
@@ -297,7 +280,22 @@ def saved_again(storage: Any, folder: Path, turn: int) -> Callable[[], Path]:
     return lambda: folder
 
 
-WAYS = {"saved elsewhere": saved_elsewhere, "saved again": saved_again}
+def saved_in_the_background(storage: Any, folder: Path, turn: int) -> Callable[[], Path]:
+    """The same folder each time, while the storage goes on."""
+    save = storage.save(folder, background=True)
+
+    def saved() -> Path:
+        save.wait()
+        return folder
+
+    return saved
+
+
+WAYS = {
+    "saved elsewhere": saved_elsewhere,
+    "saved again": saved_again,
+    "saved in the background": saved_in_the_background,
+}
 
 
 def play(training: Training, folder: Path) -> list[list[str]]:

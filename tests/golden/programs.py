@@ -152,26 +152,31 @@ def frames_program(storage: Any) -> Iterator[Any]:
 STEPS = 7
 
 
-def rollout(device: str) -> Any:
+def rollout(device: str, **more: Any) -> Any:
     """A rollout storage."""
     obs = TensorDict({"policy": ids(0), "critic": ids(0, 2)}, batch_size=[ENVS])
-    return rlstore.RolloutStorage("rl", ENVS, STEPS, obs, [1], device, seed=7)
+    return rlstore.RolloutStorage("rl", ENVS, STEPS, obs, [1], device, seed=7, **more)
+
+
+def add_rollout_step(storage: Any, step: int) -> None:
+    """One step of a rollout, with truncation, hidden states and distribution parameters."""
+    terminated, truncated = ends(step)
+    transition = storage.Transition()
+    transition.observations = TensorDict({"policy": ids(step), "critic": ids(step, 2)}, batch_size=[ENVS])
+    transition.actions, transition.rewards = ids(step), ids(step)[:, 0] / 100
+    transition.dones, transition.truncated = terminated | truncated, truncated
+    transition.final_values = torch.full((ENVS,), 0.5)
+    transition.values, transition.actions_log_prob = ids(step) / 200, ids(step)[:, 0]
+    transition.distribution_params = (ids(step), ids(step) + 0.5)
+    state = ids(step, 2).unsqueeze(0).contiguous()
+    transition.hidden_states = (state, (state, -state))
+    storage.add_transition(transition)
 
 
 def fill_rollout(storage: Any, first: int) -> None:
-    """One whole rollout, with truncation, hidden states and distribution parameters."""
+    """One whole rollout."""
     for step in range(first, first + STEPS):
-        terminated, truncated = ends(step)
-        transition = storage.Transition()
-        transition.observations = TensorDict({"policy": ids(step), "critic": ids(step, 2)}, batch_size=[ENVS])
-        transition.actions, transition.rewards = ids(step), ids(step)[:, 0] / 100
-        transition.dones, transition.truncated = terminated | truncated, truncated
-        transition.final_values = torch.full((ENVS,), 0.5)
-        transition.values, transition.actions_log_prob = ids(step) / 200, ids(step)[:, 0]
-        transition.distribution_params = (ids(step), ids(step) + 0.5)
-        state = ids(step, 2).unsqueeze(0).contiguous()
-        transition.hidden_states = (state, (state, -state))
-        storage.add_transition(transition)
+        add_rollout_step(storage, step)
 
 
 def rollout_program(storage: Any) -> Iterator[Any]:
@@ -188,10 +193,10 @@ def rollout_program(storage: Any) -> Iterator[Any]:
     storage.compute_returns(torch.arange(float(ENVS)), 0.9, 0.8, normalize_advantage=False)
 
 
-def distillation(device: str) -> Any:
+def distillation(device: str, **more: Any) -> Any:
     """A storage for distillation."""
     obs = TensorDict({"policy": ids(0)}, batch_size=[ENVS])
-    return rlstore.RolloutStorage("distillation", ENVS, STEPS, obs, [1], device, seed=7)
+    return rlstore.RolloutStorage("distillation", ENVS, STEPS, obs, [1], device, seed=7, **more)
 
 
 def distillation_program(storage: Any) -> Iterator[Any]:
@@ -206,9 +211,9 @@ def distillation_program(storage: Any) -> Iterator[Any]:
     yield from storage.generate_batches(3)
 
 
-def decoupled(device: str) -> Any:
+def decoupled(device: str, **more: Any) -> Any:
     """A decoupled storage."""
-    return rlstore.DecoupledRolloutStorage(BOX, DISCRETE, device, STEPS, ENVS, seed=7)
+    return rlstore.DecoupledRolloutStorage(BOX, DISCRETE, device, STEPS, ENVS, seed=7, **more)
 
 
 def decoupled_program(storage: Any) -> Iterator[Any]:
@@ -228,29 +233,32 @@ def decoupled_program(storage: Any) -> Iterator[Any]:
 # ------------------------------------------------------------------------------------------------------ distributed
 
 
-def distributed(device: str) -> Any:
+def distributed(device: str, **more: Any) -> Any:
     """A distributed storage."""
     arguments: dict[str, Any] = {"num_steps": 2, "num_storages": 12, "batch_size": 2, "state_shapes": ((1, 2),)}
-    return rlstore.DistributedStorage(BOX, DISCRETE, device, **arguments, seed=7)
+    return rlstore.DistributedStorage(BOX, DISCRETE, device, **arguments, seed=7, **more)
+
+
+def distributed_step(step: int) -> dict[str, Any]:
+    """One step of all environments."""
+    terminated, truncated = ends(step)
+    return {
+        "observations": ids(step),
+        "actions": torch.arange(ENVS) % 2,
+        "rewards": ids(step)[:, 0],
+        "terminated": terminated,
+        "truncated": truncated,
+        "next_observations": ids(step + 1),
+        "values": ids(step)[:, 0] / 2,
+        "distribution_params": (ids(step, 2),),
+        "hidden_states": (ids(step, 2).unsqueeze(0),),
+    }
 
 
 def distributed_program(storage: Any) -> Iterator[Any]:
     """The ten methods."""
     for step in range(7):
-        terminated, truncated = ends(step)
-        storage.insert_transition(
-            {
-                "observations": ids(step),
-                "actions": torch.arange(ENVS) % 2,
-                "rewards": ids(step)[:, 0],
-                "terminated": terminated,
-                "truncated": truncated,
-                "next_observations": ids(step + 1),
-                "values": ids(step)[:, 0] / 2,
-                "distribution_params": (ids(step, 2),),
-                "hidden_states": (ids(step, 2).unsqueeze(0),),
-            }
-        )
+        storage.insert_transition(distributed_step(step))
     yield from storage.generate_batches(2, 3, 2)
 
 

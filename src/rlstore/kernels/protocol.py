@@ -330,11 +330,14 @@ class EpisodeRing(Protocol):
             starts are, or ``NEEDS_ROOM`` if no step may be written before the next :meth:`allow`.
         """
 
-    def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
+    def guard_with(
+        self, guard: Guard, steps: Tensor, windows: WindowIndex | None, priorities: Priorities | None
+    ) -> bool:
         """Let :meth:`append` write while no thread has the guard; False in a version that cannot.
 
         Args:
             guard: That of the storage.
+            steps: int64 ``[1]`` on the CPU; each step is counted in it.
             windows: Windows of the rows, which follow each step. The caller keeps them as long as it appends.
             priorities: Priorities of the rows, likewise.
         """

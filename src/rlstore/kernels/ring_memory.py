@@ -115,7 +115,9 @@ class RingMemory:
             leaf.set_tables(final, start, count)
         self._episodes, self._free_slots = episodes, free_slots[:, self._first : self._first + self.lanes]
 
-    def guard_with(self, guard: Guard, windows: WindowIndex | None, priorities: Priorities | None) -> bool:
+    def guard_with(
+        self, guard: Guard, steps: Tensor, windows: WindowIndex | None, priorities: Priorities | None
+    ) -> bool:
         """False: a step is many calls here, which other threads may interrupt."""
         return False
 

@@ -253,6 +253,8 @@ class ReplayCore(Storage):
             self._pipeline.close()
         if self._rows is not None:
             self._appender.close()
+            if self._rows.backing.kind == "mapped":
+                self._rows.settle_holds()  # another storage may open the folder
             self._rows.backing.close(still=self._sharing is None)
         self._closed, self._pipeline = True, None
 
@@ -391,7 +393,10 @@ class ReplayCore(Storage):
             raise InvalidInputError("save_snapshot keeps the episodes of one writer; it does not go with writer()")
         if self._pipeline is not None and not ring.is_shared:
             self._pipeline.clear()
-        return self._shared().writer(self._fields, lanes, name)
+        with self._guard:
+            if ring.is_shared:
+                ring.settle_holds()  # writers of other processes do not ask before they overwrite a row
+            return self._shared().writer(self._fields, lanes, name)
 
     @property
     @guarded
@@ -676,8 +681,8 @@ class ReplayCore(Storage):
         if self._rows is None:
             return None
         rows = RowCut(self._rows, self._guard, writer)
-        if self._sharing is not None and self._sharing.control.has_writers:
-            rows.copy_all()  # they write without asking whether a row may be overwritten
+        if self._rows.is_shared and self._sharing is not None and self._sharing.control.has_writers:
+            rows.copy_all()  # those of other processes do not ask whether a row may be overwritten
         return rows
 
     def _settings(self) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class Appender:
         sampler: What draws from the ring; None for a part of it.
 
     Attributes:
-        added: Steps that were appended.
         warned: True once it has warned of observations that do not continue their episode.
         settle: Called before rows change while batches are gathered; None if there is nothing to wait for.
         keep: Called after rows were written; None if they are kept nowhere else.
@@ -56,7 +55,7 @@ class Appender:
     """
 
     def __init__(self, ring: EpisodeRing, fields: StepFields, guard: Guard, sampler: Follower | None = None) -> None:
-        self.added, self.warned = 0, False
+        self._steps, self.warned = np.zeros(1, np.int64), False  # the kernel that appends alone counts here
         self.ring, self.fields = ring, fields
         self.settle: Callable[[], None] | None = None
         self.keep: Callable[[], None] | None = None
@@ -71,6 +70,15 @@ class Appender:
         self._no_final = (None,) * (len(fields.observations) + 1)
         self._columns_end = 2 * len(fields.observations) + len(fields.columns)
         self._places: list[Field] | None = None
+
+    @property
+    def added(self) -> int:
+        """Steps that were appended."""
+        return int(self._steps[0])
+
+    @added.setter
+    def added(self, count: int) -> None:
+        self._steps[0] = count
 
     def append(
         self,
@@ -108,9 +116,7 @@ class Appender:
             values = self._with_final(values, infos)
         kernel = self._direct
         outcome = BUSY if kernel is None else kernel.append(values)
-        if outcome in (WRITTEN, WRITTEN_WITH_BREAK):
-            self.added += 1  # threads are switched at calls and jumps, not within this line
-        else:
+        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             with self._guard:
                 if self.permit is not None:
                     self.permit()
@@ -126,7 +132,7 @@ class Appender:
         if self._sampler is None or self.keep is not None:
             return
         kernel, self._followers = self._bind(), self._sampler.kernels
-        if kernel.guard_with(self._guard, *self._followers):
+        if kernel.guard_with(self._guard, torch.from_numpy(self._steps), *self._followers):
             self._direct = kernel
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
@@ -162,7 +168,7 @@ class Appender:
             outcome = kernel.write(values)
         if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             outcome = self._complete(kernel, values, outcome)
-        self.added += 1
+        self._steps[0] += 1
         if self._watches:
             self.ring.catch_up()
         if self._sampler is not None:
