@@ -575,7 +575,8 @@ class EpisodeRing:
         counters, episodes, free_slots, extent = self._read_tables(reader)
         slots, written = len(episodes), counters[0].tolist()
         has_starts = any(name.startswith("start ") for name in reader.names)
-        self.begin_restore(torch.zeros_like(counters[0]), counters[0], slots, has_starts=has_starts)
+        none = torch.zeros_like(counters[0])
+        self.begin_restore(none, counters[0] if reader.keeps_rows else none, slots, has_starts=has_starts)
         for name, block in self.blocks.items():
             self._read_block(name, block, extent, written, reader)
         for kind, tables in (("final", self.finals), ("start", self.starts)):

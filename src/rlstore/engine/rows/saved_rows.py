@@ -153,7 +153,8 @@ class RowCut:
     def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
         """The indices of episodes that, at the moment of the cut, had begun or ended among these rows."""
         slots: Tensor = episode.unique()
-        slots = slots[slots >= 0]
+        # The older frames of a stack may lie before all that is known to be right.
+        slots = slots[(slots >= 0) & (slots < len(self._episodes))]
         begin, end = self._episodes[slots, 0], self._episodes[slots, 1]
         lane = slots % self._ring.lanes
         ends, begins = (end > first[lane]) & (end <= stop[lane]), (begin >= first[lane]) & (begin < stop[lane])
@@ -220,12 +221,14 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
         SnapshotError: If tables cannot be those of a ring; nothing was changed then. Or if a record cannot be read.
     """
     index = RowIndex(ring, reader)
-    ring.begin_restore(index.counters[1], index.counters[0], len(index.episodes), has_starts=index.has_starts)
+    oldest, written = index.counters[1], index.counters[0 if reader.keeps_rows else 1]  # no memory for what is not kept
+    ring.begin_restore(oldest, written, len(index.episodes), has_starts=index.has_starts)
     blocks = {name: block.flatten(0, 1) for name, block in _blocks(ring).items()}
     tables = {name: table[0] for name, table in _tables(ring).items()}
     fill = _fill if reader.keeps_rows else _verify
     for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
-        count, (places, kept) = int((stop - first).sum()), index.places(first, stop)
+        count = int((stop - first).sum())
+        places, kept = index.places(first, stop) if reader.keeps_rows else (first, None)
         for name, block in blocks.items():
             fill(block, places, kept, record, name, count)
         if reader.keeps_rows:
