@@ -14,7 +14,15 @@ import ray
 import torch
 from ray_play import check_batch, chi_square, held_ids, id_of, ids_of, prioritized, step_of, until
 
-from rlstore import InvalidInputError, Journal, NotReadyError, PeerLostError, RateLimit, StorageClosedError, WaitTimeoutError
+from rlstore import (
+    InvalidInputError,
+    Journal,
+    NotReadyError,
+    PeerLostError,
+    RateLimit,
+    StorageClosedError,
+    WaitTimeoutError,
+)
 from rlstore.ray import ServedStorage, serve, serving
 
 STEPS = 60  # of each of three writers with two environments

@@ -155,7 +155,6 @@ def restart(monkeypatch, actor, make):
     """Another process of an actor; the handle stays the same."""
     for module in (ledger_module, shard_module):
         monkeypatch.setattr(module, "was_restarted", lambda: True)
-    actor._target = None  # it does not answer
     actor._target = make()
 
 

@@ -223,10 +223,11 @@ def test_shards_of_one_seed_draw_apart(make):
     assert draws[0] != draws[1] == draws[2]
 
 
-def test_a_limit_inside_a_shard_is_refused(make):
-    shard, _ = make(uniform(rate_limit=RateLimit(1.0)))
-    with pytest.raises(InvalidInputError, match=r"give it to serve\(\)"):
-        shard.ready()
+def test_a_limit_or_a_journal_inside_a_shard_is_refused(make, tmp_path):
+    for option, value in (("rate_limit", RateLimit(1.0)), ("journal", tmp_path)):
+        shard, _ = make(uniform(**{option: value}))
+        with pytest.raises(InvalidInputError, match=rf"has a {option} of its own; give it to serve\(\)"):
+            shard.ready()
 
 
 # ---------------------------------------------------------------------------------------------------- snapshots
@@ -387,7 +388,9 @@ def test_of_a_journal_and_a_snapshot_the_newer_is_taken(make, tmp_path):
     shard._journal.commit()
     again, _ = make(uniform(), folder=saved, journal=old)
     assert again.ready().inserted == 8
-    assert make(uniform(), folder=saved, journal=image(old, tmp_path / "older"))[0].ready().inserted == 8  # a new journal
+    assert (
+        make(uniform(), folder=saved, journal=image(old, tmp_path / "older"))[0].ready().inserted == 8
+    )  # a new journal
     assert make(uniform(), folder=saved, journal=image(journal, tmp_path / "new"))[0].ready().inserted == 12
 
 
@@ -401,7 +404,7 @@ def test_a_journal_that_is_damaged_is_set_aside_for_a_snapshot(make, tmp_path, m
     copy = image(journal, tmp_path / "copy")
     (rows,) = (copy / "shard-0" / "journal").glob("rows-*")
     rows.write_bytes(rows.read_bytes()[:-40] + bytes(40))
-    with pytest.raises(SnapshotError, match="rows-000001.bin"):
+    with pytest.raises(SnapshotError, match=r"rows-000001\.bin"):
         make(uniform(), folder=saved, journal=copy)[0].ready()
     monkeypatch.setattr(module, "was_restarted", lambda: True)
     again, _ = make(uniform(), folder=saved, journal=copy)

@@ -71,8 +71,8 @@ def serve(
         actor_options: Ray options of the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
         seed: The seed of everything that the shards draw; None draws one from torch's own generator.
         journal: The folder, or the :class:`~rlstore.Journal`, in which each shard commits what it holds every few
-            seconds, and the counts; every node must see it. A shard that dies loses what came since its last commit, and
-            what an earlier run has left in it is restored, as from ``snapshot_dir``.
+            seconds; every node must see it. A shard that dies loses what came since its last commit. What an earlier
+            run has left there is restored, as from ``snapshot_dir``.
 
     Returns:
         A handle that can be sent to any task or actor.

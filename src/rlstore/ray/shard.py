@@ -208,7 +208,8 @@ class Shard:
         except Exception as error:
             refused = error
         self._heartbeat_soon(writer)
-        if self._snapshot_every is not None and self._state.inserted - self._saved_at >= self._snapshot_every:
+        every, since = self._snapshot_every, self._state.inserted - self._saved_at
+        if every is not None and since >= every and not self._save_turn.locked():
             self._saved_at = self._state.inserted
             threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
         with self._lock:
