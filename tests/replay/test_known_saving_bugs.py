@@ -11,7 +11,7 @@ from gymnasium import spaces
 from nstep_steps import assert_tables, fill, make_step, make_storage, served
 from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_prioritized, state
 
-from rlstore import PrioritizedReplayStorage, SequenceReplayStorage, SnapshotError, Storage
+from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage, SnapshotError, Storage
 from rlstore import storage as storage_module
 
 # ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
@@ -180,3 +180,15 @@ def test_the_last_window_of_a_writer_that_left_keeps_its_priority(tmp_path):
     storage.save(tmp_path / "saved")
     assert Storage.load(tmp_path / "saved").priorities([0, 2]).tolist() == [4.0, 0.5]
     storage.close()
+
+
+def test_a_row_before_all_that_are_held_may_say_anything_of_its_episode(tmp_path):
+    """Older frames of a stack are saved with it, and of a mapped folder nobody has checked where they belong."""
+    storage = ReplayStorage(spaces.Box(0, 255, (4, 1), np.uint8), spaces.Discrete(2), storage_size=8, frame_stack=4)
+    for step in range(12):
+        frames = np.arange(step, step + 5, dtype=np.uint8).reshape(5, 1)
+        storage.add([frames[:4]], [0], [float(step)], [False], [False], {}, [frames[1:]])
+    ring = storage._ring_of()
+    ring.blocks["episode"][0, (12 - 8 - 1) % ring.rows] = 127
+    storage.save(tmp_path / "saved")
+    assert_same(state(Storage.load(tmp_path / "saved")), state(storage))

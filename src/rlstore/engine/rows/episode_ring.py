@@ -7,6 +7,7 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,8 +78,8 @@ class EpisodeRing:
         beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
 
     Attributes:
-        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts and
-            copies have none.
+        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts of
+            shared memory and copies have none.
         beside: What the sampler keeps for each row, ``[lanes, steps]``, whose memory is taken as rows come; by name.
     """
 
@@ -103,6 +104,7 @@ class EpisodeRing:
         self.beside: dict[str, Tensor] = {}
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
+        self._parts: weakref.WeakSet[EpisodeRing] = weakref.WeakSet()
         self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
         what = f"{steps * lanes:,} transitions of {lanes} environments"
@@ -273,11 +275,13 @@ class EpisodeRing:
         """Some lanes alone, on the same memory, for one who writes them."""
         part = object.__new__(EpisodeRing)
         part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
-        part.holds, part.beside, part._reach = [], {}, None
+        part.holds = [] if self.backing.kind == "shared" else self.holds
+        part.beside, part._reach = {}, None
         part._since = self._since[lanes.start : lanes.stop]
         part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
         part.counters = self.counters[:, lanes.start : lanes.stop]
         part._view_counters()
+        self._parts.add(part)
         return part
 
     @property
@@ -349,11 +353,14 @@ class EpisodeRing:
         self.current.fill_(-1)
         self.after_end.fill_(-1)
         self.free_count.fill_(self.slots // self.lanes)
-        # The episode index on top of the stack is the first to be taken: the lowest.
-        order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
-        self.free_slots.copy_(order.flip(0))
+        self.free_slots.copy_(self._free_at_first())
         self._known = 0
         self._bind_tables()
+
+    def _free_at_first(self) -> Tensor:
+        """The stacks of free episode indices when all are free: the lowest is on top, and the first to be taken."""
+        deep = len(self.free_slots)
+        return torch.arange(deep * self.whole.lanes, dtype=torch.int32).view(deep, -1).flip(0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -438,9 +445,10 @@ class EpisodeRing:
 
     def ask_again(self) -> None:
         """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
-        writes = self if self._inner is None else self._inner
-        if writes._kernel is not None:
-            writes._kernel.allow(0)
+        writes = [self, *self._parts] if self._inner is None else [self._inner]
+        for ring in writes:
+            if ring._kernel is not None:
+                ring._kernel.allow(0)
 
     def extend(self, *, episodes: bool) -> None:
         """Make room for more episodes, or (False) the tables of starts."""
@@ -546,9 +554,12 @@ class EpisodeRing:
         """All rows are there: hold them."""
         slots = len(episodes)
         self.episodes[:slots].copy_(episodes)
-        self.free_slots[: slots // self.lanes].copy_(free_slots)
+        # A folder that was reopened, or shared memory, may have more: they are below the others, as they are at first.
+        more = (self.slots - slots) // self.lanes
+        self.free_slots[:more].copy_(self._free_at_first()[:more])
+        self.free_slots[more:].copy_(free_slots)
         self.counters.copy_(counters)
-        self._free_from(slots // self.lanes)  # a folder that was reopened, or shared memory, may have more
+        self.free_count += more
         self.resume()
         self._known = 0
         self._bind_tables()
@@ -570,7 +581,8 @@ class EpisodeRing:
         counters, episodes, free_slots, extent = self._read_tables(reader)
         slots, written = len(episodes), counters[0].tolist()
         has_starts = any(name.startswith("start ") for name in reader.names)
-        self.begin_restore(torch.zeros_like(counters[0]), counters[0], slots, has_starts=has_starts)
+        none = torch.zeros_like(counters[0])
+        self.begin_restore(none, counters[0] if reader.keeps_rows else none, slots, has_starts=has_starts)
         for name, block in self.blocks.items():
             self._read_block(name, block, extent, written, reader)
         for kind, tables in (("final", self.finals), ("start", self.starts)):
@@ -624,7 +636,7 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "beside", "saved")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "_parts", "holds", "beside", "saved")
         state = {k: v for k, v in self.__dict__.items() if k not in views}
         rows = {"records": self.records, **{name: self.blocks[name] for name in self.apart}}
         if self.device.type == "cpu":  # of memory that is taken as rows come, a copy has what was taken
@@ -633,14 +645,20 @@ class EpisodeRing:
             state.update(self._used_tables())
         return {**state, "records": None, "_reach": None, "row blocks": rows}
 
+    def used_slots(self) -> int:
+        """How many entries of the tables may have been used: shared memory is taken when it is read, too."""
+        if self.backing.kind != "shared":
+            return self.slots
+        below = min(int(self.free_count.min()), len(self.free_slots) - 1)
+        is_first = (self.free_slots[:below] == self._free_at_first()[:below]).all(1)
+        return self.slots - int(is_first.long().cumprod(0).sum()) * self.lanes
+
     def _used_tables(self) -> dict[str, Any]:
-        """The tables, without the last episode indices of all lanes that were never taken."""
-        deep, lanes = self.free_slots.shape
-        never = torch.arange(self.slots - 1, -1, -1, dtype=torch.int32).view(deep, lanes).flip(1) == self.free_slots
-        spare = int(never.all(1)[: min(int(self.free_count.min()), deep - 1)].long().cumprod(0).sum())
+        """The counters and tables of a ring with no more entries than were ever used."""
+        slots, counters = self.used_slots(), self.counters.clone()
+        spare = (self.slots - slots) // self.lanes
         if spare == 0:
             return {}
-        slots, counters = self.slots - spare * lanes, self.counters.clone()
         counters[4] -= spare
         return {
             "counters": counters,
@@ -660,5 +678,5 @@ class EpisodeRing:
         self.records, apart = rows.pop("records"), rows
         self.blocks = {**self._layout.views(self.records), **apart}
         self._kernel, self._whole = None, None
-        self.holds, self.beside, self.saved = [], {}, {}
+        self.holds, self.beside, self.saved, self._parts = [], {}, {}, weakref.WeakSet()
         self._view_counters()
