@@ -306,8 +306,16 @@ def _scan_segment(reader: SnapshotReader, index: int, coverage: _Coverage | None
                 coverage.add(*times)
         except SnapshotError as error:
             where = str(error).replace(f" of {reader.folder / name}", "")
-            lost = f" It has rows {times[0].tolist()} to {times[1].tolist()}." if len(times) == 2 else ""
-            report.damaged(name, where + lost)
+            report.damaged(name, where + (_rows_text(*times) if len(times) == 2 else ""))
+
+
+def _rows_text(first: Tensor, stop: Tensor) -> str:
+    """The rows of a record, in words."""
+    if not bool((first < stop).any()):
+        return ""
+    low, high = int(first.min()), int(stop.max())
+    whose = "all" if bool((first == low).all()) and bool((stop == high).all()) else "the"
+    return f" It has rows {low:,} to {high - 1:,} of {whose} environments."
 
 
 class _Coverage:
