@@ -11,6 +11,7 @@ import torch
 from gymnasium.spaces import Box
 
 from rlstore import ReplayStorage
+from rlstore.engine.disk.snapshot import SnapshotWriter
 
 SPACE = Box(-1e6, 1e6, (2,), np.float32)
 SIZE, ENVS = 8, 2
@@ -100,9 +101,8 @@ def test_refused_values_use_no_room():
     assert held.asked_at == [0]
 
 
-@pytest.mark.parametrize("memory", ["ram", "shared"])
-def test_writers_ask_no_hold_so_that_it_copies_before_there_is_one(memory):
-    storage = made(memory)
+def test_writers_of_shared_memory_ask_no_hold_so_that_it_copies_before_there_is_one():
+    storage = made("shared")
     held = Hold(storage)
     hold(storage, held)
     with storage.writer(1) as writer:
@@ -131,3 +131,39 @@ def test_a_copy_has_no_holds(copied):
     assert other._rows.holds == []
     assert other.get_all_buffer_data()["rewards"][:, 0, 0].tolist() == [0, 1]
     assert torch.equal(storage.get_all_buffer_data()["rewards"], torch.zeros(1, ENVS, 1))
+
+
+def test_writers_of_this_process_ask_holds_as_well():
+    storage = made("ram")
+    writers = [storage.writer(range(env, env + 1)) for env in range(ENVS)]
+    for writer in writers:
+        add(writer, 0, envs=1)
+    held = Hold(storage, 2, 1, 2)
+    hold(storage, held)
+    for writer in writers:
+        add(writer, 1, envs=1)  # each asks for itself
+        add(writer, 2, envs=1)
+    assert (held.asked_at, held.copied_at) == ([1, 3, 3], [])
+    add(writers[1], 3, envs=1)
+    with pytest.raises(OverflowError):
+        add(writers[0], 3, envs=1)
+    assert storage._rows.counters[0].tolist() == [3, 4]
+
+
+def test_what_writers_overwrite_during_a_save_is_in_it(tmp_path, monkeypatch):
+    storage = made("ram")
+    with storage.writer() as writer:
+        for step in range(6):
+            add(writer, step)
+        write = SnapshotWriter.write
+
+        def write_late(*args):
+            for step in range(6, 10):
+                add(writer, step)
+            write(*args)
+
+        monkeypatch.setattr(SnapshotWriter, "write", write_late)
+        storage.save(tmp_path / "saved", background=True).wait()
+    assert storage.get_all_buffer_data()["rewards"][:, 0, 0].tolist() == [6, 7, 8, 9]
+    loaded = ReplayStorage.load(tmp_path / "saved")
+    assert loaded.get_all_buffer_data()["rewards"][:, 0, 0].tolist() == [2, 3, 4, 5]

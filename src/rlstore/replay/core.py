@@ -394,7 +394,8 @@ class ReplayCore(Storage):
         if self._pipeline is not None and not ring.is_shared:
             self._pipeline.clear()
         with self._guard:
-            ring.settle_holds()  # writers do not ask before they overwrite a row
+            if ring.is_shared:
+                ring.settle_holds()  # writers of other processes do not ask before they overwrite a row
             return self._shared().writer(self._fields, lanes, name)
 
     @property
@@ -680,8 +681,8 @@ class ReplayCore(Storage):
         if self._rows is None:
             return None
         rows = RowCut(self._rows, self._guard, writer)
-        if self._sharing is not None and self._sharing.control.has_writers:
-            rows.copy_all()  # they write without asking whether a row may be overwritten
+        if self._rows.is_shared and self._sharing is not None and self._sharing.control.has_writers:
+            rows.copy_all()  # those of other processes do not ask whether a row may be overwritten
         return rows
 
     def _settings(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ stood before an episode's first frame, and a table of starts keeps it where it i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,8 +78,8 @@ class EpisodeRing:
         beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
 
     Attributes:
-        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts and
-            copies have none.
+        holds: What needs rows that this process would overwrite; call :meth:`ask_again` when it has changed. Parts of
+            shared memory and copies have none.
         beside: What the sampler keeps for each row, ``[lanes, steps]``, whose memory is taken as rows come; by name.
     """
 
@@ -103,6 +104,7 @@ class EpisodeRing:
         self.beside: dict[str, Tensor] = {}
         self.first = 0  # the first of these lanes among all
         self._whole: EpisodeRing | None = None  # what this is a part of
+        self._parts: weakref.WeakSet[EpisodeRing] = weakref.WeakSet()
         self.saved: dict[Path, SavedRows] = {}  # by folder, the rows that were saved to it or loaded from it
         self._layout = Layout(self.leaves, self.columns)
         what = f"{steps * lanes:,} transitions of {lanes} environments"
@@ -273,11 +275,13 @@ class EpisodeRing:
         """Some lanes alone, on the same memory, for one who writes them."""
         part = object.__new__(EpisodeRing)
         part.__dict__.update(self.__dict__, lanes=len(lanes), first=self.first + lanes.start, _whole=self, _kernel=None)
-        part.holds, part.beside, part._reach = [], {}, None
+        part.holds = [] if self.backing.kind == "shared" else self.holds
+        part.beside, part._reach = {}, None
         part._since = self._since[lanes.start : lanes.stop]
         part.blocks = {name: block[lanes.start : lanes.stop] for name, block in self.blocks.items()}
         part.counters = self.counters[:, lanes.start : lanes.stop]
         part._view_counters()
+        self._parts.add(part)
         return part
 
     @property
@@ -438,9 +442,10 @@ class EpisodeRing:
 
     def ask_again(self) -> None:
         """Let no step be written before :meth:`make_room` was called: what it depends on has changed."""
-        writes = self if self._inner is None else self._inner
-        if writes._kernel is not None:
-            writes._kernel.allow(0)
+        writes = [self, *self._parts] if self._inner is None else [self._inner]
+        for ring in writes:
+            if ring._kernel is not None:
+                ring._kernel.allow(0)
 
     def extend(self, *, episodes: bool) -> None:
         """Make room for more episodes, or (False) the tables of starts."""
@@ -625,7 +630,7 @@ class EpisodeRing:
         # The kernel holds raw pointers into this object's own blocks, and views of one tensor would become copies
         # apart.
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
-        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "holds", "beside", "saved")
+        views = ("_kernel", "blocks", *counters, "_inner", "_whole", "_parts", "holds", "beside", "saved")
         state = {k: v for k, v in self.__dict__.items() if k not in views}
         rows = {"records": self.records, **{name: self.blocks[name] for name in self.apart}}
         if self.device.type == "cpu":  # of memory that is taken as rows come, a copy has what was taken
@@ -661,5 +666,5 @@ class EpisodeRing:
         self.records, apart = rows.pop("records"), rows
         self.blocks = {**self._layout.views(self.records), **apart}
         self._kernel, self._whole = None, None
-        self.holds, self.beside, self.saved = [], {}, {}
+        self.holds, self.beside, self.saved, self._parts = [], {}, {}, weakref.WeakSet()
         self._view_counters()
