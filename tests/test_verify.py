@@ -266,3 +266,21 @@ def test_it_is_a_command_of_the_module(monkeypatch, capsys):
         runpy.run_module("rlstore", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.endswith("whole: 7 of 7 episodes can be read, 41 transitions\n")
+
+
+def test_the_folders_of_the_shards_of_a_served_storage_are_verified_together(tmp_path, capsys):
+    for shard in range(2):
+        shutil.copytree(GOLDEN / "snapshots" / "replay", tmp_path / "served" / f"shard-{shard}" / "snapshot")
+    (tmp_path / "served" / "served.json").write_text("{}")
+    status, lines = said(tmp_path / "served", capsys)
+    assert status == 0
+    assert lines[0] == f"{tmp_path / 'served'}: 2 folders"
+    assert sum(line == "whole: 60 transitions can be loaded" for line in lines) == 2
+    assert lines[-1] == "whole: 2 of 2 folders are whole"
+    os.truncate(tmp_path / "served" / "shard-1" / "snapshot" / "tensors-000001.safetensors", 100)
+    (tmp_path / "served" / "served.json").write_text("{")
+    status, lines = said(tmp_path / "served", capsys)
+    assert status == 1
+    assert any(line.startswith("damaged  tensors-000001.safetensors: its header has ") for line in lines)
+    assert any(line.startswith("damaged  served.json: ") for line in lines)
+    assert lines[-1] == "damaged: 1 of 2 folders are whole"
