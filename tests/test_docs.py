@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_readme_runs_and_its_error_is_the_one_that_is_printed(capsys):
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     exec("\n".join(blocks), {"__name__": "readme"})
     printed = capsys.readouterr().out.split()
     shown = re.findall(r"^# (.*)$", blocks[-1], flags=re.MULTILINE)

@@ -14,6 +14,7 @@ from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.storage import DistributedStorage, HandoffReport
 from rlstore.engine.disk.background import BackgroundSave
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.processes.slots import SlotQueue
 from rlstore.errors import (
@@ -55,6 +56,7 @@ __all__ = [
     "HandoffReport",
     "HindsightReplayStorage",
     "InvalidInputError",
+    "Journal",
     "Learner",
     "NStepReplayStorage",
     "NotReadyError",

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.background import BackgroundSave
+from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
 from rlstore.engine.disk.manifest import NAME
 from rlstore.engine.disk.snapshot import (
     Content,
@@ -86,6 +87,7 @@ class Storage(ABC):
 
     max_size: int
     _ring: Ring | None = None
+    _journal: RunningJournal | None = None
 
     def __init__(
         self,
@@ -214,6 +216,24 @@ class Storage(ABC):
 
     # ---------------------------------------------------------------------------------------------- save and load
 
+    @property
+    def journal(self) -> RunningJournal | None:
+        """The storage's journal, with ``commit()``, ``close()``, ``path`` and ``error``; None if it has none."""
+        return self._journal
+
+    def _begin_journal(
+        self, journal: str | os.PathLike[str] | Journal | None, loaded: SnapshotReader | None = None
+    ) -> None:
+        """Begin to commit, if there is a journal; the storage is complete. See :class:`RunningJournal`."""
+        owner = type(self).__name__
+        wanted = as_journal(owner, journal)
+        if wanted is not None:
+            self._journal = RunningJournal(owner, self, wanted, loaded)
+
+    def __del__(self) -> None:
+        if self._journal is not None:
+            self._journal.leave(self)
+
     @overload
     def save(self, path: str | os.PathLike[str], background: Literal[False] = False) -> None: ...
     @overload
@@ -290,6 +310,7 @@ class Storage(ABC):
         path: str | os.PathLike[str],
         device: str | torch.device | None = None,
         folders: Mapping[str, str | os.PathLike[str]] | None = None,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> _AnyStorage:
         """Load the storage that was saved in a folder.
 
@@ -303,6 +324,8 @@ class Storage(ABC):
             folders: The other folders that the storage uses, by the argument that it was created with: ``path`` for
                 ``memory="mapped"``, ``snapshot_dir`` for ``save_snapshot``. They may have moved since. What they hold
                 is replaced by the snapshot, as far as it is in the snapshot.
+            journal: The folder, or the :class:`~rlstore.Journal`, of the storage's journal: the same folder, to go on
+                with a journal that is loaded, or a new one. None for no journal.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.
@@ -310,8 +333,10 @@ class Storage(ABC):
         Raises:
             SnapshotError: (a RuntimeError) if there is no snapshot, or it cannot be loaded.
             DoesNotFitError: (a MemoryError) if there is not enough memory for it.
+            InvalidInputError: (a ValueError) if the folder of the journal holds something else, or is in use.
         """
         check_path("load()", "path", path)
+        as_journal("load()", journal)
         for name, folder in (folders or {}).items():
             check_path("load()", f"folders[{name!r}]", folder)
         if device is not None:
@@ -328,7 +353,13 @@ class Storage(ABC):
                         f'another device, as in load(path, device="cpu"). ({error})'
                     ) from error
             settings = _placed(reader, kind._used_folders(reader.settings), folders or {})
-            return kind._restored(settings, device, reader)
+            storage = kind._restored(settings, device, reader)
+        try:
+            storage._begin_journal(journal, reader)
+        except BaseException:
+            storage._give_up()
+            raise
+        return storage
 
     @classmethod
     def _restored(

@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
         name: What the tests are called after.
-        create_factory: ``(size, gamma, lam, seed)`` to ``f(device, actor, algorithm)``.
+        create_factory: ``(size, gamma, lam, **options)`` to ``f(device, actor, algorithm)``.
         make_sample: A sample from the ids of its environments and the flags ``terminated`` and ``truncated``.
         optional: What a sample may lack.
         size_name: How the class calls its size.
@@ -132,15 +132,15 @@ def box_sample(ids: torch.Tensor) -> dict[str, Any]:
 
 
 def _rollout_factory(training_type: str) -> Callable[..., Any]:
-    def create(size: int, gamma: float = 0.99, lam: float = 0.95, seed: int | None = None) -> Any:
-        return RolloutStorage.create_factory(size, training_type, gamma=gamma, lam=lam, seed=seed)
+    def create(size: int, gamma: float = 0.99, lam: float = 0.95, **options: Any) -> Any:
+        return RolloutStorage.create_factory(size, training_type, gamma=gamma, lam=lam, **options)
 
     return create
 
 
 def _decoupled_factory(*given: Any) -> Callable[..., Any]:
-    def create(size: int, gamma: float = 0.99, lam: float = 0.95, seed: int | None = None) -> Any:
-        return DecoupledRolloutStorage.create_factory(size, *given, discount=gamma, gae_lambda=lam, seed=seed)
+    def create(size: int, gamma: float = 0.99, lam: float = 0.95, **options: Any) -> Any:
+        return DecoupledRolloutStorage.create_factory(size, *given, discount=gamma, gae_lambda=lam, **options)
 
     return create
 

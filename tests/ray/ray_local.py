@@ -55,6 +55,7 @@ def serve_locally(monkeypatch: Any, factory: Any, shards: int, **saved: Any) -> 
     for module in (ledger, shard):
         monkeypatch.setattr(module, "was_restarted", lambda: False)
     monkeypatch.setattr(shard, "this_node", lambda: "here")
+    monkeypatch.setattr(shard, "ask", lambda call, who, seconds: call())
     for module in (writer, learner, serving):
         monkeypatch.setattr(module, "answer", lambda ref, who, seconds: ref)
     for module in (writer, learner):

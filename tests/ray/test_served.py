@@ -14,7 +14,15 @@ import ray
 import torch
 from ray_play import check_batch, chi_square, held_ids, id_of, ids_of, prioritized, step_of, until
 
-from rlstore import InvalidInputError, NotReadyError, PeerLostError, RateLimit, StorageClosedError, WaitTimeoutError
+from rlstore import (
+    InvalidInputError,
+    Journal,
+    NotReadyError,
+    PeerLostError,
+    RateLimit,
+    StorageClosedError,
+    WaitTimeoutError,
+)
 from rlstore.ray import ServedStorage, serve, serving
 
 STEPS = 60  # of each of three writers with two environments
@@ -24,8 +32,9 @@ BATCHES = 150
 @pytest.fixture(scope="module")
 def filled(cluster, elsewhere, tmp_path_factory):
     """Two shards with the steps of three writers: one in another process, one in two calls, one step by step."""
-    folder = tmp_path_factory.mktemp("snapshots")
-    served = serve(prioritized(num_envs=4, beta=0.5), shards=2, deadline=60.0, seed=3, snapshot_dir=folder)
+    folder = tmp_path_factory.mktemp("saved")
+    saved = {"snapshot_dir": folder, "journal": Journal(folder, interval=3600.0)}  # committed by save() only
+    served = serve(prioritized(num_envs=4, beta=0.5), shards=2, deadline=60.0, seed=3, **saved)
     remote = elsewhere(write, served, 0)
     with served.writer(num_envs=2, batch_steps=30) as one, served.writer(num_envs=2, batch_steps=1) as other:
         for step in range(STEPS):
@@ -301,7 +310,7 @@ def test_a_dead_shard_loses_what_was_stored_since_its_snapshot_and_nothing_else(
     learner.close()
     late = int((old["rows"][:, 0] == 1).sum())
     assert filled.report().stale_updates - stale == late > 0
-    check_restart_of_the_ledger(filled)
+    check_restart_of_the_ledger_and_a_shard(filled, writers)
     for writer in writers:
         writer.close()
 
@@ -329,12 +338,20 @@ def continues(served, learner):
     return missed or served.report().restarts > 0
 
 
-def check_restart_of_the_ledger(served):
-    """The ledger resumes with the places and counts that the shards have stored."""
+def check_restart_of_the_ledger_and_a_shard(served, writers):
+    """The ledger resumes with the places and counts that the shards have stored; the writer tells what was lost."""
+    served.save()
+    add_steps(writers, range(200, 203))
     before = served.report()
     ray.kill(served._connection.ledger, no_restart=False)
+    ray.kill(served._connection.shards[0], no_restart=False)
     until(lambda: served.report().ledger_restarts == 1, "the restart of the ledger")
+    until(lambda: served.report().shards[0].restarts == 1, "the restart of the shard")
+    add_steps(writers, [300])
     after = served.report()
-    for name in ("inserted", "held", "sampled", "lost_in_shards", "lost_in_flight", "restarts", "writers"):
+    for name in ("sampled", "writers"):
         assert getattr(after, name) == getattr(before, name), name
-    assert after.limiter_inserted == before.limiter_inserted
+    assert after.inserted == after.held + after.lost_in_shards
+    assert after.lost_in_shards == before.lost_in_shards + 12
+    assert after.inserted + after.lost_in_flight == before.inserted + before.lost_in_flight + 8
+    assert after.shards[1].inserted == before.shards[1].inserted + 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from ray_local import serve_locally
@@ -12,6 +14,7 @@ from rlstore import PeerLostError
 from rlstore.ray import ledger as ledger_module
 from rlstore.ray import shard as shard_module
 from rlstore.ray import writer as writer_module
+from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import Ledger
 from rlstore.ray.saves import Saving
 
@@ -146,3 +149,45 @@ def test_a_save_that_did_not_reach_all_shards_is_a_mix_that_adds_up(monkeypatch,
     assert [(one.inserted, one.held, one.lost) for one in report.shards] == [(20, 20, 0), (20, 12, 8)]
     assert report.inserted == report.held + report.lost_in_shards == report.limiter_inserted == 40
     assert "shard 1 was restarted 0 times: 8 transitions lost, 12 restored" in str(report)
+
+
+def restart(monkeypatch, actor, make):
+    """Another process of an actor; the handle stays the same."""
+    for module in (ledger_module, shard_module):
+        monkeypatch.setattr(module, "was_restarted", lambda: True)
+    actor._target = make()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ledger_and_a_shard_lost_together_lose_what_came_since_the_commit_and_count_it(monkeypatch, tmp_path, told):
+    """The backup of the ledger in the other shard is old, and the shard had sent no heartbeat."""
+    folder, copy = tmp_path / "journal", tmp_path / "copy"
+    served = serve_locally(monkeypatch, uniform(num_envs=4), 2, journal=str(folder), interval=3600.0)
+    keeper, shards = served._connection.ledger, served._connection.shards
+    writers = two_writers(served)
+    for writer in writers:
+        add_steps(writer, range(3))
+    served.save()
+    for writer in writers:
+        add_steps(writer, range(3, 5))
+    shards[0]._target._journal.commit()  # of which the ledger does not know
+    for writer in writers:
+        add_steps(writer, range(5, 7))
+    shutil.copytree(folder, copy)  # as they are when both are killed
+    saving = Saving(2, journal=str(copy), interval=3600.0)
+    monkeypatch.setattr(ledger_module.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ledger_module.ray, "get", lambda ref, timeout: ref)
+    shards[0].get_backup = SimpleNamespace(remote=lambda: (None, ShardState(0)))  # it is dead
+    restart(monkeypatch, keeper, lambda: Ledger("local", None, saving, 60.0))
+    packed = shard_module.packed_factory(uniform(num_envs=4))
+    restart(monkeypatch, shards[0], lambda: shard_module.Shard(0, packed, "local", 0, saving))
+    if told:
+        writers[0]._forward_last_state()
+    report = served.report()
+    first, second = ((one.inserted, one.held, one.lost) for one in report.shards)
+    assert first == ((28, 20, 8) if told else (20, 20, 0))  # who was told of the 8 is gone with them
+    assert second == (28, 28, 0)
+    assert report.inserted == report.held + report.lost_in_shards
+    assert (report.ledger_restarts, report.restarts, report.writers) == (1, 1, 2)
+    add_steps(writers[0], range(7, 8))
+    assert served.report().shards[0].held == 24

@@ -63,9 +63,11 @@ def make(monkeypatch):
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: ledger)
     monkeypatch.setattr(module, "this_node", lambda: "here")
     monkeypatch.setattr(module, "was_restarted", lambda: False)
+    monkeypatch.setattr(module, "ask", lambda call, who, seconds: call())
 
-    def build(factory, index=0, seed=0, folder=None, every=None, shards=1):
-        saving = Saving(shards, None if folder is None else str(folder), every)
+    def build(factory, index=0, seed=0, folder=None, every=None, shards=1, journal=None):
+        folders = [None if path is None else str(path) for path in (folder, journal)]
+        saving = Saving(shards, folders[0], every, folders[1], 3600.0)
         shard = Shard(index, packed_factory(factory), "test", seed, saving)
         return shard, ledger
 
@@ -91,6 +93,19 @@ def drawn(shard, count):
 
 
 WHOLE = Place(0, 0, 4, True)
+
+
+def n_step(size=400, num_envs=4, **arguments):
+    return NStepReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, num_envs, num_workers=0, **arguments)
+
+
+def rollout_steps(count):
+    """Steps with the fields of a RolloutStorage."""
+    more = {"values": torch.zeros(4, 1), "log_probs": torch.zeros(4), "distribution_params": (torch.zeros(4, 1),)}
+    samples = [{**step_of(0, step, 4), **more} for step in range(count)]
+    for sample in samples:
+        sample["actions"] = sample["actions"].float().unsqueeze(1)
+    return samples
 
 
 def test_writers_of_one_shard_write_their_own_lanes(make):
@@ -208,10 +223,11 @@ def test_shards_of_one_seed_draw_apart(make):
     assert draws[0] != draws[1] == draws[2]
 
 
-def test_a_limit_inside_a_shard_is_refused(make):
-    shard, _ = make(uniform(rate_limit=RateLimit(1.0)))
-    with pytest.raises(InvalidInputError, match=r"give it to serve\(\)"):
-        shard.ready()
+def test_a_limit_or_a_journal_inside_a_shard_is_refused(make, tmp_path):
+    for option, value in (("rate_limit", RateLimit(1.0)), ("journal", tmp_path)):
+        shard, _ = make(uniform(**{option: value}))
+        with pytest.raises(InvalidInputError, match=rf"has a {option} of its own; give it to serve\(\)"):
+            shard.ready()
 
 
 # ---------------------------------------------------------------------------------------------------- snapshots
@@ -328,11 +344,92 @@ def test_save_without_a_folder_is_refused(make):
         shard.save()
 
 
+# ---------------------------------------------------------------------------------------------------- journals
+
+
+def image(folder, copy):
+    """A folder as a process that is killed now leaves it; the copy is not locked by that process."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    return copy
+
+
+@pytest.mark.parametrize("kind", [uniform, prioritized, n_step, "rollout"])
+def test_a_new_life_begins_with_the_last_commit_of_the_journal(make, tmp_path, kind):
+    factory = RolloutStorage.create_factory(20) if kind == "rollout" else kind(size=400, num_envs=4)
+    samples = rollout_steps(8) if kind == "rollout" else [step_of(0, step, 4) for step in range(8)]
+    shard, _ = make(factory, journal=tmp_path / "a")
+    insert(shard, "a", WHOLE, samples[:5])
+    shard.save()
+    data = shard.each("get_all_buffer_data", (), {})
+    insert(shard, "a", WHOLE, samples[5:])
+    for life in ("b", "c"):  # the second begins with what the first has made of it
+        folder = image(tmp_path / "a", tmp_path / life)
+        again, _ = make(factory, journal=folder)
+        state = again.ready()
+        assert (state.inserted, state.held, state.restored) == (20, 20, 20)
+        found = again.each("get_all_buffer_data", (), {})
+        assert torch.equal(found["rewards"], data["rewards"])
+    insert(again, "a", WHOLE, samples[5:])
+    again.save()
+    assert make(factory, journal=image(folder, tmp_path / "d"))[0].ready().inserted == 32
+    assert shard.ready().note == again.ready().note == ""
+
+
+def test_of_a_journal_and_a_snapshot_the_newer_is_taken(make, tmp_path):
+    saved, journal = tmp_path / "saved", tmp_path / "journal"
+    shard, _ = make(uniform(), folder=saved, journal=journal)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+    shard._journal.commit()
+    insert(shard, "a", WHOLE, [step_of(0, 1, 4)])
+    shard._write_snapshot()
+    old = image(journal, tmp_path / "old")
+    insert(shard, "a", WHOLE, [step_of(0, 2, 4)])
+    shard._journal.commit()
+    again, _ = make(uniform(), folder=saved, journal=old)
+    assert again.ready().inserted == 8
+    assert (
+        make(uniform(), folder=saved, journal=image(old, tmp_path / "older"))[0].ready().inserted == 8
+    )  # a new journal
+    assert make(uniform(), folder=saved, journal=image(journal, tmp_path / "new"))[0].ready().inserted == 12
+
+
+def test_a_journal_that_is_damaged_is_set_aside_for_a_snapshot(make, tmp_path, monkeypatch):
+    saved, journal = tmp_path / "saved", tmp_path / "journal"
+    shard, _ = make(uniform(), folder=saved, journal=journal)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+    shard.save()
+    insert(shard, "a", WHOLE, [step_of(0, 1, 4)])
+    shard._journal.commit()
+    copy = image(journal, tmp_path / "copy")
+    (rows,) = (copy / "shard-0" / "journal").glob("rows-*")
+    rows.write_bytes(rows.read_bytes()[:-40] + bytes(40))
+    with pytest.raises(SnapshotError, match=r"rows-000001\.bin"):
+        make(uniform(), folder=saved, journal=copy)[0].ready()
+    monkeypatch.setattr(module, "was_restarted", lambda: True)
+    again, _ = make(uniform(), folder=saved, journal=copy)
+    assert again.ready().inserted == 4
+    assert "rows-000001.bin" in again.ready().note
+    assert make(uniform(), journal=image(copy, tmp_path / "later"))[0].ready().inserted == 4
+
+
+def test_a_journal_that_cannot_be_written_is_told(make, tmp_path, monkeypatch):
+    shard, _ = make(uniform(), journal=tmp_path)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+
+    def fail(*args, **options):
+        raise OSError("no disk")
+
+    monkeypatch.setattr(SnapshotWriter, "write", fail)
+    with pytest.raises(OSError, match="no disk"):
+        shard.save()
+    assert "the journal could not be written (no disk)" in shard.ready().note
+    monkeypatch.undo()
+    shard.save()
+    assert shard.ready().note == ""
+
+
 # ---------------------------------------------------------------------------------------------------- folders
-
-
-def n_step(size=400, **arguments):
-    return NStepReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, 4, n_step=1, num_workers=0, **arguments)
 
 
 def killed(body):

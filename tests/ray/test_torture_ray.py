@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import ray
 import torch
 from ray_play import chi_square, held_ids, prioritized, until
 
-from rlstore import RateLimit
+from rlstore import Journal, RateLimit
 from rlstore.ray import serve
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1200)]
@@ -199,4 +200,47 @@ def test_the_ratio_holds_over_100_000_samples_with_changing_speeds(three_nodes, 
         writer.stop.remote()
     ray.get(running, timeout=120)
     assert abs(report.limiter_sampled / (report.limiter_inserted - 1000) - ratio) <= 0.05 * ratio
+    served.shutdown()
+
+
+def was_restarted(served, times):
+    report = served.report()
+    return report.ledger_restarts == report.restarts == times
+
+
+def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp_path):
+    """What was committed is there, and what was inserted is held or was lost; judged after each of 20 rounds."""
+    rng = np.random.default_rng(0)
+    factory = prioritized(size=2_000_000, num_envs=2 * ENVS)
+    served = serve(factory, shards=2, deadline=120.0, journal=Journal(tmp_path, interval=0.2))
+    writers = sorted((served.writer(num_envs=ENVS, batch_steps=4) for _ in range(2)), key=lambda one: one.place.shard)
+    step = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a shard is gone
+        for times in range(1, 21):
+            saved = [set(), set()]
+            for number in range(int(rng.integers(20, 400))):
+                for index, writer in enumerate(writers):
+                    writer.add(sample(index, step))
+                step += 1
+                if number == 10:
+                    for writer in writers:
+                        writer.flush()
+                    served.save()
+                    saved = [held_ids(data) for data in served.each("get_all_buffer_data")]
+            doomed = int(rng.integers(2))
+            for actor in rng.permutation([served._connection.ledger, served._connection.shards[doomed]]):
+                ray.kill(actor, no_restart=False)
+            until(partial(was_restarted, served, times), "the restart of both", 120)
+            for writer in writers:
+                writer.flush()
+            report = served.report()
+            held = [held_ids(data) for data in served.each("get_all_buffer_data")]
+            assert [len(ids) for ids in held] == [shard.held for shard in report.shards]
+            assert all(before <= ids for before, ids in zip(saved, held, strict=True))
+            assert report.inserted == report.held + report.lost_in_shards
+            added, lost = (sum(getattr(writer, name) for writer in writers) for name in ("added", "lost"))
+            assert report.lost_in_flight == lost
+            # A call that died with the shard may have been stored, and is told to be lost as well.
+            assert added <= report.inserted + lost <= added + lost
     served.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, chec
 from rlstore.distributed.trainer_slots import TrainerSlots
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.processes.slots import State
@@ -118,6 +120,9 @@ class DistributedStorage(Storage):
             the extra field of transition t is that of row t, and row ``num_steps`` is zero.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise the methods that write a row refuse
             them. What is written directly into ``storages`` or a rollout's tensors is not checked.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. Each commit writes all complete
+            rollouts, if anything has changed. None for no journal.
     """
 
     @explained
@@ -135,6 +140,7 @@ class DistributedStorage(Storage):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
@@ -151,6 +157,7 @@ class DistributedStorage(Storage):
             if observation_space is None or action_space is None:
                 raise InvalidInputError("observation_space and action_space go together; one of them is None")
             self._allocate(RolloutFields.of_spaces(owner, observation_space, action_space, *self._row_options()))
+        self._begin_journal(journal)
 
     def _row_options(self) -> tuple[tuple[tuple[int, int], ...], tuple[Field, ...], bool]:
         """What the fields of a row depend on besides spaces or samples."""
@@ -328,9 +335,19 @@ class DistributedStorage(Storage):
             closed=handoff.closed,
         )
 
-    @guarded
     def close(self) -> None:
-        """End the hand-off for all peers: actors that wait raise StorageClosedError, and learners stop iterating."""
+        """Commit to the journal, and end the hand-off for all peers.
+
+        Actors that wait raise StorageClosedError, and learners stop iterating.
+        """
+        try:
+            if self.journal is not None:
+                self.journal.close()
+        finally:
+            self._end_handoff()
+
+    @guarded
+    def _end_handoff(self) -> None:
         if self._slots is None:
             return
         self._slots.memory.handoff.close()
@@ -354,6 +371,7 @@ class DistributedStorage(Storage):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> Callable[..., _AnyStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of rollouts of ``size`` steps.
 
@@ -368,6 +386,7 @@ class DistributedStorage(Storage):
             seed: The seed of each storage's generator.
             extra_fields: Further keys of every row.
             allow_nonfinite_rewards: Store rewards that are NaN or infinite.
+            journal: The folder of a journal; it is that of one storage.
         """
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> _AnyStorage:
@@ -383,6 +402,7 @@ class DistributedStorage(Storage):
                 seed=seed,
                 extra_fields=extra_fields,
                 allow_nonfinite_rewards=allow_nonfinite_rewards,
+                journal=journal,
             )
             storage._give(actor, algorithm)
             return storage

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rlstore import HindsightReplayStorage
 from rlstore.engine.disk import manifest
 from rlstore.engine.disk.background import BackgroundSave
+from rlstore.engine.disk.journal import Journal, Journaled, RunningJournal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.errors import SnapshotError
 from rlstore.ray.counts import check_shards
@@ -172,6 +173,15 @@ class Saves:
             for old in self.snapshot.parent.glob("snapshot-*"):
                 shutil.rmtree(old, ignore_errors=True)
             (self.snapshot.parent / _BEFORE).unlink()
+
+    def begin_journal(self, shard: Journaled) -> RunningJournal | None:
+        """Begin to commit what a shard holds, if it has a journal: to what it was restored from, or to a new folder."""
+        if self.journal is None:
+            return None
+        if self._goes_on is None:  # what is there is older
+            shutil.rmtree(self.journal, ignore_errors=True)
+        journal = Journal(self.journal, self._saving.interval, self._saving.fsync)
+        return RunningJournal("serve()", shard, journal, self._goes_on)
 
 
 def _saved_in(folder: Path) -> _Saved | None:

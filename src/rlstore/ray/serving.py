@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import ray
 import torch
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
+from rlstore.engine.disk.journal import Journal, as_journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError
 from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, start_on_this_node
@@ -47,10 +48,11 @@ def serve(
     actor_options: Mapping[str, Any] | None = None,
     *,
     seed: int | None = None,
+    journal: str | os.PathLike[str] | Journal | None = None,
 ) -> ServedStorage:
     """Create storages on the Ray cluster that this process is connected to, and serve them as one.
 
-    A shard that dies is restarted by Ray on another node and restored from its newest snapshot if there is one; the
+    A shard that dies is restarted by Ray on another node and restored from its journal or its newest snapshot; the
     others continue, and what was lost is counted. The actors end with the process that called this, or with
     :meth:`ServedStorage.shutdown`.
 
@@ -68,6 +70,9 @@ def serve(
         deadline: Seconds after which any wait ends with an error that names what was waited for.
         actor_options: Ray options of the shards' actors, as ``{"num_cpus": 1, "resources": {"big": 1}}``.
         seed: The seed of everything that the shards draw; None draws one from torch's own generator.
+        journal: The folder, or the :class:`~rlstore.Journal`, in which each shard commits what it holds every few
+            seconds; every node must see it. A shard that dies loses what came since its last commit. What an earlier
+            run has left there is restored, as from ``snapshot_dir``.
 
     Returns:
         A handle that can be sent to any task or actor.
@@ -88,11 +93,14 @@ def serve(
         raise InvalidInputError(f"factory is {factory!r}; serve() needs what create_factory() of a storage gives")
     check_connected()
     folder = None if snapshot_dir is None else str(Path(snapshot_dir).absolute())
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    wanted = as_journal("serve()", journal)
     saving = Saving(shards, folder, snapshot_every)
-    for root_folder in saving.roots:
-        check_shards(root_folder, shards)
+    if wanted is not None:
+        path = str(Path(wanted.path).absolute())
+        saving = replace(saving, journal=path, interval=float(wanted.interval), fsync=wanted.fsync)
+    for saved in saving.roots:
+        Path(saved).mkdir(parents=True, exist_ok=True)
+        check_shards(saved, shards)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
     ledger = start_on_this_node(Ledger, name, rate_limit, saving, deadline, name=ledger_name(name), namespace=NAMESPACE)
     make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
@@ -185,7 +193,7 @@ class ServedStorage:
         self._connection.ask_ledger("set_rate_limit", rate_limit)
 
     def save(self) -> None:
-        """Write a snapshot of every shard, of what has come since the one before, and then all counts."""
+        """Write a snapshot of every shard, or commit its journal: what has come since. Then write all counts."""
         self._connection.ask_ledger("save", self._call_each("save"))
 
     def _call_each(self, method: str, *args: Any) -> list[Any]:
@@ -208,7 +216,7 @@ class ServedStorage:
         return ServedReport(shards=tuple(shards), **known)
 
     def shutdown(self) -> None:
-        """End all actors. Data that are in no snapshot are lost."""
+        """End all actors. What was not saved is lost; call :meth:`save` before."""
         for actor in (*self._connection.shards, self._connection.ledger):
             ray.kill(actor)
 

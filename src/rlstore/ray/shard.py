@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -19,8 +20,10 @@ import ray
 import torch
 from torch import Tensor
 
-from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError
-from rlstore.ray.calls import this_node, was_restarted
+from rlstore.engine.disk.journal import RunningJournal
+from rlstore.engine.disk.snapshot import Content, Rows, SnapshotWriter
+from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError, WaitTimeoutError
+from rlstore.ray.calls import ask, this_node, was_restarted
 from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
@@ -32,6 +35,8 @@ from rlstore.storage import BatchDict, Sample, Storage
 # The delay of a heartbeat after an insert: one heartbeat covers many inserts. If the process dies in the meantime, the
 # writers forward the state that they know.
 _HEARTBEAT_SECONDS = 0.02
+
+_ANNOUNCE_SECONDS = 120.0
 
 
 def packed_factory(factory: Callable[..., Storage]) -> bytes:
@@ -103,6 +108,7 @@ class Shard:
         self._writers: dict[str, _LaneWriter] = {}
         self._removed: set[str] = set()
         self._late, self._saved, self._saved_at = 0, 0, 0
+        self._journal: RunningJournal | None = None
         self._save_turn = threading.Lock()  # taken before the other, never by a thread that has it
         self._backup: tuple[int, Any] = (0, None)
         self._limited = True  # until the ledger sends that there is no rate limit
@@ -116,6 +122,8 @@ class Shard:
             self._failure = error
             return
         self._heartbeat(())
+        if was_restarted():  # and the ledger may have died at the same time
+            threading.Thread(target=self._announce, name="rlstore announcement", daemon=True).start()
 
     def _start(self, factory: Callable[..., Storage], seed: int) -> None:
         restored = self._saves.restore(factory, is_restart=was_restarted())
@@ -129,13 +137,22 @@ class Shard:
             self._storage.seed(int(entropy.generate_state(1)[0]))
         if getattr(self._storage, "rate_limit", None) is not None:
             raise InvalidInputError("the factory's storage has a rate_limit of its own; give it to serve() instead")
+        if getattr(self._storage, "journal", None) is not None:
+            raise InvalidInputError("the factory's storage has a journal of its own; give it to serve() instead")
+        self._journal = self._saves.begin_journal(self)
 
     def ready(self) -> ShardState:
         """The state of the shard; raises the error with which the shard failed to start."""
         storage = self._open()
+        error = None if self._journal is None else self._journal.error
+        said = [self._state.note, f"the journal could not be written ({error})" if error is not None else ""]
         with self._lock:
             return replace(
-                self._state, lanes=_count_lanes(storage), splits=_can_split(storage), held=self._held(storage)
+                self._state,
+                lanes=_count_lanes(storage),
+                splits=_can_split(storage),
+                held=self._held(storage),
+                note="; ".join(filter(None, said)),
             )
 
     def _open(self) -> Storage:
@@ -150,6 +167,11 @@ class Shard:
 
     def _heartbeat(self, writers: Iterable[str]) -> None:
         self._ledger.heartbeat.remote(self.ready(), list(writers))
+
+    def _announce(self) -> None:
+        """Tell the ledger of the new generation as soon as it answers."""
+        with suppress(PeerLostError, WaitTimeoutError):
+            ask(lambda: self._ledger.heartbeat.remote(self.ready()), "the ledger", _ANNOUNCE_SECONDS)
 
     def _heartbeat_soon(self, writer: str) -> None:
         with self._lock:
@@ -186,7 +208,8 @@ class Shard:
         except Exception as error:
             refused = error
         self._heartbeat_soon(writer)
-        if self._snapshot_every is not None and self._state.inserted - self._saved_at >= self._snapshot_every:
+        every, since = self._snapshot_every, self._state.inserted - self._saved_at
+        if every is not None and since >= every and not self._save_turn.locked():
             self._saved_at = self._state.inserted
             threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
         with self._lock:
@@ -268,11 +291,14 @@ class Shard:
         return list(result) if isinstance(result, Iterator) else result
 
     def save(self) -> ShardState:
-        """Write a snapshot, and return the state, which may be newer."""
+        """Write a snapshot and commit the journal; returns the state, which may be newer."""
         self._open()
-        if self._saves.snapshot is None:
-            raise SnapshotError("this storage is served without a snapshot_dir; give one to serve()")
-        self._write_snapshot()
+        if self._saves.snapshot is None and self._journal is None:
+            raise SnapshotError("this storage is served without a snapshot_dir or a journal; give one to serve()")
+        if self._saves.snapshot is not None:
+            self._write_snapshot()
+        if self._journal is not None:
+            self._journal.commit()
         return self.ready()
 
     def _write_snapshot(self) -> None:
@@ -290,6 +316,19 @@ class Shard:
             self._write_snapshot()
         except Exception as error:  # there is no caller
             self._state.note = f"a snapshot could not be written ({error})"
+
+    # What the journal commits: the storage, and the inserts up to then.
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        with self._lock, self._open()._still():
+            yield
+
+    def _content(self, *, copy: bool) -> Content:
+        return self._open()._content(copy=copy, note={"inserted": self._state.inserted})
+
+    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
+        return self._open()._rows_for(writer)
 
     @ray.method(concurrency_group="draw")
     def describe(self) -> tuple[ShardState, int, int]:

@@ -95,6 +95,11 @@ class ReplayCore(Storage):
             check_positive(owner, num_envs=self.num_envs)
             self._fields.read_spaces(self.observation_space, self.action_space)
             self._allocate(int(self.num_envs or 0))
+        try:
+            self._begin_journal(options.journal)
+        except BaseException:
+            self.close()
+            raise
 
     @guarded
     def seed(self, seed: int | None = None) -> None:
@@ -242,17 +247,29 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_own()
 
-    @guarded
     def close(self) -> None:
-        """Stop prefetching, release folders and close all writers. The storage cannot be used afterwards."""
+        """Commit to the journal, stop prefetching, release folders and close all writers.
+
+        The storage cannot be used afterwards.
+        """
+        with self._guard:  # what is added until here is committed, and nothing is added any more
+            if self._sharing is not None:
+                self._sharing.control.close()
+            if self._rows is not None:
+                self._appender.close()
+        try:
+            if self.journal is not None:
+                self.journal.close()
+        finally:
+            self._release()
+
+    @guarded
+    def _release(self) -> None:
         if self._kept is not None:
             self._kept.close()
-        if self._sharing is not None:
-            self._sharing.control.close()
         if self._pipeline is not None:
             self._pipeline.close()
         if self._rows is not None:
-            self._appender.close()
             if self._rows.backing.kind == "mapped":
                 self._rows.settle_holds()  # another storage may open the folder
             self._rows.backing.close(still=self._sharing is None)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlstore.engine.calls import explained
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import NotReadyError
@@ -67,6 +68,8 @@ class HindsightReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
@@ -105,6 +108,7 @@ class HindsightReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         options = Options(
@@ -129,6 +133,7 @@ class HindsightReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            journal=journal,
         )
         sampler = GoalSampler(owner, strategy, relabel_fraction)
         super().__init__(options, HindsightView(owner, discount, compute_reward), sampler)

@@ -10,6 +10,7 @@ import torch
 
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_path
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -78,6 +79,8 @@ class NStepReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
@@ -114,6 +117,7 @@ class NStepReplayStorage(ReplayCore):
         timeout: float = 60.0,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         self.save_snapshot = bool(save_snapshot)
         self.snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
@@ -139,6 +143,7 @@ class NStepReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            journal=journal,
         )
         view = TransitionView(type(self).__name__, n_step, discount, float_actions=True)
         super().__init__(options, view, UniformSampler())

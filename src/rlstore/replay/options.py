@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlstore.engine.checks import check_count, check_path, check_positive, check_seconds
+from rlstore.engine.disk.journal import Journal, as_journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import InvalidInputError
@@ -43,6 +44,7 @@ class Options:
     fetch_every: int
     extra_fields: ExtraFields | None
     allow_nonfinite_rewards: bool
+    journal: str | os.PathLike[str] | Journal | None  # no part of a snapshot, which cannot choose folders
 
     def check(self, owner: str) -> None:
         """Refuse what cannot be, and make values plain."""
@@ -64,6 +66,7 @@ class Options:
             raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
         self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)
         self.allow_nonfinite_rewards = bool(self.allow_nonfinite_rewards)
+        self.journal = as_journal(owner, self.journal)
         self.storage_size, self.batch_size = int(self.storage_size), int(self.batch_size)
 
     def settings(self) -> dict[str, Any]:

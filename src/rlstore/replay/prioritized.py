@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.calls import explained
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.replay.core import ReplayCore, of_part
@@ -58,6 +59,8 @@ class PrioritizedReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "alpha", "beta", "beta_steps")
@@ -98,6 +101,7 @@ class PrioritizedReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         options = Options(
@@ -122,6 +126,7 @@ class PrioritizedReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            journal=journal,
         )
         view = TransitionView(owner, n_step, discount, weighted=True)
         super().__init__(options, view, PrioritySampler(owner, alpha, beta, beta_steps))

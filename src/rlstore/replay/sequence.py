@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_positive, check_shape
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import InvalidInputError
@@ -65,6 +66,8 @@ class SequenceReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = (
@@ -108,6 +111,7 @@ class SequenceReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         check_positive(owner, sequence_length=sequence_length)
@@ -137,6 +141,7 @@ class SequenceReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            journal=journal,
         )
         length, stride = burn_in + sequence_length, sequence_length - overlap
         sampler = WindowSampler(owner, length, stride, self.across_episodes, alpha, beta, beta_steps)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlstore.engine.calls import explained
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.replay.core import ReplayCore, of_part
@@ -51,6 +52,8 @@ class ReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount")
@@ -84,6 +87,7 @@ class ReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         options = Options(
             observation_space,
@@ -107,6 +111,7 @@ class ReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            journal=journal,
         )
         super().__init__(options, TransitionView(type(self).__name__, n_step, discount), UniformSampler())
 

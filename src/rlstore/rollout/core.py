@@ -641,7 +641,7 @@ class RolloutCore(Storage):
                     twin._restore_block(name, new_data[name], steps)
                     twin._targets.came_from_elsewhere()
             twin._restore(new_data)
-        self.__dict__ = {**twin.__dict__, "_guard": self._guard}
+        self.__dict__ = {**twin.__dict__, "_guard": self._guard, "_journal": self._journal}
 
     def _restore_block(self, name: str, value: Any, rows: int) -> None:
         """Put values that are not part of a row back into the first ``rows`` of a block."""

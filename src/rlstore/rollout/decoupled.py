@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,7 @@ from rlstore.engine import returns
 from rlstore.engine.batches.named import extended
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
@@ -87,6 +89,9 @@ class DecoupledRolloutStorage(RolloutCore):
             shape and dtype. They are keyword arguments of :meth:`add`, and batches have them after the other fields.
             Their blocks are in ``extra``, by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. Each commit writes all blocks, if
+            anything has changed. None for no journal.
     """
 
     obs = ObservationAttribute()
@@ -126,6 +131,7 @@ class DecoupledRolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
@@ -144,6 +150,7 @@ class DecoupledRolloutStorage(RolloutCore):
             spec = action_spec(_given_space(action_space, "action_space"))
             origin = f"the action_space given to {owner}()"
             self._allocate(structure, fields, (spec.shape, origin), int(num_envs or 0), spec.rule)
+        self._begin_journal(journal)
 
     @classmethod
     @explained
@@ -159,13 +166,14 @@ class DecoupledRolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> Callable[..., DecoupledRolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         Without spaces, the number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"seed": seed, "extra_fields": extra_fields}
-        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
+        options.update(allow_nonfinite_rewards=allow_nonfinite_rewards, journal=journal)
 
         def create(
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_fraction, check_positive, check_shape
+from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
@@ -137,6 +139,9 @@ class RolloutStorage(RolloutCore):
         extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair of
             shape and dtype. They are attributes of every transition and of every batch.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
+        journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
+            other options. ``Storage.load(folder)`` gives back the last commit. Each commit writes all blocks, if
+            anything has changed. None for no journal.
     """
 
     class Transition:
@@ -258,6 +263,7 @@ class RolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
@@ -279,6 +285,7 @@ class RolloutStorage(RolloutCore):
             check_positive(owner, num_envs=num_envs)
             shape = check_shape(owner, "actions_shape", actions_shape if actions_shape is not None else ())
             self._allocate_like(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
+        self._begin_journal(journal)
 
     @classmethod
     @explained
@@ -292,13 +299,14 @@ class RolloutStorage(RolloutCore):
         seed: int | None = None,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> Callable[..., RolloutStorage]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         The number of environments and all shapes are taken from their first sample.
         """
         options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
-        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
+        options.update(allow_nonfinite_rewards=allow_nonfinite_rewards, journal=journal)
 
         def create(device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
             storage = cls(training_type, None, size, None, None, device, **options)

@@ -156,6 +156,11 @@ class Content:
         for name, tensor in self.tensors.items():
             storable(name, tensor)
 
+    @property
+    def all_tensors(self) -> dict[str, Tensor]:
+        """The tensors, with those of the rows."""
+        return {**self.tensors, **({} if self.rows is None else self.rows.tensors)}
+
 
 class SnapshotWriter:
     """A folder for snapshots, locked until it is closed.
@@ -168,6 +173,7 @@ class SnapshotWriter:
 
     Attributes:
         id: That of the save that the folder holds; None if it holds none.
+        is_empty: Whether there was no snapshot in it when it was opened.
 
     Raises:
         InvalidInputError: If the folder holds something else, or another save to it is in progress.
@@ -177,7 +183,9 @@ class SnapshotWriter:
         self._folder = Folder(owner, path, "snapshot", _FIELDS, _is_foreign, _IF_FULL)
         self._folder.directory.waits = sync
         self.path, self._sync = self._folder.path, sync
-        self.id: str | None = None if self._folder.manifest is None else self._folder.manifest.get("id")
+        self._held = self._folder.manifest  # None after an error as well: nobody knows what is there
+        self.is_empty = self._held is None
+        self.id: str | None = None if self._held is None else self._held.get("id")
 
     def __enter__(self) -> SnapshotWriter:
         return self
@@ -185,14 +193,29 @@ class SnapshotWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def write(self, content: Content) -> None:
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder was removed or moved, or is closed."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._folder.directory.descriptor))
+        except OSError:
+            return True
+
+    def write(self, content: Content, *, if_changed: bool = False) -> None:
         """Save, replacing the snapshot that is there, if any. No second copy of the tensors is made.
+
+        Args:
+            content: What to save.
+            if_changed: Write nothing if the folder holds just that already.
 
         Raises:
             DiskFullError: If the disk is full. As after any other error, the snapshot that was there still is.
         """
         saved = None
         try:
+            if if_changed and self._holds(content):
+                saved = None if content.rows is None else content.rows.saved
+                return
             with raising_disk_full(self.path, _IF_FULL):
                 try:
                     saved = self._write(content)
@@ -202,18 +225,22 @@ class SnapshotWriter:
             if content.rows is not None:
                 content.rows.close(saved)
 
+    def _holds(self, content: Content) -> bool:
+        """Whether all but the rows is as in the folder; so are the rows then, which the counters among it count."""
+        held = self._held
+        if held is None or any(held.get(name) != value for name, value in _described(content).items()):
+            return False
+        tensors = content.all_tensors
+        smallest_first = sorted(tensors.items(), key=lambda item: item[1].numel())  # which tell most changes
+        return held["tensors"].keys() == tensors.keys() and all(
+            held["tensors"][name] == _entry_of(tensor, checksum_of(storable(name, tensor)))
+            for name, tensor in smallest_first
+        )
+
     def _write(self, content: Content) -> SavedRows | None:
         """Write everything, the manifest last; the rows that are in the folder then."""
-        found: dict[str, Any] = {
-            "contents": "whole" if content.rows is None else "segments",
-            "id": uuid.uuid4().hex,
-            "class": content.class_name,
-            "device": content.device,
-            "settings": content.settings,
-            "numbers": content.numbers,
-            **({"note": dict(content.note)} if content.note else {}),
-        }
-        tensors = {**content.tensors, **({} if content.rows is None else content.rows.tensors)}
+        found = {**_described(content), "id": uuid.uuid4().hex}
+        self._held, tensors = None, content.all_tensors
         forms = {name: storable(name, tensor) for name, tensor in tensors.items()}
         directory = self._folder.directory
         segments = [] if content.rows is None else self._append(content.rows)
@@ -221,14 +248,11 @@ class SnapshotWriter:
         checksums = write_tensors(directory.create(file), forms, sync=self._sync)
         directory.sync()
         found["file"] = {"name": file, "bytes": os.stat(file, dir_fd=directory.descriptor).st_size}
-        found["tensors"] = {
-            name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksums[name]}
-            for name, tensor in tensors.items()
-        }
+        found["tensors"] = {name: _entry_of(tensor, checksums[name]) for name, tensor in tensors.items()}
         if content.rows is not None:
             found["segments"] = [{"name": segment.name, "bytes": segment.nbytes} for segment in segments]
         self._folder.write_manifest(found)
-        self.id = str(found["id"])
+        self._held, self.id = found, found["id"]
         if content.rows is None:
             return None
         stops = torch.stack([content.rows.first, *(segment.stop for segment in segments)])
@@ -261,6 +285,23 @@ class SnapshotWriter:
     def close(self) -> None:
         """Release the folder."""
         self._folder.release()
+
+
+def _described(content: Content) -> dict[str, Any]:
+    """What a manifest says of a snapshot besides its id, its files and its tensors."""
+    return {
+        "contents": "whole" if content.rows is None else "segments",
+        "class": content.class_name,
+        "device": content.device,
+        "settings": content.settings,
+        "numbers": content.numbers,
+        **({"note": dict(content.note)} if content.note else {}),
+    }
+
+
+def _entry_of(tensor: Tensor, checksum: int) -> dict[str, Any]:
+    """What a manifest says of a tensor."""
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": checksum}
 
 
 def _is_foreign(name: str) -> bool:

@@ -1,0 +1,486 @@
+"""Journals: the thread, failures of the disk, the end of a storage and of a process, forks, copies."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import threading
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from gymnasium import spaces
+
+from rlstore import (
+    DecoupledRolloutStorage,
+    DiskFullError,
+    DistributedStorage,
+    InvalidInputError,
+    Journal,
+    RateLimit,
+    ReplayStorage,
+    RolloutStorage,
+    SnapshotError,
+    Storage,
+    StorageClosedError,
+)
+from rlstore.engine.disk import journal as journals
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+BOX, MOVES = spaces.Box(-1e9, 1e9, (1,)), spaces.Discrete(9)
+NEVER = 1e6  # seconds
+
+
+def make(folder, kind=ReplayStorage, **options):
+    given = {"storage_size": 64, "seed": 0, **options} if kind is ReplayStorage else options
+    return kind(BOX, MOVES, journal=folder if folder is None else Journal(folder, NEVER), **given)
+
+
+def play(storage, steps, begin=0):
+    """Steps of one long episode; the observation is the number of the step, and so is the reward."""
+    for step in range(begin, begin + steps):
+        storage.add([[float(step)]], [0], [float(step)], [False], [False], {}, [[step + 1.0]])
+
+
+def rewards_in(folder):
+    return rewards_of(Storage.load(folder))
+
+
+def rewards_of(storage):
+    data = storage.get_all_buffer_data()
+    return data["rewards"].flatten().tolist() if data else []
+
+
+class Ticks:
+    """The waits of journals: a commit is made when it is told to, and is over when the next wait begins."""
+
+    def __init__(self, monkeypatch):
+        self._told, self._waiting = threading.Semaphore(0), threading.Semaphore(0)
+        monkeypatch.setattr(journals, "_wait", self._wait)
+
+    def _wait(self, closing, seconds):
+        self._waiting.release()
+        while not closing.is_set():
+            if self._told.acquire(timeout=0.01):
+                return False
+        return True
+
+    def begin(self):
+        """The thread has begun to wait."""
+        self._waiting.acquire()
+
+    def tick(self):
+        self._told.release()
+        self._waiting.acquire()
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    return Ticks(monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"path": 3}, "path is 3; Journal needs the path of a folder, a string or a Path"),
+        ({"path": "j", "interval": 0}, "interval is 0; Journal needs a number of seconds above 0"),
+        ({"path": "j", "interval": -1.5}, "interval is -1.5; Journal needs a number of seconds above 0"),
+        ({"path": "j", "interval": float("nan")}, "interval is nan; Journal needs a number"),
+        ({"path": "j", "interval": float("inf")}, "interval is inf; Journal needs a number"),
+        ({"path": "j", "interval": True}, "interval is True; Journal needs a number"),
+        ({"path": "j", "interval": "2"}, "interval is '2'; Journal needs a number"),
+        ({"path": "j", "fsync": 1}, "fsync is 1; Journal needs True or False"),
+    ],
+    ids=str,
+)
+def test_a_journal_that_cannot_be_is_refused(given, words):
+    with pytest.raises(InvalidInputError, match=re.escape(words)):
+        Journal(**given)
+
+
+KINDS = {
+    "replay": lambda **given: make(None, **given) if not given else ReplayStorage(BOX, MOVES, **given),
+    "decoupled": lambda **given: DecoupledRolloutStorage(BOX, MOVES, num_steps=2, num_envs=1, **given),
+    "rollout": lambda **given: RolloutStorage("rl", None, 2, None, None, **given),
+    "distributed": lambda **given: DistributedStorage(BOX, MOVES, num_steps=2, num_storages=2, **given),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_refused_that_holds_something_or_is_in_use(kind, tmp_path):
+    make = KINDS[kind]
+    with pytest.raises(InvalidInputError, match=r"journal is 3; .* needs the path of a folder"):
+        make(journal=3)
+    first = make(journal=tmp_path / "journal")
+    with pytest.raises(InvalidInputError, match="in use by another storage"):
+        make(journal=tmp_path / "journal")
+    first.journal.close()
+    before = sorted(path.name for path in (tmp_path / "journal").iterdir())
+    with pytest.raises(InvalidInputError, match=r"already holds .* load it: \w+\.load\(path, journal=path\)"):
+        make(journal=tmp_path / "journal")
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == before
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("")
+    with pytest.raises(InvalidInputError, match=r"holds other files: \['thesis.tex'\]"):
+        make(journal=tmp_path / "foreign")
+    assert [path.name for path in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
+
+
+def test_loading_goes_on_in_the_folder_or_in_another_one(tmp_path):
+    storage = make(tmp_path / "one")
+    play(storage, 3)
+    storage.close()
+    storage = Storage.load(tmp_path / "one", journal=tmp_path / "two")
+    assert rewards_in(tmp_path / "two") == [0.0, 1.0, 2.0]  # from the beginning
+    play(storage, 1, 3)
+    storage.close()
+    assert (rewards_in(tmp_path / "one"), rewards_in(tmp_path / "two")) == ([0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0])
+    with pytest.raises(InvalidInputError, match="already holds"):
+        Storage.load(tmp_path / "one", journal=tmp_path / "two")
+    storage = Storage.load(tmp_path / "two", journal=tmp_path / "two")
+    with pytest.raises(InvalidInputError, match="in use"):
+        Storage.load(tmp_path / "two", journal=tmp_path / "two")
+    assert Storage.load(tmp_path / "two").journal is None  # reading needs no lock
+    storage.close()
+    make(None).save(tmp_path / "saved")
+    storage = Storage.load(tmp_path / "saved", journal=tmp_path / "saved")  # a snapshot becomes a journal
+    play(storage, 2)
+    storage.close()
+    assert rewards_in(tmp_path / "saved") == [0.0, 1.0]
+
+
+class Counting(Storage):
+    """A class of a user, with the methods that saving needs."""
+
+    def __init__(self, size, device="cpu"):
+        super().__init__(size, device, seed=0)
+        self.numbers = torch.zeros(size)
+
+    create_factory = init_tensors = get_all_buffer_data = insert_data_slice = insert_transition = None
+    before_gradients = after_gradients = generate_batches = reset = update_storage_parameter = None
+
+    def _settings(self):
+        return {"size": self.max_size}
+
+    @classmethod
+    def _from_settings(cls, settings, device):
+        return cls(settings["size"], device)
+
+    def _state(self):
+        return {}, {"numbers": self.numbers}
+
+    def _set_state(self, numbers, reader):
+        reader.read_into("numbers", self.numbers)
+
+
+def test_a_class_of_a_user_gets_a_journal_by_loading(tmp_path):
+    Counting(3).save(tmp_path / "journal")
+    storage = Storage.load(tmp_path / "journal", journal=tmp_path / "journal")
+    storage.numbers[1] = 5.0
+    storage.journal.commit()
+    assert Storage.load(tmp_path / "journal").numbers.tolist() == [0.0, 5.0, 0.0]
+    storage.journal.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the thread
+
+
+def test_the_thread_commits_what_came(tmp_path, ticks):
+    storage = make(tmp_path / "journal")
+    ticks.begin()
+    newest = 0
+    for steps in (5, 1, 80):
+        play(storage, steps, newest)
+        assert rewards_in(tmp_path / "journal") == list(range(newest))
+        newest += steps
+        ticks.tick()
+        assert rewards_in(tmp_path / "journal") == list(range(max(0, newest - 64), newest))
+    identity = manifest_of(tmp_path / "journal")
+    ticks.tick()
+    assert manifest_of(tmp_path / "journal") == identity  # nothing came
+    storage.close()
+
+
+def manifest_of(folder):
+    return (folder / "manifest.json").read_bytes()
+
+
+def test_threads_add_while_others_commit(tmp_path, ticks):
+    """Every commit is a state that there was: rows without a gap, up to some step."""
+    storage = make(tmp_path / "journal", storage_size=400)
+    ticks.begin()
+    adding = threading.Thread(target=play, args=(storage, 2000))
+    adding.start()
+    while adding.is_alive():
+        ticks.tick()
+        found = rewards_in(tmp_path / "journal")
+        newest = int(found[-1]) + 1 if found else 0
+        assert found == [float(step) for step in range(max(0, newest - 400), newest)]
+    adding.join()
+    storage.close()
+    assert rewards_in(tmp_path / "journal") == list(range(1600, 2000))
+
+
+def test_a_wait_for_a_rate_limit_does_not_hold_commits_back(tmp_path):
+    storage = make(tmp_path / "journal", rate_limit=RateLimit(1.0, min_size=2, tolerance=8), batch_size=2)
+    adding = threading.Thread(target=play, args=(storage, 20))
+    adding.start()
+    while len(rewards_in(tmp_path / "journal")) < 10:  # of ten steps, the eleventh has to wait for samples
+        storage.journal.commit()
+    assert adding.is_alive()
+    while adding.is_alive():
+        storage.sample()
+    adding.join()
+    storage.close()
+    assert rewards_in(tmp_path / "journal") == list(range(20))
+
+
+def test_writers_of_other_processes_are_committed_in_whole_rows(tmp_path):
+    storage = make(tmp_path / "journal", memory="shared", storage_size=300)
+    writer = storage.writer()
+    child = multiprocessing.get_context("fork").Process(target=lambda: (play(writer, 1000), writer.close()))
+    child.start()
+    while child.is_alive():
+        storage.journal.commit()
+        found = rewards_in(tmp_path / "journal")
+        newest = int(found[-1]) + 1 if found else 0
+        assert found == [float(step) for step in range(max(0, newest - 300), newest)]
+    child.join()
+    storage.close()
+    assert rewards_in(tmp_path / "journal") == list(range(700, 1000))
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+@contextmanager
+def failing(name, number=errno.EIO):
+    """A function of the system that fails."""
+
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, name, fail)
+        yield
+
+
+CALLS = {
+    "full, rows": ("pwritev", errno.ENOSPC, DiskFullError),
+    "full, space reserved": ("posix_fallocate", errno.ENOSPC, DiskFullError),
+    "fsync": ("fsync", errno.EIO, OSError),
+    "rename": ("replace", errno.EIO, OSError),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_path, ticks):
+    name, number, kind = CALLS[call]
+    folder = tmp_path / "journal"
+    storage = make(folder)
+    ticks.begin()
+    play(storage, 10)
+    ticks.tick()
+    play(storage, 5, 10)
+    with failing(name, number):
+        with pytest.warns(RuntimeWarning, match="Adding goes on") as warned:
+            ticks.tick()
+        (warning,) = warned
+        assert str(folder) in str(warning.message)
+        assert "nothing that came after 20" in str(warning.message)
+        play(storage, 5, 15)
+        ticks.tick()  # of a streak of failures the first is told: another warning would be an error
+        assert isinstance(storage.journal.error, kind)
+        with pytest.raises(kind):
+            storage.journal.commit()
+        assert rewards_in(folder) == list(range(10))
+        play(storage, 5, 20)
+    files = {path.name for path in folder.glob("rows-*")}
+    ticks.tick()
+    assert storage.journal.error is None
+    assert rewards_in(folder) == list(range(25))
+    assert {path.name for path in folder.glob("rows-*")} - files  # what was written when it failed is not appended to
+    play(storage, 60, 25)
+    storage.close()
+    assert rewards_in(folder) == list(range(21, 85))
+
+
+def test_a_streak_that_ended_is_told_again(tmp_path, ticks):
+    storage = make(tmp_path / "journal")
+    ticks.begin()
+    for begin in (0, 1):
+        play(storage, 1, begin)
+        with failing("fsync"), pytest.warns(RuntimeWarning, match="failed: OSError"):
+            ticks.tick()
+        ticks.tick()
+    storage.close()
+
+
+def test_where_warnings_are_errors_the_thread_goes_on(tmp_path, ticks):
+    storage = make(tmp_path / "journal")
+    ticks.begin()
+    play(storage, 1)
+    with failing("fsync"):
+        ticks.tick()  # all warnings are errors in tests
+    assert isinstance(storage.journal.error, OSError)
+    ticks.tick()
+    assert rewards_in(tmp_path / "journal") == [0.0]
+    storage.close()
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path, ticks):
+    folder = tmp_path / "run" / "journal"
+    storage = make(folder)
+    ticks.begin()
+    play(storage, 10)
+    ticks.tick()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("in the way")
+    play(storage, 1, 10)
+    with pytest.warns(RuntimeWarning, match="Adding goes on"):
+        ticks.tick()
+    (tmp_path / "run").unlink()
+    ticks.tick()
+    assert rewards_in(folder) == list(range(11))
+    shutil.rmtree(folder)
+    other = make(None)
+    other.save(folder)  # not ours any more
+    play(storage, 1, 11)
+    with pytest.warns(RuntimeWarning, match="replaced by another one"):
+        ticks.tick()
+    assert rewards_in(folder) == []
+    shutil.rmtree(folder)
+    storage.close()
+    assert rewards_in(folder) == list(range(12))
+
+
+def test_a_last_commit_that_fails_is_raised_and_everything_is_closed(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 3)
+    with failing("fsync"), pytest.raises(OSError, match="Input/output"):
+        storage.close()
+    with pytest.raises(StorageClosedError, match="is closed; nothing was committed"):
+        storage.journal.commit()
+    storage.close()
+    assert rewards_in(tmp_path / "journal") == []
+    make(None).save(tmp_path / "journal")  # nobody has the folder
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+def test_closing_commits_and_releases_the_folder(tmp_path):
+    storage = make(tmp_path / "journal")
+    thread = storage.journal._thread
+    play(storage, 3)
+    storage.close()
+    thread.join()
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
+    Storage.load(tmp_path / "journal", journal=tmp_path / "journal").close()
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_storage_that_is_collected_is_committed(in_a_cycle, tmp_path):
+    storage = make(tmp_path / "journal")
+    thread, gone = storage.journal._thread, weakref.ref(storage)
+    play(storage, 3)
+    if in_a_cycle:
+        storage.itself = storage
+    del storage
+    gc.collect()
+    assert gone() is None
+    thread.join()
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
+
+
+def test_a_collected_storage_warns_if_its_last_commit_fails(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 3)
+    with failing("fsync"), pytest.warns(RuntimeWarning, match="It was the last one"):
+        del storage
+    assert rewards_in(tmp_path / "journal") == []
+
+
+def test_a_shallow_copy_that_is_collected_does_not_end_the_journal(tmp_path):
+    storage = make(tmp_path / "journal")
+    copy.copy(storage)
+    gc.collect()
+    play(storage, 1)
+    storage.journal.commit()
+    assert rewards_in(tmp_path / "journal") == [0.0]
+    storage.close()
+
+
+def test_the_end_of_a_process_commits(tmp_path):
+    def work():
+        storage = make(tmp_path / "journal", num_workers=2, batch_size=2)
+        kept.append(storage)  # so that it is not collected before
+        play(storage, 3)
+        storage.sample()
+
+    kept = []
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
+
+
+# ---------------------------------------------------------------------------------------------------- copies, forks
+
+
+def test_a_copy_has_no_journal(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 2)
+    copies = [copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))]
+    assert [one.journal for one in copies] == [None, None]
+    play(copies[0], 3, 2)
+    del copies
+    gc.collect()
+    storage.journal.commit()
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0]
+    storage.close()
+
+
+def test_a_forked_child_leaves_the_journal_to_its_parent(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 2)
+    ours, theirs = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = b"no"
+        os.close(theirs[1])  # so that the end of the parent ends the child
+        try:
+            play(storage, 3, 2)  # a copy, in memory of its own
+            with pytest.raises(InvalidInputError, match=f"forked, and the journal .* process {os.getppid()}"):
+                storage.journal.commit()
+            storage.close()
+            multiprocessing.util._exit_function()
+            told = b"ok"
+        finally:
+            os.write(ours[1], told)
+            os.read(theirs[0], 1)
+            os._exit(0)
+    assert os.read(ours[0], 2) == b"ok"
+    assert rewards_in(tmp_path / "journal") == []
+    storage.close()
+    Storage.load(tmp_path / "journal", journal=tmp_path / "journal").close()  # the child does not have the lock
+    os.write(theirs[1], b".")
+    os.waitpid(child, 0)
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0]
+
+
+def test_there_is_nothing_to_load_where_nothing_was_committed(tmp_path):
+    with pytest.raises(SnapshotError, match="there is no snapshot"):
+        Storage.load(tmp_path / "journal", journal=tmp_path / "journal")
+    assert not (tmp_path / "journal").exists()
