@@ -1,7 +1,7 @@
 """A shard: an actor that holds a storage.
 
-Inserts run in one thread and draws in two others. Each step and each draw holds ``_lock``: a draw waits for one step,
-never for a call of many steps, and a batch is sent while the next one is drawn.
+Inserts run in one thread, draws in two others, and saves in one more. Each step and each draw holds ``_lock``: a draw
+waits for one step, never for a call of many steps, and a batch is sent while the next one is drawn.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Shard:
         if getattr(self._storage, "journal", None) is not None:
             raise InvalidInputError("the factory's storage has a journal of its own; give it to serve() instead")
         self._journal = self._saves.begin_journal(self)
+        self._state.saved = self._journal is not None or restored.seeded
 
     def ready(self) -> ShardState:
         """The state of the shard; raises the error with which the shard failed to start."""
@@ -290,6 +291,7 @@ class Shard:
         self._heartbeat(())
         return list(result) if isinstance(result, Iterator) else result
 
+    @ray.method(concurrency_group="save")
     def save(self) -> ShardState:
         """Write a snapshot and commit the journal; returns the state, which may be newer."""
         self._open()
@@ -309,6 +311,7 @@ class Shard:
             saving.wait()  # inserts go on meanwhile
             self._saves.forget_before()
             self._saved += 1
+            self._state.saved = True
         self._ledger.save.remote([self.ready()])
 
     def _try_to_write_snapshot(self) -> None:
