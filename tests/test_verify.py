@@ -7,12 +7,13 @@ import os
 import runpy
 import shutil
 import signal
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlstore import PrioritizedReplayStorage, verify
+from rlstore import PrioritizedReplayStorage, SnapshotError, Storage, verify
 from rlstore.__main__ import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -134,6 +135,63 @@ def test_rows_of_a_mapped_folder_that_were_damaged_are_told_and_the_others_count
     assert tree(folder) == before
 
 
+def saved_three_times(folder, storage):
+    """Rows 0 to 4, 5 to 9 and 10 to 14 of three environments in one segment; where the record of the second is."""
+    for first in (0, 5, 10):
+        fill(storage, first, first + 5)
+        storage.save(folder)
+    content, begins = (folder / "rows-000001.bin").read_bytes(), [0]
+    while begins[-1] < len(content):
+        _, header, _, data = struct.unpack_from("<8sIIQ", content, begins[-1])
+        begins.append(begins[-1] + 24 + header + data)
+    assert len(begins) == 6  # between two of rows there is one of the episode that ended with the older ones
+    return begins[2:4]
+
+
+@pytest.mark.parametrize(("part", "left"), [("data", 30), ("header", 15)])
+def test_rows_of_a_damaged_record_are_told_and_the_others_counted(part, left, tmp_path, capsys):
+    storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS)
+    begin, end = saved_three_times(tmp_path / "saved", storage)
+    assert said(tmp_path / "saved", capsys)[1][-1] == "whole: 45 transitions can be loaded"
+    flip(tmp_path / "saved" / "rows-000001.bin", begin + 30 if part == "header" else end - 1)
+    before = tree(tmp_path / "saved")
+    status, lines = said(tmp_path / "saved", capsys)
+    assert status == 1
+    (line,) = (line for line in lines if line.startswith("damaged  "))
+    assert line.startswith(f"damaged  rows-000001.bin: the record at byte {begin:,} is damaged: ")
+    # Behind a header that cannot be read nobody knows where the next record begins.
+    assert line.endswith(" It has rows 5 to 9 of all environments." if part == "data" else "(its checksum differs).")
+    assert lines[-1].startswith(f"damaged: {left} of 45 transitions, and ")
+    assert tree(tmp_path / "saved") == before
+    with pytest.raises(SnapshotError):
+        Storage.load(tmp_path / "saved")
+
+
+def test_tables_that_cannot_be_are_told_although_every_checksum_is_right(tmp_path, capsys):
+    storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS)
+    fill(storage, 0, 5)
+    storage._sampler.tree._leaves[3] = float("nan")
+    storage.save(tmp_path / "saved")
+    status, lines = said(tmp_path / "saved", capsys)
+    assert status == 1
+    assert lines[2] == "damaged  tensors-000001.safetensors: priorities: one is not a finite number of at least 0."
+    assert lines[-1] == "damaged: nothing can be loaded"
+
+
+def test_the_class_of_a_user_need_not_be_imported(tmp_path, capsys):
+    storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS)
+    _, end = saved_three_times(tmp_path / "saved", storage)
+    told = (tmp_path / "saved" / "manifest.json").read_text()
+    rest = told.replace("rlstore.PrioritizedReplayStorage", "thesis.Mine").rpartition(',\n "crc32"')[0] + "\n}"
+    (tmp_path / "saved" / "manifest.json").write_text(rest)
+    status, lines = said(tmp_path / "saved", capsys)
+    assert status == 0
+    assert "whole    tables: not checked: no class thesis.Mine is imported" in lines
+    assert lines[-1].startswith("whole: 45 of 45 transitions, and ")
+    flip(tmp_path / "saved" / "rows-000001.bin", end - 1)
+    assert said(tmp_path / "saved", capsys)[1][-1].startswith("damaged: 30 of 45 transitions, and ")
+
+
 def test_tables_of_a_mapped_folder_that_cannot_be_are_told(tmp_path, capsys):
     folder = mapped(tmp_path / "mapped")
     (folder / "seal.json").unlink()
@@ -208,3 +266,21 @@ def test_it_is_a_command_of_the_module(monkeypatch, capsys):
         runpy.run_module("rlstore", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.endswith("whole: 7 of 7 episodes can be read, 41 transitions\n")
+
+
+def test_the_folders_of_the_shards_of_a_served_storage_are_verified_together(tmp_path, capsys):
+    for shard in range(2):
+        shutil.copytree(GOLDEN / "snapshots" / "replay", tmp_path / "served" / f"shard-{shard}" / "snapshot")
+    (tmp_path / "served" / "served.json").write_text("{}")
+    status, lines = said(tmp_path / "served", capsys)
+    assert status == 0
+    assert lines[0] == f"{tmp_path / 'served'}: 2 folders"
+    assert sum(line == "whole: 60 transitions can be loaded" for line in lines) == 2
+    assert lines[-1] == "whole: 2 of 2 folders are whole"
+    os.truncate(tmp_path / "served" / "shard-1" / "snapshot" / "tensors-000001.safetensors", 100)
+    (tmp_path / "served" / "served.json").write_text("{")
+    status, lines = said(tmp_path / "served", capsys)
+    assert status == 1
+    assert any(line.startswith("damaged  tensors-000001.safetensors: its header has ") for line in lines)
+    assert any(line.startswith("damaged  served.json: ") for line in lines)
+    assert lines[-1] == "damaged: 1 of 2 folders are whole"

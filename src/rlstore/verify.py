@@ -31,6 +31,8 @@ from rlstore.errors import DoesNotFitError, SnapshotError, StorageError
 from rlstore.storage import check_snapshot
 
 _LOOKS = 5  # at a folder that changes while it is looked at
+_DEPTH = 2  # of the folders of a served storage: root/shard-0/snapshot
+_SERVED = "served.json"  # the counts of a served storage
 _MOST_SHOWN = 3  # things that are wrong with one file
 
 
@@ -93,8 +95,12 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def verify(path: Path) -> Report | None:
+def verify(path: Path, depth: int = _DEPTH) -> Report | None:
     """Look at a folder, and change nothing. Whatever it holds, this raises nothing but an OSError.
+
+    Args:
+        path: The folder.
+        depth: How deep to look for folders of rlstore in one that is none.
 
     Returns:
         What was found; None if it is not a folder of rlstore.
@@ -102,7 +108,7 @@ def verify(path: Path) -> Report | None:
     with Directory(path) as directory:
         kind = _kind_of(directory)
         if kind is None:
-            return None
+            return _verify_folders(directory, depth) if depth else None
         report = Report(_plain(f"{directory.path}: {kind}"))
         report.saved = "nothing can be loaded"  # until it is known better
         try:
@@ -110,6 +116,24 @@ def verify(path: Path) -> Report | None:
         except Exception as error:  # nothing that a folder says is trusted
             report.refused(error, directory.path, manifest.NAME)
         return report
+
+
+def _verify_folders(directory: Directory, depth: int) -> Report | None:
+    """Look at the folders in a folder, as a served storage has one for each of its shards."""
+    folders = [Path(entry.path) for entry in os.scandir(directory.path) if entry.is_dir(follow_symlinks=False)]
+    parts = [part for part in (verify(folder, depth - 1) for folder in sorted(folders)) if part is not None]
+    if not parts:
+        return None
+    report = Report(_plain(f"{directory.path}: {len(parts)} folders"))
+    report.parts = parts
+    if _SERVED in directory.names():
+        try:
+            parse_json(directory.read(_SERVED, manifest.MOST_BYTES), _SERVED)
+            report.looked_at(_SERVED)
+        except SnapshotError as error:
+            report.refused(error, directory.path, _SERVED)
+    report.saved = f"{sum(part.is_whole for part in parts)} of {len(parts)} folders are whole"
+    return report
 
 
 def _kind_of(directory: Directory) -> str | None:
@@ -306,8 +330,16 @@ def _scan_segment(reader: SnapshotReader, index: int, coverage: _Coverage | None
                 coverage.add(*times)
         except SnapshotError as error:
             where = str(error).replace(f" of {reader.folder / name}", "")
-            lost = f" It has rows {times[0].tolist()} to {times[1].tolist()}." if len(times) == 2 else ""
-            report.damaged(name, where + lost)
+            report.damaged(name, where + (_rows_text(*times) if len(times) == 2 else ""))
+
+
+def _rows_text(first: Tensor, stop: Tensor) -> str:
+    """The rows of a record, in words."""
+    if not bool((first < stop).any()):
+        return ""
+    low, high = int(first.min()), int(stop.max())
+    whose = "all" if bool((first == low).all()) and bool((stop == high).all()) else "the"
+    return f" It has rows {low:,} to {high - 1:,} of {whose} environments."
 
 
 class _Coverage:

@@ -1,7 +1,10 @@
 """rllte's own DrQ-v2 agent, unchanged, with our NStepReplayStorage in the place of theirs."""
 
+import resource
 import sys
 import types
+from inspect import signature
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from rllte_toy_env import ReachVector
 
 from rlstore import NStepReplayStorage
+from rlstore.engine.memory import capacity
 
 GAMMA, N_STEP = 0.99, 3  # those of the document, which the agent leaves as they are
 
@@ -110,6 +114,29 @@ def test_the_agent_takes_batches_of_pixels(make_agent):
         assert batch.rewards.shape == batch.discounts.shape == (8, 1)
         assert {tensor.dtype for tensor in batch} == {torch.float32}
         assert {float(value) for value in batch.observations.unique()} == {0.0, 255.0}
+
+
+def test_the_agent_trains_with_its_own_storage_size(rllte, make_agent, monkeypatch):
+    """A million transitions of pixels, more than most machines have memory for: it is taken as they come."""
+    size = signature(rllte.agent.drqv2.DrQv2).parameters["storage_size"].default
+    assert size == 1_000_000
+    monkeypatch.setattr(capacity, "free_ram", lambda: (12 << 30, "as the test says"))
+    before = resident()
+    # Observations of 3 x 84 x 84 bytes, an action, a reward and the index of the episode; one more for what follows.
+    nbytes = (size + 1) * (3 * 84 * 84 + 4 + 4 + 4)
+    with pytest.warns(RuntimeWarning, match=rf"WatchedStorage takes .* \({nbytes:,} bytes\) when it is full"):
+        agent = make_agent(ReachVector(pixels=True, limit=7), storage_size=size, batch_size=8)
+    train(agent, 60)
+    storage = agent.storage
+    assert (len(storage), storage.storage_size) == (60, size)
+    assert len(storage.batches) == 5
+    assert {float(value) for value in storage.batches[-1].observations.unique()} == {0.0, 255.0}
+    assert resident() - before < 1 << 30  # 60 rows are 1.3 MB; the rest is the agent
+
+
+def resident():
+    """Bytes of this process that are in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from forked_work import in_child
 from gymnasium import spaces
 
 from rlstore import (
@@ -41,26 +42,6 @@ def play(storage, steps, begin=0):
 
 def rewards_of(storage):
     return storage.get_all_buffer_data()["rewards"].flatten().tolist()
-
-
-def in_child(work):
-    """What a forked child returned; an exception in it is an error here."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            told = pickle.dumps(work())
-        except BaseException as error:
-            told = pickle.dumps(error)
-        os.write(writing, told)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        told = pickle.loads(pipe.read())
-    os.waitpid(child, 0)
-    if isinstance(told, BaseException):
-        raise told
-    return told
 
 
 def refused(*calls):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,8 @@ STEP = 256 << 20  # bytes that are taken before it is asked again what is free
 RESERVE = 128 << 20  # bytes that are left to everything else: batches, tables that grow, copies for a save
 
 REFUSED = "Nothing was written. Everything that is held can still be sampled and saved."
+
+_GUESSES = 4  # of how many steps fit
 
 Counts = npt.NDArray[np.int64]  # of each lane
 
@@ -77,7 +78,7 @@ class Growth:
 
     def more(self, steps: int) -> int:
         """Bytes that are taken, at most, when so many steps are written."""
-        return self._bytes_of(np.minimum(self._count + steps, self._rows)) - self._taken
+        return self._bytes_of(self._count + steps) - self._taken
 
     def room(self, share: float, owner: str, held: str) -> int:
         """How many steps may be written before this has to be asked again.
@@ -99,7 +100,7 @@ class Growth:
         most = min(STEP * share, free - RESERVE)
         if remaining <= most:
             return ENDLESS
-        room = bisect_right(range(1, left), most, key=self.more)
+        room = self._fitting(left, most)
         if room == 0 and self.more(1) <= free - RESERVE:
             room = 1  # many lanes begin a page each
         if room == 0:
@@ -109,3 +110,19 @@ class Growth:
                 f"else. {REFUSED} {NEED_LESS.format(larger='large enough')}"
             )
         return room
+
+    def _fitting(self, left: int, most: float) -> int:
+        """A number of steps below ``left`` that take no more than ``most`` bytes, and not many fewer than do."""
+        of_step = sum(block.lanes * block.row_bytes for block in (*self._blocks, *self._tables))
+        fits, low, high = 0, 1, left
+        guess = int(most // of_step)
+        for _ in range(_GUESSES):
+            guess = min(max(guess, low), high - 1)
+            if guess < low:
+                break
+            more = self.more(guess)
+            if more <= most:
+                fits, low, guess = guess, guess + 1, guess + int((most - more) // of_step)
+            else:
+                high, guess = guess, guess // 2
+        return fits

@@ -353,11 +353,14 @@ class EpisodeRing:
         self.current.fill_(-1)
         self.after_end.fill_(-1)
         self.free_count.fill_(self.slots // self.lanes)
-        # The episode index on top of the stack is the first to be taken: the lowest.
-        order = torch.arange(self.slots, dtype=torch.int32).reshape(-1, self.lanes)
-        self.free_slots.copy_(order.flip(0))
+        self.free_slots.copy_(self._free_at_first())
         self._known = 0
         self._bind_tables()
+
+    def _free_at_first(self) -> Tensor:
+        """The stacks of free episode indices when all are free: the lowest is on top, and the first to be taken."""
+        deep = len(self.free_slots)
+        return torch.arange(deep * self.whole.lanes, dtype=torch.int32).view(deep, -1).flip(0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -551,9 +554,12 @@ class EpisodeRing:
         """All rows are there: hold them."""
         slots = len(episodes)
         self.episodes[:slots].copy_(episodes)
-        self.free_slots[: slots // self.lanes].copy_(free_slots)
+        # A folder that was reopened, or shared memory, may have more: they are below the others, as they are at first.
+        more = (self.slots - slots) // self.lanes
+        self.free_slots[:more].copy_(self._free_at_first()[:more])
+        self.free_slots[more:].copy_(free_slots)
         self.counters.copy_(counters)
-        self._free_from(slots // self.lanes)  # a folder that was reopened, or shared memory, may have more
+        self.free_count += more
         self.resume()
         self._known = 0
         self._bind_tables()
@@ -639,14 +645,20 @@ class EpisodeRing:
             state.update(self._used_tables())
         return {**state, "records": None, "_reach": None, "row blocks": rows}
 
+    def used_slots(self) -> int:
+        """How many entries of the tables may have been used: shared memory is taken when it is read, too."""
+        if self.backing.kind != "shared":
+            return self.slots
+        below = min(int(self.free_count.min()), len(self.free_slots) - 1)
+        is_first = (self.free_slots[:below] == self._free_at_first()[:below]).all(1)
+        return self.slots - int(is_first.long().cumprod(0).sum()) * self.lanes
+
     def _used_tables(self) -> dict[str, Any]:
-        """The tables, without the last episode indices of all lanes that were never taken."""
-        deep, lanes = self.free_slots.shape
-        never = torch.arange(self.slots - 1, -1, -1, dtype=torch.int32).view(deep, lanes).flip(1) == self.free_slots
-        spare = int(never.all(1)[: min(int(self.free_count.min()), deep - 1)].long().cumprod(0).sum())
+        """The counters and tables of a ring with no more entries than were ever used."""
+        slots, counters = self.used_slots(), self.counters.clone()
+        spare = (self.slots - slots) // self.lanes
         if spare == 0:
             return {}
-        slots, counters = self.slots - spare * lanes, self.counters.clone()
         counters[4] -= spare
         return {
             "counters": counters,

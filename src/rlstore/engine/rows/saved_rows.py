@@ -80,7 +80,7 @@ class RowCut:
             self.saved = None
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
-        self._episodes = ring.episodes.cpu().clone()
+        self._episodes = ring.episodes[: ring.used_slots()].cpu().clone()
         self._spares = Recycler()
         self.tensors: Mapping[str, Tensor] = {"counters": counters, "episodes": self._episodes, **self._following()}
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
@@ -135,10 +135,10 @@ class RowCut:
     def _record(self, first: Tensor, stop: Tensor, slots: Tensor | None) -> dict[str, Tensor]:
         """A record of rows, and of the episodes with these indices or (None) those that begin or end in it."""
         ring = self._ring
-        flat = _flat_places(first, stop, ring.rows).to(ring.device)
-        made = {"first": first, "stop": stop}
-        made["episode"] = ring.blocks["episode"][flat // ring.rows, flat % ring.rows].cpu()
-        made.update(self._taken(_blocks(ring), flat))
+        lane, time = (part.to(ring.device) for part in _lanes_and_times(first, stop))
+        place = time % ring.rows
+        made = {"first": first, "stop": stop, "episode": ring.blocks["episode"][lane, place].cpu()}
+        made.update(self._taken(_blocks(ring), lane * ring.rows + place))
         if slots is None:
             slots = self._touched(made["episode"].long(), first, stop)
         return {**made, "slots": slots, **self._taken(_tables(ring), slots.to(ring.device))}
@@ -200,12 +200,11 @@ _MOST_FOLDERS = 8  # whose rows are remembered
 _UNLIMITED = 1 << 62
 
 
-def _flat_places(first: Tensor, stop: Tensor, rows: int) -> Tensor:
-    """Where the rows of all lanes are, the lanes one after another, in blocks without the axis of lanes."""
+def _lanes_and_times(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """The lane and the time of each row from ``first`` up to ``stop``, the lanes one after another."""
     count = stop - first
     lane = torch.repeat_interleave(torch.arange(len(first)), count)
-    time = torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
-    return lane * rows + time % rows
+    return lane, torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -322,12 +321,10 @@ class RowIndex:
     def places(self, first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where rows go, in blocks ``[lanes * rows, ...]``, and which of the record they are; None for all of them."""
         low = self.counters[0] + 1 - self._ring.rows  # what is older was overwritten; what follows has a place, too
-        places = _flat_places(first, stop, self._ring.rows)
+        lane, time = _lanes_and_times(first, stop)
+        places = lane * self._ring.rows + time % self._ring.rows
         if bool((first >= low).all()):
             return places, None
-        count = stop - first
-        lane = torch.repeat_interleave(torch.arange(len(first)), count)
-        time = torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
         kept = (time >= low[lane]).nonzero().flatten()
         return places[kept], kept
 
