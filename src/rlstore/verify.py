@@ -209,7 +209,7 @@ def _look(directory: Directory, schema: Mapping[str, Any], report: Report) -> No
     files, ring = PrivateFiles("a mapped storage", directory.path), None
     try:
         ring = EpisodeRing.of_schema(schema, Backing.private("a mapped storage", files))
-        _take_priorities(ring, schema["priorities"])
+        _take_priorities(ring, schema.get("priorities"))
         report.looked_at("tables")
     except Exception as error:
         report.refused(error, directory.path, "tables")
