@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from resumed_training import TRAININGS, WAYS, play, play_stopped
 
@@ -23,5 +25,6 @@ def unstopped(tmp_path_factory):
 
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_that_was_stopped_goes_on_with_the_same_batches(name, way, tmp_path, unstopped):
+def test_a_training_that_was_stopped_goes_on_with_the_same_batches(name, way, tmp_path, unstopped, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here outlives the machine
     assert play_stopped(TRAININGS[name], WAYS[way], tmp_path) == unstopped(name)

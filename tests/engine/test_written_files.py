@@ -1,25 +1,24 @@
-"""write_all: every byte where it belongs, whatever the system takes at a time."""
+"""FileWriter: every byte where it belongs, whatever the system takes at a time; no error is lost."""
 
+import errno
 import os
 import random
 
 import pytest
 
 from rlstore.engine.disk import files
-from rlstore.engine.disk.files import write_all
+from rlstore.engine.disk.files import FileWriter
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def descriptor(tmp_path):
-    opened = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
-    yield opened
-    os.close(opened)
+def path(tmp_path):
+    return tmp_path / "file"
 
 
-def content_of(descriptor):
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+def opened(path, offset=0):
+    return FileWriter(os.open(path, os.O_CREAT | os.O_RDWR), offset)
 
 
 @pytest.mark.parametrize(
@@ -27,15 +26,18 @@ def content_of(descriptor):
     [[], [0], [5], [24, 300, 0, 2 * MIB + 7], [1] * 200, [MIB - 1, 1, 1], [3 * MIB, 3 * MIB, 4 * MIB]],
     ids=str,
 )
-def test_parts_are_written_one_after_another(descriptor, sizes):
-    source = random.Random(1)
-    parts = [source.randbytes(size) for size in sizes]
-    os.pwrite(descriptor, b"before", 0)
-    assert write_all(descriptor, parts, 6) == 6 + sum(sizes)
-    assert content_of(descriptor) == b"before" + b"".join(parts)
+def test_parts_are_written_one_after_another(path, sizes):
+    path.write_bytes(b"before")
+    source, file = random.Random(1), opened(path, 6)
+    given = [[source.randbytes(size) for size in sizes] for _ in range(3)]
+    for parts in (*given, [b"end"]):
+        file.write(parts)
+    assert file.end == 6 + 3 * sum(sizes) + 3
+    file.close(sync=True)
+    assert path.read_bytes() == b"before" + b"".join(map(b"".join, given)) + b"end"
 
 
-def test_what_the_system_did_not_take_is_written_again(descriptor, monkeypatch):
+def test_what_the_system_did_not_take_is_written_again(path, monkeypatch):
     write, lengths = os.pwritev, iter([1, 700, 3, MIB, 999_999, 2])
 
     def take_a_part(file, parts, offset):
@@ -43,11 +45,13 @@ def test_what_the_system_did_not_take_is_written_again(descriptor, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", take_a_part)
     parts = [random.Random(2).randbytes(size) for size in (1000, MIB + 5, 10)]
-    assert write_all(descriptor, parts, 0) == MIB + 1015
-    assert content_of(descriptor) == b"".join(parts)
+    file = opened(path)
+    file.write(parts)
+    file.close(sync=False)
+    assert path.read_bytes() == b"".join(parts)
 
 
-def test_no_call_writes_more_than_a_mebibyte_and_the_disk_is_told_of_whole_stretches(descriptor, monkeypatch):
+def test_no_call_writes_more_than_a_mebibyte_and_the_disk_is_told_of_whole_stretches(path, monkeypatch):
     write, written, told = os.pwritev, [], []
 
     def note(file, parts, offset):
@@ -56,8 +60,33 @@ def test_no_call_writes_more_than_a_mebibyte_and_the_disk_is_told_of_whole_stret
 
     monkeypatch.setattr(os, "pwritev", note)
     monkeypatch.setattr(files, "start_writeback", lambda *given: told.append(given[1:]))
-    end = write_all(descriptor, [bytes(7 * MIB), bytes(MIB - 1)], 0)
-    assert told == []
-    end = write_all(descriptor, [bytes(9 * MIB + 1)], end)
-    assert (end, told) == (17 * MIB, [(0, 16 * MIB)])
+    file = opened(path)
+    for size in (7 * MIB, MIB - 1, 9 * MIB + 1, 5):
+        file.write([bytes(size)])
+    file.close(sync=False)
+    assert (file.end, told) == (17 * MIB + 5, [(0, 16 * MIB)])
     assert max(written) == MIB
+
+
+@pytest.mark.parametrize("size", [100, 2 * MIB], ids=["at once", "in the thread"])
+def test_an_error_is_raised_and_the_file_is_closed(path, monkeypatch, size):
+    synced, closed, close = [], [], os.close
+    file = opened(path)
+
+    def fail(*given):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(os, "close", lambda descriptor: (closed.append(descriptor), close(descriptor)))
+
+    def write():
+        try:
+            file.write([bytes(size)])
+        finally:
+            file.close(sync=size > 100)
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert synced == []
+    assert len(closed) == 1

@@ -239,6 +239,8 @@ class ReplayCore(Storage):
         self._kept, ring = None, self._rows
         if ring is not None:
             self._appender.keep = None
+            ring.holds.clear()  # of saves that the parent's threads are about
+            ring.ask_again()
         is_own = self._sharing is None or self._sharing.is_own  # else the parent was forked, too
         if ring is not None and ring.backing.kind != "ram" and is_own and not self._closed:
             self._sharing = Inherited(type(self).__name__, ring)

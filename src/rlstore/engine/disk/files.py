@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlstore.errors import DiskFullError
@@ -19,6 +20,7 @@ _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _PIECE_BYTES = 1 << 20
 _MOST_PARTS = 64
 _EARLY_BYTES = 8 << 20  # the disk is told of so much at a time
+_MOST_PENDING = 2  # writes that wait for their turn
 
 
 def free_disk(path: Path) -> int:
@@ -43,29 +45,71 @@ def raising_disk_full(path: Path, advice: str) -> Iterator[None]:
         ) from error
 
 
-def write_all(descriptor: int, parts: Iterable[bytes | memoryview], offset: int) -> int:
-    """Write bytes one part after another, from an offset; the offset behind them.
+class FileWriter:
+    """A file that is written while the caller prepares what comes next.
 
-    The disk begins with them while the next ones are written, so that little is left to a later fsync.
+    Many bytes are written by a thread, in the order in which they are given; an error is raised by a later call. The
+    disk begins with them early, so that little is left to an fsync.
+
+    Args:
+        descriptor: The open file, which this object closes.
+        offset: Where to begin.
+
+    Attributes:
+        end: The offset behind all that was given.
     """
-    begin, left = offset, deque(memoryview(part) for part in parts)
-    while left:
-        batch: list[memoryview] = []
-        room = _PIECE_BYTES
-        while left and room and len(batch) < _MOST_PARTS:
-            part = left.popleft()
-            if len(part) > room:
-                left.appendleft(part[room:])
-            batch.append(part[:room])
-            room -= len(batch[-1])
-        written = os.pwritev(descriptor, batch, offset)
-        offset += written
-        if written < _PIECE_BYTES - room:  # a signal, or the disk is about to be full
-            left.appendleft(memoryview(b"".join(batch))[written:])
-    first, stop = begin // _EARLY_BYTES, offset // _EARLY_BYTES
-    if stop > first:
-        start_writeback(descriptor, first * _EARLY_BYTES, (stop - first) * _EARLY_BYTES)
-    return offset
+
+    def __init__(self, descriptor: int, offset: int = 0) -> None:
+        self._descriptor, self.end = descriptor, offset
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[None]] = deque()
+
+    def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Write bytes, one part after another. They must not change before the file is closed."""
+        begin, nbytes = self.end, sum(map(len, parts))
+        self.end += nbytes
+        if nbytes >= _PIECE_BYTES:
+            self._thread = self._thread or ThreadPoolExecutor(1, "rlstore writes a file")
+            with suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
+                self._pending.append(self._thread.submit(self._write, parts, begin))
+                self._wait(_MOST_PENDING)
+                return
+        self._wait(0)
+        self._write(parts, begin)
+
+    def _wait(self, most: int) -> None:
+        while len(self._pending) > most:
+            self._pending.popleft().result()
+
+    def _write(self, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        begin, left = offset, deque(memoryview(part) for part in parts)
+        while left:
+            batch: list[memoryview] = []
+            room = _PIECE_BYTES
+            while left and room and len(batch) < _MOST_PARTS:
+                part = left.popleft()
+                if len(part) > room:
+                    left.appendleft(part[room:])
+                batch.append(part[:room])
+                room -= len(batch[-1])
+            written = os.pwritev(self._descriptor, batch, offset)
+            offset += written
+            if written < _PIECE_BYTES - room:  # a signal, or the disk is about to be full
+                left.appendleft(memoryview(b"".join(batch))[written:])
+        first, stop = begin // _EARLY_BYTES, offset // _EARLY_BYTES
+        if stop > first:
+            start_writeback(self._descriptor, first * _EARLY_BYTES, (stop - first) * _EARLY_BYTES)
+
+    def close(self, *, sync: bool) -> None:
+        """Close the file when everything is written, if ``sync`` when it is on the disk."""
+        try:
+            self._wait(0)
+            if sync:
+                os.fsync(self._descriptor)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            os.close(self._descriptor)
 
 
 def reserve(descriptor: int, start: int, end: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.disk.directory import Directory
-from rlstore.engine.disk.files import write_all
+from rlstore.engine.disk.files import FileWriter
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.engine.disk.manifest import check_fields
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
@@ -45,10 +45,16 @@ class SegmentFile:
     """
 
     def __init__(self, directory: Directory, name: str, committed: int | None = None) -> None:
-        self.name, self.nbytes = name, committed or 0
-        self._descriptor = directory.create(name) if committed is None else directory.open(name, os.O_RDWR)
+        self.name = name
+        descriptor = directory.create(name) if committed is None else directory.open(name, os.O_RDWR)
+        self._file = FileWriter(descriptor, committed or 0)
         if committed is not None:
-            os.ftruncate(self._descriptor, committed)  # what a save left that did not finish
+            os.ftruncate(descriptor, committed)  # what a save left that did not finish
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file, with those that are still being written."""
+        return self._file.end
 
     def append(self, tensors: Mapping[str, Tensor]) -> None:
         """Append a record of tensors on the CPU."""
@@ -60,15 +66,11 @@ class SegmentFile:
             }
         )
         frame = _FRAME.pack(_MARK, len(header), crc32(header), sum(map(len, parts)))
-        self.nbytes = write_all(self._descriptor, [frame, header, *parts], self.nbytes)
+        self._file.write([frame, header, *parts])
 
     def close(self, *, sync: bool) -> None:
-        """Close the file, if ``sync`` when its content is on the disk."""
-        try:
-            if sync:
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+        """Close the file when everything is written, if ``sync`` when it is on the disk."""
+        self._file.close(sync=sync)
 
 
 class Record:

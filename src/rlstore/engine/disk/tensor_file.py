@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.disk.files import reserve, write_all
+from rlstore.engine.disk.files import FileWriter, reserve
 from rlstore.engine.disk.json_text import dump_json, parse_json
 from rlstore.errors import InvalidInputError, SnapshotError
 from rlstore.kernels import crc32
@@ -96,20 +96,19 @@ def write_tensors(
     text = dump_json(header)
     text += b" " * (-len(text) % 8)
     checksums = {}
+    file = FileWriter(descriptor)
     try:
         reserve(descriptor, 0, 8 + len(text) + end)
-        offset = write_all(descriptor, [len(text).to_bytes(8, "little"), text], 0)
+        file.write([len(text).to_bytes(8, "little"), text])
         for name, tensor in ordered.items():
             checksum = 0
             for index in chunks(tensor.shape, tensor.element_size()):
                 content = bytes_of(tensor[index].cpu())
+                file.write([content])
                 checksum = crc32(content, checksum)
-                offset = write_all(descriptor, [content], offset)
             checksums[name] = checksum
-        if sync:
-            os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        file.close(sync=sync)
     return checksums
 
 
