@@ -109,7 +109,7 @@ def verify(path: Path, depth: int = _DEPTH) -> Report | None:
         kind = _kind_of(directory)
         if kind is None:
             return _verify_folders(directory, depth) if depth else None
-        report = Report(_plain(f"{directory.path}: {kind}"))
+        report = Report(_plain(f"{directory.path}: {_WORDS.get(kind, kind)}"))
         report.saved = "nothing can be loaded"  # until it is known better
         try:
             _KINDS[kind](directory, report)
@@ -375,6 +375,7 @@ _KINDS: dict[str, Callable[[Directory, Report], None]] = {
     mapped.KIND: _verify_mapped,
     episode_files.KIND: _verify_episodes,
 }
+_WORDS = {"snapshot": "snapshot or journal"}  # which are the same
 # By the names of its files, what a folder without a manifest was.
 _FILES: dict[str, re.Pattern[str]] = {
     "snapshot": re.compile(r"(tensors-[0-9]+\.safetensors|rows-[0-9]+\.bin)"),
