@@ -190,7 +190,7 @@ class DistributedWorld(World):
 
     def state(self, storage: Any) -> str:
         report = storage.report()
-        told = report.committed, report.served, report.full, len(storage), self.served
+        told = report.committed, report.served, report.full, len(storage)
         return digest(storage.get_all_buffer_data(), told, storage._generator.get_state())
 
     def judge(self, storage: Any) -> None:

@@ -34,7 +34,6 @@ from resumed_training import digest
 from rlstore import Journal, Storage
 
 INTERVALS = (0.002, 0.01, 0.05)  # seconds from one commit of the journal to the next
-MOST_CALLS = 300  # that a process makes before it is killed, or a few more
 FAULTS = ("", "disk full", "fsync")
 
 
@@ -84,9 +83,8 @@ class Faults:
         self.kind, self.is_on, self._random = kind, False, random_
         self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         self._synced: dict[int, bytes] = {}
-        self._fsync = os.fsync
-        if kind == "fsync":
-            os.fsync = self.fsync  # type: ignore[assignment] # this process will be killed
+        # This process will be killed, and the machine will not: it need not wait for the disk.
+        os.fsync = self.fsync if kind == "fsync" else lambda descriptor: os.sched_yield()
 
     def turn(self) -> None:
         """Begin or end."""
@@ -185,13 +183,14 @@ class Rounds:
         folder: For the journal and the snapshot.
         seed: Decides everything but the moments of the kills.
         fault: One of FAULTS.
+        calls: That a process makes at most before it is killed, but for a few.
 
     Attributes:
         counts: What has happened, for a report.
     """
 
-    def __init__(self, name: str, folder: Path, seed: int = 0, fault: str = "") -> None:
-        self.name, self._folder, self._seed, self._fault = name, folder, seed, fault
+    def __init__(self, name: str, folder: Path, seed: int = 0, fault: str = "", calls: int = 300) -> None:
+        self.name, self._folder, self._seed, self._fault, self._calls = name, folder, seed, fault, calls
         self._journal, self._snapshot = folder / "journal 0", folder / "saved"
         self.world = WORLDS[name]()
         self.world.storage = self.world.make()
@@ -225,7 +224,7 @@ class Rounds:
 
     def _kill(self, process: Process, log: Log, random_: random.Random) -> None:
         # Some are killed before they have done anything.
-        wanted = random_.randrange(-5, MOST_CALLS)
+        wanted = random_.randrange(-self._calls // 50, self._calls)
         child = forked(lambda: process.run(self._begin))
         while log.calls < wanted:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), f"{self.name}: the process ended by itself"
@@ -301,9 +300,9 @@ class Rounds:
         self.counts["saves"] += log.saved
 
 
-def kill(name: str, folder: Path, rounds: int, seed: int = 0, fault: str = "") -> dict[str, int]:
-    """So many rounds; what has happened in them."""
-    played = Rounds(name, folder, seed, fault)
+def kill(name: str, folder: Path, rounds: int, seed: int = 0, fault: str = "", calls: int = 300) -> dict[str, int]:
+    """So many :class:`Rounds`; what has happened in them."""
+    played = Rounds(name, folder, seed, fault, calls)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that episodes are broken off, and forks of processes with threads
         for _ in range(rounds):

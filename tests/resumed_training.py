@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 import rlstore
-from rlstore import RateLimit, Storage
+from rlstore import Journal, RateLimit, Storage
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
@@ -291,10 +291,18 @@ def saved_in_the_background(storage: Any, folder: Path, turn: int) -> Callable[[
     return saved
 
 
+def journaled(storage: Any, folder: Path, turn: int) -> Callable[[], Path]:
+    """What a commit leaves in the folder of the journal, as it is before the next one."""
+    storage.journal.commit()
+    copied = shutil.copytree(storage.journal.path, folder / str(turn))
+    return lambda: copied
+
+
 WAYS = {
     "saved elsewhere": saved_elsewhere,
     "saved again": saved_again,
     "saved in the background": saved_in_the_background,
+    "journaled": journaled,
 }
 
 
@@ -314,12 +322,14 @@ def play_stopped(training: Training, keep: Callable[..., Callable[[], Path]], fo
     turns either of them goes on, so that what was kept is added to both by the storage that wrote it and by one that
     was loaded from it.
     """
-    served, storage = [], training.start(folder / "mapped 0")
+    served, is_journaled = [], keep is journaled
+    storage = training.start(folder / "mapped 0", **({"journal": _journal(folder / "journal")} if is_journaled else {}))
     for turn in range(TURNS):
         kept = keep(storage, folder / "kept", turn)
         served.append(training.turn(storage, turn))
         copied = shutil.copytree(kept(), folder / f"copied {turn}") if turn % 2 else kept()
-        loaded = training.load(copied, folder / f"mapped {turn + 1}")
+        goes_on = {"journal": _journal(copied)} if is_journaled else {}  # in the same folder
+        loaded = training.load(copied, folder / f"mapped {turn + 1}", **goes_on)
         again = training.turn(loaded, turn)
         assert again == served[-1], f"turn {turn}: what was served differs at {_difference(again, served[-1])}"
         if turn % 2 == 0:
@@ -327,6 +337,10 @@ def play_stopped(training: Training, keep: Callable[..., Callable[[], Path]], fo
         _close(loaded)
     _close(storage)
     return served
+
+
+def _journal(folder: Path) -> Journal:
+    return Journal(folder, interval=3600.0)  # it commits when it is told to
 
 
 def _difference(one: list[str], other: list[str]) -> list[int]:

@@ -364,6 +364,23 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path, ticks):
     assert rewards_in(folder) == list(range(12))
 
 
+def test_an_interrupted_commit_holds_no_rows(tmp_path, monkeypatch):
+    """As Ctrl-C may, between the cut and the write."""
+    storage = make(tmp_path / "journal")
+    play(storage, 3)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(storage.journal._writer), "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            storage.journal.commit()
+    assert storage._rows.holds == []
+    storage.close()
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
+
+
 def test_a_last_commit_that_fails_is_raised_and_everything_is_closed(tmp_path):
     storage = make(tmp_path / "journal")
     play(storage, 3)
@@ -478,6 +495,21 @@ def test_a_forked_child_leaves_the_journal_to_its_parent(tmp_path):
     os.write(theirs[1], b".")
     os.waitpid(child, 0)
     assert rewards_in(tmp_path / "journal") == [0.0, 1.0]
+
+
+def test_a_save_that_the_parent_is_about_holds_no_child_back(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 64)
+    with storage._still():
+        cut = storage._rows_for(storage.journal._writer)
+    child = os.fork()
+    if child == 0:
+        play(storage, 100, 64)
+        os._exit(int(storage._rows.holds != [] or rewards_of(storage) != list(range(100, 164))))
+    assert os.waitpid(child, 0)[1] == 0
+    assert storage._rows.holds == [cut]
+    cut.close(None)
+    storage.close()
 
 
 def test_there_is_nothing_to_load_where_nothing_was_committed(tmp_path):

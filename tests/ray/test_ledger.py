@@ -496,18 +496,21 @@ def test_a_restarted_ledger_takes_the_newest_of_the_backups_and_the_file(make, t
 
 
 def test_a_file_that_holds_anything_else_is_refused(make, tmp_path):
-    asyncio.run(make(shards=2, folder=str(tmp_path)).save([facts(1, inserted=9)]))
+    check = partial(check_shards, [str(tmp_path), str(tmp_path / "journal")], 2)
+    (tmp_path / "journal").mkdir()
+    for saved in (False, True):
+        check()
+        asyncio.run(make(shards=2, folder=str(tmp_path)).save([facts(1, inserted=9, saved=saved)]))
     good = json.loads((tmp_path / "served.json").read_text())
-    check = partial(check_shards, str(tmp_path), 2)
     with pytest.raises(SnapshotError, match="counts 9 inserts of shard 1, and the folder of that is missing"):
         check()
-    (tmp_path / "shard-1").mkdir()
+    (tmp_path / "journal" / "shard-1").mkdir()  # the other one may come later
     check()
     for number in (1, 3):
         with pytest.raises(
             InvalidInputError, match=f"served in 2 shards, and shards is {number}; give the same number"
         ):
-            check_shards(str(tmp_path), number)
+            check_shards([str(tmp_path)], number)
     shard = good["shards"][1]
     for wrong in (
         {**good, "shards": [{**shard, "inserted": "9"}, shard]},

@@ -8,6 +8,7 @@ is newer or older than the file, the difference was inserted or lost.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ class ShardState:
         restored: Transitions restored from what was saved.
         inserted_freely: Inserts of this generation without a permit, while there was no rate limit.
         sampled_freely: The same of samples.
+        saved: Whether there is a snapshot or a journal of it.
         note: What went wrong when it was restored, or nothing.
     """
 
@@ -54,6 +56,7 @@ class ShardState:
     restored: int = 0
     inserted_freely: int = 0
     sampled_freely: int = 0
+    saved: bool = False
     note: str = ""
 
 
@@ -97,7 +100,8 @@ class Counts:
         """What another run continues with: all that was counted, and nothing of the processes."""
         shards = []
         for index, counts in enumerate(self.shards):
-            known = ShardState(index, inserted=counts.state.inserted, held=counts.state.held)
+            state = counts.state
+            known = ShardState(index, inserted=state.inserted, held=state.held, saved=state.saved)
             shards.append(ShardCounts(known, 0, counts.inserted, counts.sampled, counts.lost))
         lost, offsets = (self.lost_in_flight, self.lost_updates), (self.inserted_offset, self.sampled_offset)
         return Counts(limit, shards, *lost, 0, self.version, {}, *offsets)
@@ -144,26 +148,40 @@ def _made(kind: type[_AnyCounts], found: dict[str, Any], **more: Any) -> _AnyCou
     return kind(**found, **more)
 
 
-def check_shards(root: str, shards: int) -> None:
-    """Refuse a folder that holds what another number of shards has left, or not all of what they have.
+def newest(counts: Sequence[Counts]) -> Counts:
+    """The newest of some counts; of two of one version the later, which has counted for longer."""
+    return max(reversed(counts), key=lambda one: one.version)
+
+
+def check_shards(roots: Sequence[str], shards: int) -> None:
+    """Refuse folders that hold what another number of shards has left, or not all of what they have.
+
+    Args:
+        roots: The folders that hold those of the shards.
+        shards: The number of shards.
 
     Raises:
         InvalidInputError: (a ValueError) for another number.
-        SnapshotError: (a RuntimeError) if the folder of a shard is missing.
+        SnapshotError: (a RuntimeError) if all folders of a shard are missing.
     """
-    counts, path = Counts.read(root), Path(root)
-    matches = (re.fullmatch("shard-([0-9]+)", entry.name) for entry in path.iterdir())
-    found = {int(match[1]) for match in matches if match}
-    number = len(counts.shards) if counts is not None else max(found, default=-1) + 1
-    is_one = (path / manifest.NAME).exists()
-    if is_one or number > shards or (counts is not None and number != shards):
-        held = "a storage that was not served in shards" if is_one else f"a storage served in {number} shards"
-        raise InvalidInputError(
-            f"the folder {path} holds {held}, and shards is {shards}; give the same number, or another folder"
-        )
-    for shard in counts.shards if counts is not None else ():
-        if shard.state.inserted and shard.state.shard not in found:
-            raise SnapshotError(
-                f"{path / _FILE} counts {shard.state.inserted} inserts of shard {shard.state.shard}, and the folder of "
-                "that is missing. Restore it, or give another folder"
+    found: set[int] = set()
+    for root in roots:
+        counts, path = Counts.read(root), Path(root)
+        matches = (re.fullmatch("shard-([0-9]+)", entry.name) for entry in path.iterdir())
+        here = {int(match[1]) for match in matches if match}
+        number = len(counts.shards) if counts is not None else max(here, default=-1) + 1
+        is_one = (path / manifest.NAME).exists()
+        if is_one or number > shards or (counts is not None and number != shards):
+            held = "a storage that was not served in shards" if is_one else f"a storage served in {number} shards"
+            raise InvalidInputError(
+                f"the folder {path} holds {held}, and shards is {shards}; give the same number, or another folder"
             )
+        found |= here
+    for root in roots:
+        counts = Counts.read(root)
+        for shard in counts.shards if counts is not None else ():
+            if shard.state.saved and shard.state.shard not in found:
+                raise SnapshotError(
+                    f"{Path(root) / _FILE} counts {shard.state.inserted} inserts of shard {shard.state.shard}, and the "
+                    "folder of that is missing. Restore it, or give another folder"
+                )

@@ -25,7 +25,7 @@ import ray
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import PeerLostError, SnapshotError, WaitTimeoutError
 from rlstore.ray.calls import Changed, Deadline, was_restarted
-from rlstore.ray.counts import Counts, ShardCounts, ShardState
+from rlstore.ray.counts import Counts, ShardCounts, ShardState, newest
 from rlstore.ray.places import Place, Places
 from rlstore.ray.saves import Saving
 
@@ -284,8 +284,7 @@ class Ledger:
         """Continue with the counts of an earlier run."""
         found = [counts for counts in map(Counts.read, self._saving.roots) if counts is not None]
         if found:
-            newest = max(found, key=lambda counts: counts.version)
-            self._resume(newest.for_new_run(self._state.limit))
+            self._resume(newest(found).for_new_run(self._state.limit))
         elif self._saving.snapshot_dir is not None:
             self._load_limiter(Path(self._saving.snapshot_dir) / "limiter.json")
 
@@ -345,12 +344,11 @@ class Ledger:
                 continue
         backups = [backup for backup, _ in answered if backup is not None]
         for root in self._saving.roots:
-            with suppress(SnapshotError):
+            with suppress(SnapshotError, OSError):
                 saved = Counts.read(root)
                 backups += [] if saved is None else [saved]
         if backups:
-            # Of two of one version the saved one has counted for longer.
-            self._resume(max(reversed(backups), key=lambda backup: backup.version))
+            self._resume(newest(backups))
             for counts in self._state.shards:
                 self._places.describe(counts.state.shard, counts.state.lanes, counts.state.splits)
             self._places.restore(self._state.places)

@@ -136,7 +136,7 @@ class Saves:
             return factory("cpu", None, None)
         storage = factory("cpu", None, None, subfolder=self._name)
         for folder in _own_folders(storage).values():
-            check_shards(os.path.dirname(folder), self._saving.shards)
+            check_shards([os.path.dirname(folder)], self._saving.shards)
         return storage
 
     def _saved(self, said: list[str] | None) -> list[_Saved]:

@@ -100,10 +100,10 @@ def serve(
         saving = replace(saving, journal=path, interval=float(wanted.interval), fsync=wanted.fsync)
     for saved in saving.roots:
         Path(saved).mkdir(parents=True, exist_ok=True)
-        check_shards(saved, shards)
+    check_shards(saving.roots, shards)
     name, root = f"rlstore-{uuid.uuid4().hex[:8]}", check_seed("serve()", seed)
     ledger = start_on_this_node(Ledger, name, rate_limit, saving, deadline, name=ledger_name(name), namespace=NAMESPACE)
-    make_class: Any = ray.remote(concurrency_groups={"draw": 2})  # type: ignore[call-overload]
+    make_class: Any = ray.remote(concurrency_groups={"draw": 2, "save": 1})  # type: ignore[call-overload]
     shard_class = make_class(Shard).options
     options = {**_SHARD_OPTIONS, **(actor_options or {}), "namespace": NAMESPACE}
     arguments = (packed_factory(factory), name, root, saving)

@@ -239,6 +239,8 @@ class ReplayCore(Storage):
         self._kept, ring = None, self._rows
         if ring is not None:
             self._appender.keep = None
+            ring.holds.clear()  # of saves that the parent's threads are about
+            ring.ask_again()
         is_own = self._sharing is None or self._sharing.is_own  # else the parent was forked, too
         if ring is not None and ring.backing.kind != "ram" and is_own and not self._closed:
             self._sharing = Inherited(type(self).__name__, ring)
@@ -614,6 +616,7 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_no_writers()
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
+        ring.require_room(steps)
         before = ring.total_written
         for step in range(steps):
             row = tuple(None if value is None else value[step] for value in values)

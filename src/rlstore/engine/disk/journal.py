@@ -18,6 +18,7 @@ import weakref
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -103,8 +104,8 @@ class RunningJournal:
         self._process, self._warned, self._time = os.getpid(), False, time.time()
         self._turn = threading.RLock()  # taken before the guard of the storage, never by a thread that has it
         self._closing = threading.Event()
+        self.path = Path(journal.path).absolute()
         self._open()
-        self.path = self._writer.path
         try:
             if not self._writer.is_empty and not self._goes_on_with(loaded):
                 raise InvalidInputError(
@@ -126,12 +127,15 @@ class RunningJournal:
         return loaded is not None and os.path.samefile(loaded.folder, self.path) and loaded.id == self._writer.id
 
     def _open(self) -> None:
-        self._writer = SnapshotWriter(self._owner, self._journal.path, sync=self._journal.fsync)
+        self._writer = SnapshotWriter(self._owner, self.path, sync=self._journal.fsync)
         # Made after that of the folder, so that at the end of the interpreter it runs before the folder is released.
         self._end = weakref.finalize(self, _finish, weakref.ref(self))
 
     def commit(self) -> None:
         """Commit now; if anything has changed since the last commit, it is on disk when this returns.
+
+        Any thread may call it, but no signal handler, which may have interrupted a call of the storage: raise
+        ``SystemExit`` there, since the end of the process commits.
 
         Raises:
             OSError: If it failed. The folder holds the commit before, and the journal goes on trying.
@@ -149,15 +153,18 @@ class RunningJournal:
             self._commit(storage)
 
     def _commit(self, storage: Journaled) -> None:
+        rows = None
         try:
             if self._writer.is_gone:
                 self._reopen()
             with storage._still():
                 content = storage._content(copy=True)
-                content.rows = storage._rows_for(self._writer)
+                content.rows = rows = storage._rows_for(self._writer)
             self._writer.write(content, if_changed=True)
         except BaseException as error:
             self.error = error
+            if rows is not None:
+                rows.close(None)  # if it was interrupted before it was written: whoever adds would wait for it
             raise
         self.error, self._warned, self._time = None, False, time.time()
 

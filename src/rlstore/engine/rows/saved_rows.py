@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
+from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
@@ -294,7 +295,7 @@ class RowIndex:
         self.times: list[tuple[Tensor, Tensor]] = []
         self.has_starts = False
         # Its pages are committed when they are written, so a size that was made up costs nothing.
-        episode_of = torch.zeros((ring.lanes, ring.rows), dtype=torch.int32)
+        episode_of = lazy_zeros((ring.lanes, ring.rows), torch.int32)
         self.saved = self._read(episode_of)
         has_starts = self.has_starts or all(leaf.stack == 1 for leaf in ring.leaves)
         tables = (self.counters, episode_of, self.episodes, self.free_slots)

@@ -1,0 +1,27 @@
+"""Storages that journal and save in the background, killed 300 times at random; also with a disk that fails at times.
+
+RLSTORE_TORTURE_ROUNDS sets how often. One kind alone: ``python tests/killed_journals.py KIND ROUNDS SEED [FAULT]``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from called_worlds import WORLDS
+from killed_journals import FAULTS, kill
+
+ROUNDS = int(os.environ.get("RLSTORE_TORTURE_ROUNDS", "300"))
+pytestmark = [
+    pytest.mark.torture,
+    pytest.mark.timeout(3600),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault or "no fault")
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_was_committed_is_there_after_every_kill(name, fault, tmp_path):
+    counts = kill(name, tmp_path, ROUNDS, fault=fault)
+    print(name, fault, counts)
+    assert counts["rounds"] == ROUNDS
