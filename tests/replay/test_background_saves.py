@@ -91,3 +91,18 @@ def test_steps_and_their_count_are_of_one_moment(tmp_path):
         thread.join()
         sys.setswitchinterval(interval)
     assert seen == {0}
+
+
+def test_a_table_of_episodes_that_became_shorter(tmp_path):
+    """In shared memory only the entries are saved that are in use: earlier records know of more."""
+    storage = make("shared", tmp_path)
+    ended, values = torch.ones(3, dtype=torch.bool), torch.zeros(3, 1)
+    for step in range(18):
+        storage.add(values + step, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, ~ended, {}, values)
+        if step == 14:
+            storage.save(tmp_path / "saved")
+            storage.reset()
+    storage.save(tmp_path / "saved")
+    loaded = Storage.load(tmp_path / "saved")
+    assert digest(loaded.get_all_buffer_data()) == digest(storage.get_all_buffer_data())
+    assert loaded.get_all_buffer_data()["observations"][:, 0, 0].tolist() == [15, 16, 17]
