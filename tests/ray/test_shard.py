@@ -30,6 +30,7 @@ from rlstore import (
 )
 from rlstore.engine.disk.snapshot import SnapshotWriter
 from rlstore.ray import shard as module
+from rlstore.ray.calls import Deadline
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.shard import Shard, packed_factory
@@ -411,6 +412,28 @@ def test_a_journal_that_is_damaged_is_set_aside_for_a_snapshot(make, tmp_path, m
     assert again.ready().inserted == 4
     assert "rows-000001.bin" in again.ready().note
     assert make(uniform(), journal=image(copy, tmp_path / "later"))[0].ready().inserted == 4
+
+
+@pytest.mark.parametrize("kept", ["journal", "mapped"])
+def test_a_shard_waits_until_the_process_before_has_released_its_folders(make, tmp_path, monkeypatch, kept):
+    factory = uniform(memory="mapped", path=tmp_path / "rows") if kept == "mapped" else uniform()
+    options = {"journal": tmp_path / "journal"} if kept == "journal" else {}
+    shard, _ = make(factory, shards=2, **options)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+
+    def end(deadline):
+        if kept == "journal":
+            shard._journal.close()
+        shard._storage.close()
+
+    monkeypatch.setattr(Deadline, "pause", end)
+    again, _ = make(factory, shards=2, **options)
+    assert again.ready().restored == 4
+    monkeypatch.setattr(module, "_RELEASE_SECONDS", 0.0)
+    third, _ = make(factory, shards=2, **options)
+    with pytest.raises(InvalidInputError, match="is in use by another storage"):
+        third.ready()
+    assert again.ready().held == 4
 
 
 def test_a_journal_that_cannot_be_written_is_told(make, tmp_path, monkeypatch):

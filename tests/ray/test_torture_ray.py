@@ -243,4 +243,11 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
             assert report.lost_in_flight == lost
             # A call that died with the shard may have been stored, and is told to be lost as well.
             assert added <= report.inserted + lost <= added + lost
+    served.save()
+    report, held = served.report(), [held_ids(data) for data in served.each("get_all_buffer_data")]
     served.shutdown()
+    again = serve(factory, shards=2, deadline=120.0, journal=tmp_path)  # while the processes are being ended
+    assert [held_ids(data) for data in again.each("get_all_buffer_data")] == held
+    for name in ("inserted", "held", "lost_in_shards", "lost_in_flight", "limiter_inserted"):
+        assert getattr(again.report(), name) == getattr(report, name), name
+    again.shutdown()

@@ -20,10 +20,11 @@ import ray
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk.folder import FolderInUseError
 from rlstore.engine.disk.journal import RunningJournal
 from rlstore.engine.disk.snapshot import Content, Rows, SnapshotWriter
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError, WaitTimeoutError
-from rlstore.ray.calls import ask, this_node, was_restarted
+from rlstore.ray.calls import Deadline, ask, this_node, was_restarted
 from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
@@ -37,6 +38,9 @@ from rlstore.storage import BatchDict, Sample, Storage
 _HEARTBEAT_SECONDS = 0.02
 
 _ANNOUNCE_SECONDS = 120.0
+
+# For the folders of a process that is being ended.
+_RELEASE_SECONDS = 10.0
 
 
 def packed_factory(factory: Callable[..., Storage]) -> bytes:
@@ -117,13 +121,26 @@ class Shard:
         self._storage: Storage | None = None
         self._failure: Exception | None = None
         try:
-            self._start(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
+            self._start_when_free(ray.cloudpickle.loads(zlib.decompress(factory)), seed)
         except Exception as error:  # raised by every call: Ray would not report why an actor failed to start
             self._failure = error
             return
         self._heartbeat(())
         if was_restarted():  # and the ledger may have died at the same time
             threading.Thread(target=self._announce, name="rlstore announcement", daemon=True).start()
+
+    def _start_when_free(self, factory: Callable[..., Storage], seed: int) -> None:
+        """Start as soon as the process before has released its folders: it may have been told to end just now."""
+        deadline = Deadline(_RELEASE_SECONDS)
+        while True:
+            try:
+                return self._start(factory, seed)
+            except FolderInUseError:
+                if self._storage is not None:
+                    self._storage._give_up()
+                if not deadline.left:
+                    raise
+                deadline.pause()
 
     def _start(self, factory: Callable[..., Storage], seed: int) -> None:
         restored = self._saves.restore(factory, is_restart=was_restarted())

@@ -22,6 +22,10 @@ except ImportError:  # not a POSIX system
 LOCK = "lock"
 
 
+class FolderInUseError(InvalidInputError):
+    """Another storage uses the folder."""
+
+
 class Folder:
     """A folder locked for one owner until it is released or collected, or the process ends, however it ends.
 
@@ -38,7 +42,8 @@ class Folder:
         directory: The open folder, until it is released.
 
     Raises:
-        InvalidInputError: If the path is a file, holds something else, or another storage uses it. Nothing was changed.
+        InvalidInputError: If the path is a file, holds something else, or (FolderInUseError) another storage uses it.
+            Nothing was changed.
         SnapshotError: If what a mapped storage or episodes are to be read from has a damaged manifest.
     """
 
@@ -116,7 +121,7 @@ class Folder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise InvalidInputError(
+            raise FolderInUseError(
                 f"the folder {self.path} is in use by another storage, in this process or in another; {self._owner} "
                 "needs one of its own. Close the other storage, or give another path. Nothing was changed."
             ) from error
