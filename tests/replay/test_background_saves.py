@@ -94,15 +94,17 @@ def test_steps_and_their_count_are_of_one_moment(tmp_path):
 
 
 def test_a_table_of_episodes_that_became_shorter(tmp_path):
-    """In shared memory only the entries are saved that are in use: earlier records know of more."""
-    storage = make("shared", tmp_path)
-    ended, values = torch.ones(3, dtype=torch.bool), torch.zeros(3, 1)
-    for step in range(18):
-        storage.add(values + step, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, ~ended, {}, values)
-        if step == 14:
-            storage.save(tmp_path / "saved")
-            storage.reset()
-    storage.save(tmp_path / "saved")
-    loaded = Storage.load(tmp_path / "saved")
-    assert digest(loaded.get_all_buffer_data()) == digest(storage.get_all_buffer_data())
-    assert loaded.get_all_buffer_data()["observations"][:, 0, 0].tolist() == [15, 16, 17]
+    """In shared memory only the entries are saved that are in use: earlier records of the folder know of more."""
+    storage, step = make("shared", tmp_path), 0
+    none = torch.zeros(3, dtype=torch.bool)
+    for adds, ends in ((90, True), (18, False), (3, True)):
+        for step in range(step, step + adds):
+            values, ended = torch.full((3, 1), float(step)), none if not ends else ~none
+            storage.add(values, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, none, {}, values + 1)
+        step += 1
+        storage.save(tmp_path / "saved")
+        loaded = Storage.load(tmp_path / "saved")
+        assert loaded.get_all_buffer_data()["observations"][:, 0, 0].tolist() == list(range(step - 20, step))
+        storage.close()
+        storage = loaded
+    storage.close()
