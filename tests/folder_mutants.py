@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +238,8 @@ class Mutant:
         ]
         file = self._random.choice(sorted(files))
         self.may_differ = True
+        if file.suffix == ".bin" and self.saved.kind == "snapshot":
+            return self._forge_record(file)
         if file.suffix == ".bin":
             content = bytearray(file.read_bytes())
             what = self._put(content, self._random.choice((4, 8)))
@@ -253,6 +257,37 @@ class Mutant:
         join(file, header, data[:begin] + bytes(content) + data[end:])
         self._refit(file)
         return f"forge {name}: {what}"
+
+    def _forge_record(self, file: Path) -> str:
+        """Something in the records of a segment is another one, and every checksum fits."""
+        records = split_records(file)
+        if not records:
+            return ""
+        number, way = self._random.randrange(len(records)), self._random.randrange(8)
+        header, parts = records[number]
+        if way == 0:
+            records.pop(number)
+            what = "left out"
+        elif way == 1:
+            records.insert(self._random.randrange(len(records) + 1), records[self._random.randrange(len(records))])
+            what = "there twice"
+        elif way == 2:
+            what = self._changed(header)
+        else:
+            name = self._random.choice([name for name, part in parts.items() if part] or [""])
+            if not name:
+                return ""
+            content = bytearray(parts[name])
+            what = f"{name} {self._put(content, {'I64': 8, 'I32': 4}.get(header[name]['dtype'], 1))}"
+            parts[name] = bytes(content)
+            header[name]["crc32"] = zlib.crc32(content)
+        join_records(file, records)
+        manifest = self.path / "manifest.json"
+        tree = json.loads(manifest.read_text())
+        for segment in tree["segments"]:
+            segment["bytes"] = (self.path / segment["name"]).stat().st_size
+        write_json(manifest, tree)
+        return f"forge record {number} of {file.name}: {what}"
 
     def _put(self, content: bytearray, wide: int) -> str:
         """Put numbers into some places."""
@@ -407,6 +442,35 @@ def join(file: Path, header: Any, data: bytes, length: int | None = None) -> Non
     """Write a safetensors file."""
     text = json.dumps(header).encode()
     file.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+_FRAME = struct.Struct("<8sIIQ")  # of a record: a mark, the bytes of its header, its checksum, the bytes of the data
+
+
+def split_records(file: Path) -> list[tuple[dict[str, Any], dict[str, bytes]]]:
+    """The header and the tensors of each record of a segment."""
+    content, offset, records = file.read_bytes(), 0, []
+    wide = {"I64": 8, "F64": 8, "I32": 4, "F32": 4}
+    while offset < len(content):
+        _, header_bytes, _, data_bytes = _FRAME.unpack_from(content, offset)
+        begin = offset + _FRAME.size + header_bytes
+        header, parts, at = json.loads(content[offset + _FRAME.size : begin]), {}, begin
+        for name, entry in header.items():
+            end = at + math.prod(entry["shape"]) * wide.get(entry["dtype"], 1)
+            parts[name], at = content[at:end], end
+        assert at == begin + data_bytes
+        records.append((header, parts))
+        offset = at
+    return records
+
+
+def join_records(file: Path, records: list[tuple[dict[str, Any], dict[str, bytes]]]) -> None:
+    """Write a segment."""
+    pieces = []
+    for header, parts in records:
+        text, data = json.dumps(header, separators=(",", ":")).encode(), b"".join(parts.values())
+        pieces.append(_FRAME.pack(b"rlstrow1", len(text), zlib.crc32(text), len(data)) + text + data)
+    file.write_bytes(b"".join(pieces))
 
 
 def _refit_episode(file: Path) -> None:

@@ -112,7 +112,7 @@ class Trials:
             os.write(writing, json.dumps(how).encode() + b"\n")
             verdict, finding = verdict_on(mutant.path)
             outcome, error = try_mutant(mutant.saved, mutant.path, mutant.may_differ)
-            if verdict == "damaged" and outcome == "same":
+            if verdict == "damaged" and outcome == "same" and not mutant.may_differ:
                 outcome, error = "verify: damaged, load: same", finding
             if verdict != "damaged" and (verdict != "whole" or (outcome == "refused" and not _is_elsewhere(error))):
                 outcome, error = f"verify: {verdict}, load: {outcome}", f"{finding} / {error}"

@@ -49,6 +49,7 @@ SNAPSHOTS = (
     "decoupled",
     "distributed",
 )
+SAVED_OFTEN = ("prioritized", "sequences")  # to the same folder: what was added since is appended
 MAPPED: dict[str, tuple[type[Any], Any, dict[str, Any]]] = {
     "replay": (rlstore.ReplayStorage, BOX, {}),
     "prioritized": (rlstore.PrioritizedReplayStorage, BOX, {}),
@@ -164,7 +165,8 @@ def saved_folders(root: Path) -> list[Saved]:
         make, run = PROGRAMS[name]
         storage = make("cpu")
         for _ in run(storage):
-            pass
+            if name in SAVED_OFTEN:
+                storage.save(root / "snapshot" / name)
         storage.save(root / "snapshot" / name)
         saved.append(Saved("snapshot", name, root / "snapshot" / name))
     for name, (kind, space, more) in MAPPED.items():

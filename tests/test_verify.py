@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlstore import PrioritizedReplayStorage, SnapshotError, Storage, verify
+from rlstore import Journal, PrioritizedReplayStorage, SnapshotError, Storage, verify
 from rlstore.__main__ import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -79,26 +80,40 @@ def test_a_folder_that_its_process_left_open_is_whole_if_its_tables_are(tmp_path
     assert lines[-1] == "whole: 60 transitions of 3 environments can be loaded"
 
 
-def test_a_mapped_folder_may_be_verified_while_its_storage_writes(tmp_path, capsys):
-    folder = mapped(tmp_path / "live")
+@contextlib.contextmanager
+def writing(make):
+    """Another process makes a storage and adds to it for ever; yields whether it still does."""
     child = os.fork()
     if child == 0:
-        try:
-            storage = PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=folder)
-            for step in range(30, 10**9):
+        with contextlib.suppress(BaseException):
+            storage = make()
+            for step in range(33, 10**9):
                 fill(storage, step, step + 1)
-        finally:
-            os._exit(1)
+        os._exit(1)
     try:
-        written = set()
-        for _ in range(20):
-            assert said(folder, capsys)[0] == 0
-            written.add((folder / "counters.bin").read_bytes())
-        assert len(written) > 1  # it was written meanwhile
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # and still is
+        yield lambda: os.waitpid(child, os.WNOHANG) == (0, 0)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_mapped_folder_may_be_verified_while_its_storage_writes(tmp_path, capsys):
+    folder, found = mapped(tmp_path / "live"), set()
+    with writing(lambda: PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=folder)) as goes_on:
+        while len(found) < 20:
+            assert said(folder, capsys)[0] == 0
+            found.add((folder / "counters.bin").read_bytes())
+            assert goes_on()
+
+
+def test_a_journal_may_be_verified_while_it_is_written(tmp_path, capsys):
+    folder, found = shutil.copytree(GOLDEN / "segments" / "journal", tmp_path / "journal"), set()
+    with writing(lambda: Storage.load(folder, journal=Journal(folder, 1e-6, fsync=False))) as goes_on:
+        while len(found) < 20:
+            status, lines = said(folder, capsys)
+            assert status == 0, lines
+            found.add(lines[2])  # the file of tensors, another one with each commit
+            assert goes_on()
 
 
 def test_a_folder_that_changed_while_it_was_looked_at_is_looked_at_again(tmp_path, capsys, monkeypatch):

@@ -109,7 +109,7 @@ def verify(path: Path, depth: int = _DEPTH) -> Report | None:
         kind = _kind_of(directory)
         if kind is None:
             return _verify_folders(directory, depth) if depth else None
-        report = Report(_plain(f"{directory.path}: {kind}"))
+        report = Report(_plain(f"{directory.path}: {_WORDS.get(kind, kind)}"))
         report.saved = "nothing can be loaded"  # until it is known better
         try:
             _KINDS[kind](directory, report)
@@ -209,7 +209,7 @@ def _look(directory: Directory, schema: Mapping[str, Any], report: Report) -> No
     files, ring = PrivateFiles("a mapped storage", directory.path), None
     try:
         ring = EpisodeRing.of_schema(schema, Backing.private("a mapped storage", files))
-        _take_priorities(ring, schema["priorities"])
+        _take_priorities(ring, schema.get("priorities"))
         report.looked_at("tables")
     except Exception as error:
         report.refused(error, directory.path, "tables")
@@ -375,6 +375,7 @@ _KINDS: dict[str, Callable[[Directory, Report], None]] = {
     mapped.KIND: _verify_mapped,
     episode_files.KIND: _verify_episodes,
 }
+_WORDS = {"snapshot": "snapshot or journal"}  # which are the same
 # By the names of its files, what a folder without a manifest was.
 _FILES: dict[str, re.Pattern[str]] = {
     "snapshot": re.compile(r"(tensors-[0-9]+\.safetensors|rows-[0-9]+\.bin)"),

@@ -1,11 +1,14 @@
 """Write the golden data anew, from the rlstore that is installed: ``python tests/golden/make.py FOLDER [DEVICE]``.
 
+With ``segments`` for the device, only the snapshots of later versions are written, which keep rows in segments.
+
 They are to be made of a version whose draws and snapshots later versions must keep, and never to make a test pass.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,34 @@ def main(folder: Path, device: str) -> None:
     episodes.close()
 
 
+# ------------------------------------------------------------------------------------------------------ segments
+
+# A storage of each class whose rows, if it is replay, are saved in segments. What they serve next is in draws_cpu.json.
+SEGMENTS = (
+    *("replay", "n-step", "prioritized", "sequences", "hindsight, future", "frames"),
+    *("rollout", "decoupled", "distributed"),
+)
+
+
+def write_segments(folder: Path) -> None:
+    """Snapshots as they are since rows are apart: of each class, of one that was saved four times, and a journal."""
+    for name in SEGMENTS:
+        made(name, "cpu", folder / "segments")
+    often = rlstore.PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS)
+    for first, last in ((0, 5), (5, 12), (12, 25), (25, 40)):
+        fill(often, first, last)
+        often.update([3 * (last - 1) + 1], [float(last)])  # the newest row of the second environment
+        often.save(folder / "segments" / "saved_four_times")
+    journaled = rlstore.ReplayStorage(BOX, DISCRETE, **ARGUMENTS, journal=rlstore.Journal(folder / "journal", 3600))
+    for first, last in ((0, 10), (10, 33)):
+        fill(journaled, first, last)
+        journaled.journal.commit()
+    fill(journaled, 33, 35)
+    shutil.copytree(folder / "journal", folder / "segments" / "journal")  # as if it were killed now
+    journaled.close()
+    shutil.rmtree(folder / "journal")
+
+
 MAPPED: dict[str, Any] = {"replay": rlstore.ReplayStorage, "prioritized": rlstore.PrioritizedReplayStorage}
 
 
@@ -71,4 +102,7 @@ def episode_arguments(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cpu")
+    if sys.argv[2:] == ["segments"]:
+        write_segments(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cpu")

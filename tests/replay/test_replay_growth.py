@@ -123,6 +123,25 @@ def test_what_is_held_is_served_and_saved_when_there_is_no_more_memory(kind, mem
     assert fill(again, steps) == steps
 
 
+def test_of_a_slice_that_does_not_fit_nothing_is_inserted(machine):
+    storage, other = KINDS["replay"](), KINDS["replay"]()
+    for step in range(60):
+        add(other, step, ends=step % 9 == 8)
+    data = other.get_all_buffer_data()
+    add(storage, -1, ends=True)
+    machine.storage = storage
+    # 60 rows after two; of the 16 entries that there are for episodes all but two, and perhaps one for each row.
+    machine.limit = (2 + 60) * ROW + (14 + 60) * ENTRY + growth.RESERVE - 1
+    with pytest.raises(
+        DoesNotFitError, match=r"holds 1 of 1,000 transitions .* 60 more steps may need .* Nothing was writ"
+    ):
+        storage.insert_data_slice(data)
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == [-1]
+    machine.limit += 1
+    storage.insert_data_slice(data)
+    assert storage.get_all_buffer_data()["rewards"].flatten().tolist() == list(range(-1, 60))
+
+
 def test_a_storage_that_has_all_its_memory_wraps_without_asking(machine, monkeypatch):
     storage = ReplayStorage(SPACE, SPACE, storage_size=20, batch_size=4)
     machine.storage = storage

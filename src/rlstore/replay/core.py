@@ -616,6 +616,7 @@ class ReplayCore(Storage):
         if self._sharing is not None:
             self._sharing.require_no_writers()
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
+        ring.require_room(steps)
         before = ring.total_written
         for step in range(steps):
             row = tuple(None if value is None else value[step] for value in values)

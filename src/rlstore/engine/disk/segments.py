@@ -22,7 +22,7 @@ from torch import Tensor
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import FileWriter
 from rlstore.engine.disk.json_text import dump_json, parse_json
-from rlstore.engine.disk.manifest import check_fields
+from rlstore.engine.disk.manifest import check_fields, newer_version
 from rlstore.engine.disk.tensor_file import bytes_of, dtype_code, dtype_of_code
 from rlstore.errors import SnapshotError
 from rlstore.kernels import crc32
@@ -89,6 +89,8 @@ class Record:
             raise self.damaged("it is cut short")
         mark, header_bytes, checksum, data_bytes = _FRAME.unpack(frame)
         self.nbytes = _FRAME.size + header_bytes + data_bytes
+        if mark[:-1] == _MARK[:-1] and mark[-1:].isdigit() and mark > _MARK:
+            raise newer_version(path, "the mark of a record", mark.decode(), _MARK.decode())
         if mark != _MARK:
             raise self.damaged(f"it begins with {mark!r}, not with {_MARK!r}")
         if header_bytes > _MOST_HEADER or offset + self.nbytes > committed:

@@ -104,12 +104,22 @@ class Growth:
         if room == 0 and self.more(1) <= free - RESERVE:
             room = 1  # many lanes begin a page each
         if room == 0:
-            raise DoesNotFitError(
-                f"{owner} holds {held} in {size_text(self.taken)}; the next step needs {size_text(self.more(1))}, and "
-                f"{size_text(free)} are free in RAM ({where}), of which {size_text(RESERVE)} are left to everything "
-                f"else. {REFUSED} {NEED_LESS.format(larger='large enough')}"
-            )
+            raise self._refusal(self.more(1), f"{owner} holds {held}", "the next step needs", free, where)
         return room
+
+    def require(self, steps: int, owner: str, held: str) -> None:
+        """Refuse so many steps, each of which may be an episode, if there is not enough memory for all of them."""
+        more = self.more(steps) + min(steps, self._rows) * sum(table.row_bytes for table in self._tables)
+        ram = capacity.free_ram() if more >= capacity.MUCH else None
+        if ram is not None and more > ram[0] - RESERVE:
+            raise self._refusal(more, f"{owner} holds {held}", f"{steps:,} more steps may need", *ram)
+
+    def _refusal(self, more: int, held: str, needs: str, free: int, where: str) -> DoesNotFitError:
+        return DoesNotFitError(
+            f"{held} in {size_text(self.taken)}; {needs} {size_text(more)}, and {size_text(free)} are free in RAM "
+            f"({where}), of which {size_text(RESERVE)} are left to everything else. {REFUSED} "
+            f"{NEED_LESS.format(larger='large enough')}"
+        )
 
     def _fitting(self, left: int, most: float) -> int:
         """A number of steps below ``left`` that take no more than ``most`` bytes, and not many fewer than do."""

@@ -415,15 +415,34 @@ class EpisodeRing:
 
     def _memory_room(self) -> int:
         """How many steps there is memory for, before it has to be asked what is free."""
-        if not self.backing.grows or self.whole._expected_bytes() < capacity.MUCH:
+        if not self._asks:
             return ENDLESS
         written = self.counters[0].numpy()
         room = 0 if self._reach is None else int((self._reach - written).min())
         if room <= 0:
-            held = f"{int(self.held().sum()):,} of {self.steps * self.lanes:,} transitions"
-            room = self._growth(written).room(self.lanes / self.whole.lanes, self.backing.owner, held)
+            room = self._growth(written).room(self.lanes / self.whole.lanes, *self._told())
             self._reach = written + room
         return room
+
+    def require_room(self, steps: int) -> None:
+        """Refuse so many steps, before any of them is written, if there is not enough memory for all of them.
+
+        Raises:
+            DoesNotFitError: (a MemoryError) if there is not.
+        """
+        if self._asks:
+            written = self.counters[0].numpy()
+            self._growth(written).require(steps, *self._told())
+            self._reach = written + steps
+
+    @property
+    def _asks(self) -> bool:
+        """Whether it is worth asking what is free."""
+        return self.backing.grows and self.whole._expected_bytes() >= capacity.MUCH
+
+    def _told(self) -> tuple[str, str]:
+        """Whose rows these are and how many there are, for errors."""
+        return self.backing.owner, f"{int(self.held().sum()):,} of {self.steps * self.lanes:,} transitions"
 
     def _growth(self, written: Counts) -> Growth:
         """The memory of rows that were written up to these counts."""
@@ -638,10 +657,10 @@ class EpisodeRing:
         counters = ("written", "begun", "current", "after_end", "free_count", "_written", "_begun")
         views = ("_kernel", "blocks", *counters, "_inner", "_whole", "_parts", "holds", "beside", "saved")
         state = {k: v for k, v in self.__dict__.items() if k not in views}
-        rows = {"records": self.records, **{name: self.blocks[name] for name in self.apart}}
+        rows = [self.records, *(self.blocks[name] for name in self.apart)]
         if self.device.type == "cpu":  # of memory that is taken as rows come, a copy has what was taken
             extent = min(int(self.counters[0].max()) + 1, self.rows)
-            rows = {name: block[:, :extent].clone() if extent < self.rows else block for name, block in rows.items()}
+            rows = [block[:, :extent].clone() if extent < self.rows else block for block in rows]
             state.update(self._used_tables())
         return {**state, "records": None, "_reach": None, "row blocks": rows}
 
@@ -671,12 +690,16 @@ class EpisodeRing:
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows = state.pop("row blocks")
         self.__dict__.update(state)
-        if self.device.type == "cpu":
-            for name, held in rows.items():
-                rows[name] = self.backing.zeros(name, (self.lanes, self.rows, *held.shape[2:]), held.dtype)
-                rows[name][:, : held.shape[1]] = held
-        self.records, apart = rows.pop("records"), rows
-        self.blocks = {**self._layout.views(self.records), **apart}
+        self.records, *apart = [self._with_all_rows(block) for block in rows]
+        self.blocks = {**self._layout.views(self.records), **dict(zip(self.apart, apart, strict=True))}
         self._kernel, self._whole = None, None
         self.holds, self.beside, self.saved, self._parts = [], {}, {}, weakref.WeakSet()
         self._view_counters()
+
+    def _with_all_rows(self, block: Tensor) -> Tensor:
+        """A block with room for all rows, the first of which are these."""
+        if block.shape[1] == self.rows:
+            return block
+        whole = self.backing.zeros("rows", (self.lanes, self.rows, *block.shape[2:]), block.dtype)
+        whole[:, : block.shape[1]] = block
+        return whole
