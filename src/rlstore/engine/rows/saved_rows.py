@@ -252,11 +252,13 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
             at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
             ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
-        if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
+        if bool((slots < 0).any()):
             raise record.damaged("it has episodes that there cannot be")
+        known = slots < len(index.episodes)  # the table may have been longer then: those episodes are gone
+        kept = None if bool(known.all()) else known.nonzero().flatten()
         for name, table in tables.items():
             if name in record.shapes:
-                fill(table, slots, None, record, name, len(slots))
+                fill(table, slots[known], kept, record, name, len(slots))
     newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
     for name, block in blocks.items():
         following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
