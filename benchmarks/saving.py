@@ -254,7 +254,7 @@ def pauses(rounds: int = 7) -> Figures:
     """How long a thread that adds as fast as it can is held back by a save in the background, and without one."""
     result = Figures("pauses", f"Adding during a save of {PAUSED:,} transitions of 4 x 84 x 84", rounds)
     ours = _pixels(PAUSED)
-    given = [ours.step_arguments(step) for step in ours.source.loop().each()]
+    given = cycle([ours.step_arguments(step) for step in ours.source.loop().each()])
     gaps: dict[str, list[Any]] = {"a save": [], "nothing": []}
     calls, lengths = [], []
     with _scratch() as folder:
@@ -298,15 +298,14 @@ def _is_before(end: float) -> bool:
     return perf_counter() < end
 
 
-def _add_while(add: Callable[..., object], given: list[tuple[Any, ...]], goes_on: Callable[[], bool]) -> Any:
+def _add_while(add: Callable[..., object], given: Iterator[tuple[Any, ...]], goes_on: Callable[[], bool]) -> Any:
     """The seconds from each add to the next."""
     stamps, count = array("d", bytes(8 << 22)), 0
-    arguments = cycle(given)
     gc.collect()
     gc.disable()
     stamps[0] = perf_counter()
     while goes_on():
-        add(*next(arguments))
+        add(*next(given))
         count += 1
         stamps[count] = perf_counter()
     gc.enable()
@@ -354,7 +353,7 @@ def _journaling_storage(kind: str, **options: Any) -> Rlstore:
 
 def _adding_turn(ours: Rlstore) -> dict[str, float]:
     """The adds a second, by both clocks, over a few intervals of a journal."""
-    calls = 1000
+    calls = 800  # whole episodes
     loop, count = ours.adding(ours.source.loop(), calls), 0
     begun, used = perf_counter(), thread_time()
     while (passed := perf_counter() - begun) < COMMITS * INTERVAL:

@@ -31,7 +31,7 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------- checksums
 
-constexpr Py_ssize_t kManyBytes = 64 << 10;  // other threads may run meanwhile: it takes microseconds
+constexpr Py_ssize_t kManyBytes = 1 << 20;  // 80 us: getting the GIL back may take milliseconds
 
 // The checksum of a contiguous buffer.
 template <uint32_t (*function)(const void*, size_t, uint32_t)>

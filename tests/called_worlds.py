@@ -14,6 +14,8 @@ import torch
 from killed_storages import ADD, KINDS, LANES, MASKED, RESET, SAMPLE, STEPS, UPDATE, Kind, judge_held
 from resumed_training import digest
 
+from rlstore import NStepReplayStorage, PrioritizedReplayStorage
+
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
 import programs
@@ -200,6 +202,8 @@ class DistributedWorld(World):
         assert rewards == self.complete
 
 
+AHEAD = Kind("n-step ahead", NStepReplayStorage, {"n_step": 3, "num_workers": 2, "fetch_every": 5})
+SHARED = Kind("shared", PrioritizedReplayStorage, {"memory": "shared", "beta_steps": 500})
 WORLDS: dict[str, Callable[[], World]] = {
     "uniform": lambda: ReplayWorld(KINDS["replay"]),
     "prioritized": lambda: ReplayWorld(KINDS["prioritized"]),
@@ -207,6 +211,8 @@ WORLDS: dict[str, Callable[[], World]] = {
     "n-step": lambda: ReplayWorld(KINDS["n-step"]),
     "rollout": RolloutWorld,
     "distributed": DistributedWorld,
+    "n-step ahead": lambda: ReplayWorld(AHEAD),
+    "shared": lambda: ReplayWorld(SHARED),
     "frames": lambda: ReplayWorld(KINDS["frames"]),
     "sequence across": lambda: ReplayWorld(KINDS["sequences across"]),
     "hindsight": lambda: ReplayWorld(KINDS["hindsight"]),

@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -76,9 +78,10 @@ class Ticks:
         """The thread has begun to wait."""
         self._waiting.acquire()
 
-    def tick(self):
-        self._told.release()
-        self._waiting.acquire()
+    def tick(self, times=1):
+        for _ in range(times):
+            self._told.release()
+            self._waiting.acquire()
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def test_threads_add_while_others_commit(tmp_path, ticks):
     """Every commit is a state that there was: rows without a gap, up to some step."""
     storage = make(tmp_path / "journal", storage_size=400)
     ticks.begin()
-    adding = threading.Thread(target=play, args=(storage, 2000))
+    adding = threading.Thread(target=play, args=(storage, 1000))
     adding.start()
     while adding.is_alive():
         ticks.tick()
@@ -228,7 +231,7 @@ def test_threads_add_while_others_commit(tmp_path, ticks):
         assert found == [float(step) for step in range(max(0, newest - 400), newest)]
     adding.join()
     storage.close()
-    assert rewards_in(tmp_path / "journal") == list(range(1600, 2000))
+    assert rewards_in(tmp_path / "journal") == list(range(600, 1000))
 
 
 def test_a_wait_for_a_rate_limit_does_not_hold_commits_back(tmp_path):
@@ -248,7 +251,7 @@ def test_a_wait_for_a_rate_limit_does_not_hold_commits_back(tmp_path):
 def test_writers_of_other_processes_are_committed_in_whole_rows(tmp_path):
     storage = make(tmp_path / "journal", memory="shared", storage_size=300)
     writer = storage.writer()
-    child = multiprocessing.get_context("fork").Process(target=lambda: (play(writer, 1000), writer.close()))
+    child = multiprocessing.get_context("fork").Process(target=lambda: (play(writer, 600), writer.close()))
     child.start()
     while child.is_alive():
         storage.journal.commit()
@@ -257,7 +260,7 @@ def test_writers_of_other_processes_are_committed_in_whole_rows(tmp_path):
         assert found == [float(step) for step in range(max(0, newest - 300), newest)]
     child.join()
     storage.close()
-    assert rewards_in(tmp_path / "journal") == list(range(700, 1000))
+    assert rewards_in(tmp_path / "journal") == list(range(300, 600))
 
 
 # ---------------------------------------------------------------------------------------------------- failures
@@ -294,12 +297,11 @@ def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_
     play(storage, 5, 10)
     with failing(name, number):
         with pytest.warns(RuntimeWarning, match="Adding goes on") as warned:
-            ticks.tick()
-        (warning,) = warned
+            ticks.tick(3)
+        (warning,) = warned  # of three failures the first is told
         assert str(folder) in str(warning.message)
         assert "nothing that came after 20" in str(warning.message)
         play(storage, 5, 15)
-        ticks.tick()  # of a streak of failures the first is told: another warning would be an error
         assert isinstance(storage.journal.error, kind)
         with pytest.raises(kind):
             storage.journal.commit()
@@ -414,7 +416,8 @@ def test_a_storage_that_is_collected_is_committed(in_a_cycle, tmp_path):
     if in_a_cycle:
         storage.itself = storage
     del storage
-    gc.collect()
+    if in_a_cycle:
+        gc.collect()
     assert gone() is None
     thread.join()
     assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
@@ -430,15 +433,56 @@ def test_a_collected_storage_warns_if_its_last_commit_fails(tmp_path):
 
 def test_a_shallow_copy_that_is_collected_does_not_end_the_journal(tmp_path):
     storage = make(tmp_path / "journal")
-    copy.copy(storage)
-    gc.collect()
+    gone = weakref.ref(copy.copy(storage))
+    assert gone() is None
     play(storage, 1)
     storage.journal.commit()
     assert rewards_in(tmp_path / "journal") == [0.0]
     storage.close()
 
 
-def test_the_end_of_a_process_commits(tmp_path):
+PROGRAM = """
+import sys, threading
+from gymnasium import spaces
+import rlstore
+
+folder = rlstore.Journal(sys.argv[1], 1e6)
+storage = rlstore.ReplayStorage(
+    spaces.Box(-1e9, 1e9, (1,)), spaces.Discrete(9), storage_size=64, batch_size=2, num_workers=2, journal=folder
+)
+
+def play(begin, end):
+    for step in range(begin, end):
+        storage.add([[float(step)]], [0], [float(step)], [False], [False], {}, [[step + 1.0]])
+
+def go_on():
+    threading.main_thread().join()
+    play(3, 7)
+
+play(0, 3)
+storage.sample()
+threading.Thread(target=go_on).start()
+"""
+
+
+@pytest.mark.torture
+def test_the_end_of_an_interpreter_commits_what_its_threads_added_last(tmp_path):
+    subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, tmp_path / "journal"], check=True, timeout=100)
+    assert rewards_in(tmp_path / "journal") == list(range(7))
+
+
+def test_the_end_of_an_interpreter_commits(tmp_path):
+    storage = make(tmp_path / "journal")
+    play(storage, 3)
+    at_exit = storage.journal._end
+    assert at_exit.atexit
+    at_exit()
+    assert rewards_in(tmp_path / "journal") == [0.0, 1.0, 2.0]
+    with pytest.raises(StorageClosedError):
+        storage.journal.commit()
+
+
+def test_the_end_of_a_process_of_multiprocessing_commits(tmp_path):
     def work():
         storage = make(tmp_path / "journal", num_workers=2, batch_size=2)
         kept.append(storage)  # so that it is not collected before
@@ -462,8 +506,8 @@ def test_a_copy_has_no_journal(tmp_path):
     copies = [copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))]
     assert [one.journal for one in copies] == [None, None]
     play(copies[0], 3, 2)
-    del copies
-    gc.collect()
+    gone = weakref.ref(copies.pop(0))
+    assert gone() is None
     storage.journal.commit()
     assert rewards_in(tmp_path / "journal") == [0.0, 1.0]
     storage.close()

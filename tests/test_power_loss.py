@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from resumed_training import TRAININGS, digest
 
-from rlstore import SnapshotError, Storage
+from rlstore import Journal, SnapshotError, Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:the observations of an environment")
 
@@ -83,17 +83,23 @@ def loaded_from(image, folder):
     return digest(storage.get_all_buffer_data(), len(storage))
 
 
-@pytest.mark.parametrize("name", ["prioritized", "rollout"])
-def test_a_save_that_returned_outlives_the_machine_and_the_next_does_not_endanger_it(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "is_journaled"), [("prioritized", False), ("prioritized", True), ("rollout", False)])
+def test_what_is_saved_outlives_the_machine_and_the_next_save_does_not_endanger_it(
+    name, is_journaled, tmp_path, monkeypatch
+):
     training, disk = TRAININGS[name], Disk(tmp_path / "saved", monkeypatch)
-    storage, before = training.start(tmp_path), None
-    for turn in range(4):
+    journal = {"journal": Journal(tmp_path / "saved", interval=3600.0)} if is_journaled else {}
+    storage = training.start(tmp_path, **journal)
+    before = digest({}, 0) if is_journaled else None
+    for turn in range(3):
         training.turn(storage, turn)
         here = digest(storage.get_all_buffer_data(), len(storage))
         disk.images.clear()
-        storage.save(tmp_path / "saved")
+        storage.journal.commit() if is_journaled else storage.save(tmp_path / "saved")
         images, last = list(disk.images), disk.now()
         assert {loaded_from(image, tmp_path / "image") for image in images} == {before, here}
         assert {loaded_from(image, tmp_path / "image") for image in last} == {here}
         before = here
+    if is_journaled:
+        storage.journal.close()
     disk.close()

@@ -232,8 +232,10 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
             for actor in rng.permutation([served._connection.ledger, served._connection.shards[doomed]]):
                 ray.kill(actor, no_restart=False)
             until(partial(was_restarted, served, times), "the restart of both", 120)
-            for writer in writers:
+            for index, writer in enumerate(writers):
+                writer.add(sample(index, step))  # who now learns that its shard is another one
                 writer.flush()
+            step += 1
             report = served.report()
             held = [held_ids(data) for data in served.each("get_all_buffer_data")]
             assert [len(ids) for ids in held] == [shard.held for shard in report.shards]

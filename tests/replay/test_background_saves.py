@@ -91,3 +91,20 @@ def test_steps_and_their_count_are_of_one_moment(tmp_path):
         thread.join()
         sys.setswitchinterval(interval)
     assert seen == {0}
+
+
+def test_a_table_of_episodes_that_became_shorter(tmp_path):
+    """In shared memory only the entries are saved that are in use: earlier records of the folder know of more."""
+    storage, added = make("shared", tmp_path), 0
+    none = torch.zeros(3, dtype=torch.bool)
+    for adds, ends in ((90, True), (18, False), (3, True)):
+        for step in range(added, added + adds):
+            values, ended = torch.full((3, 1), float(step)), none if not ends else ~none
+            storage.add(values, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, none, {}, values + 1)
+        added += adds
+        storage.save(tmp_path / "saved")
+        loaded = Storage.load(tmp_path / "saved")
+        assert loaded.get_all_buffer_data()["observations"][:, 0, 0].tolist() == list(range(added - 20, added))
+        storage.close()
+        storage = loaded
+    storage.close()

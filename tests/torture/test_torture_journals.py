@@ -1,5 +1,7 @@
 """Storages that journal and save in the background, killed 300 times at random; also with a disk that fails at times.
 
+And any interleaving of calls, saves, commits and loads.
+
 RLSTORE_TORTURE_ROUNDS sets how often. One kind alone: ``python tests/killed_journals.py KIND ROUNDS SEED [FAULT]``.
 """
 
@@ -10,6 +12,7 @@ import os
 import pytest
 from called_worlds import WORLDS
 from killed_journals import FAULTS, kill
+from saved_machine import explore
 
 ROUNDS = int(os.environ.get("RLSTORE_TORTURE_ROUNDS", "300"))
 pytestmark = [
@@ -25,3 +28,9 @@ def test_what_was_committed_is_there_after_every_kill(name, fault, tmp_path):
     counts = kill(name, tmp_path, ROUNDS, fault=fault)
     print(name, fault, counts)
     assert counts["rounds"] == ROUNDS
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_any_interleaving_of_many_saves_and_loads(name, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here outlives the machine
+    explore(name, ROUNDS)

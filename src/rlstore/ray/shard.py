@@ -230,8 +230,7 @@ class Shard:
         if every is not None and since >= every and not self._save_turn.locked():
             self._saved_at = self._state.inserted
             threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
-        with self._lock:
-            return Stored(stored, refused, replace(self._state, held=self._held(storage)), self._limited)
+        return Stored(stored, refused, self.ready(), self._limited)
 
     def _assign_lanes(self, storage: Storage, writer: str, place: Place) -> None:
         if writer in self._writers:

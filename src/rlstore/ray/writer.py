@@ -274,6 +274,8 @@ class ServedWriter:
         finally:
             self._closed = True
             self._sender.shutdown(wait=False, cancel_futures=True)
+            if self._last_state is not None:  # of a shard that may have died since
+                self._served.ledger.last_state.remote(self._last_state)
             self._served.ledger.leave.remote(self._name)
             self._shard.remove_writer.remote(self._name)
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from threading import Event
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +32,8 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
 from rlstore.kernels import Guard, kernel
 
-_CHUNK_BYTES = 4 << 20  # copied at a time, while nobody can write: about a millisecond
-_MOST_AHEAD = 128  # such copies in memory: whoever would make more waits for the disk
+_CHUNK_BYTES = 2 << 20  # copied at a time, while nobody can write; half of it by an add that would overwrite it
+_MOST_AHEAD = 512  # such copies in memory: whoever would make more waits for the disk
 
 
 def _blocks(ring: EpisodeRing) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ class RowCut:
         self.oldest = torch.maximum(counters[1], self._stop - ring.steps - (deepest - 1))
         row_bytes = sum(block.shape[2] for block in _blocks(ring).values())
         self.nbytes = int((self._stop - self.oldest).sum()) * row_bytes
-        self._step = max(_CHUNK_BYTES // (row_bytes * ring.lanes), 1)  # rows of each lane in a record
+        self._row_bytes = row_bytes * ring.lanes
         self.saved = ring.saved.get(writer.path)
         if self.saved is not None and (self.saved.id != writer.id or not self.saved.are_mostly_needed(self.nbytes)):
             self.saved = None
@@ -118,18 +119,23 @@ class RowCut:
             if room > 0:
                 return room
             # The guard is not released: whoever writes a step has made sure that nobody reads.
+            if len(self._copied) >= _MOST_AHEAD // 16:
+                self._await_writer(0.001)  # a turn for the thread that writes: it gets none from one that only adds
             while len(self._copied) >= _MOST_AHEAD and not self._closed:
-                self._taken_one.wait(0.1)
-                self._taken_one.clear()
-            self._copy()
+                self._await_writer(0.1)
+            self._copy(_CHUNK_BYTES // 2)
+
+    def _await_writer(self, seconds: float) -> None:
+        self._taken_one.clear()
+        self._taken_one.wait(seconds)
 
     def copy_all(self) -> None:
         """Copy everything that is left."""
         while bool((self._next < self._stop).any()):
-            self._copy()
+            self._copy(_CHUNK_BYTES)
 
-    def _copy(self) -> None:
-        stop = torch.minimum(self._next + self._step, self._stop)
+    def _copy(self, nbytes: int) -> None:
+        stop = torch.minimum(self._next + max(nbytes // self._row_bytes, 1), self._stop)
         self._copied.append(self._record(self._next, stop, None))
         self._next = stop
 
@@ -141,7 +147,7 @@ class RowCut:
         made = {"first": first, "stop": stop, "episode": ring.blocks["episode"][lane, place].cpu()}
         made.update(self._taken(_blocks(ring), lane * ring.rows + place))
         if slots is None:
-            slots = self._touched(made["episode"].long(), first, stop)
+            slots = self._touched(made["episode"], first, stop)
         return {**made, "slots": slots, **self._taken(_tables(ring), slots.to(ring.device))}
 
     def _taken(self, tables: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
@@ -153,14 +159,16 @@ class RowCut:
 
     def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
         """The indices of episodes that, at the moment of the cut, had begun or ended among these rows."""
-        slots: Tensor = episode.unique()
+        # In numpy, whose operations on few numbers take a microsecond.
+        slots = np.unique(episode.numpy()).astype(np.int64)
         # The older frames of a stack may lie before all that is known to be right.
         slots = slots[(slots >= 0) & (slots < len(self._episodes))]
-        begin, end = self._episodes[slots, 0], self._episodes[slots, 1]
-        lane = slots % self._ring.lanes
-        ends, begins = (end > first[lane]) & (end <= stop[lane]), (begin >= first[lane]) & (begin < stop[lane])
-        has_starts = any(table is not None for table in self._ring.starts)
-        return slots[ends | begins if has_starts else ends]
+        begin, end = self._episodes.numpy()[slots, :2].T
+        lane, low, high = slots % self._ring.lanes, first.numpy(), stop.numpy()
+        found = (end > low[lane]) & (end <= high[lane])
+        if any(table is not None for table in self._ring.starts):
+            found |= (begin >= low[lane]) & (begin < high[lane])
+        return torch.from_numpy(slots[found])
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -172,7 +180,7 @@ class RowCut:
                     if not self._copied:
                         if not bool((self._next < self._stop).any()):
                             return
-                        self._copy()
+                        self._copy(_CHUNK_BYTES)
             record = self._copied.popleft()  # without the guard, which somebody may hold who waits for this
             self._taken_one.set()
             yield record
@@ -203,9 +211,10 @@ _UNLIMITED = 1 << 62
 
 def _lanes_and_times(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """The lane and the time of each row from ``first`` up to ``stop``, the lanes one after another."""
-    count = stop - first
-    lane = torch.repeat_interleave(torch.arange(len(first)), count)
-    return lane, torch.arange(len(lane)) - (count.cumsum(0) - count - first)[lane]
+    begin, count = first.numpy(), (stop - first).numpy()
+    lane = np.repeat(np.arange(len(count)), count)
+    time = np.arange(len(lane)) - (np.cumsum(count) - count - begin)[lane]
+    return torch.from_numpy(lane), torch.from_numpy(time)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -237,11 +246,13 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
             at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
             ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
-        if not bool(((slots >= 0) & (slots < len(index.episodes))).all()):
+        if bool((slots < 0).any()):
             raise record.damaged("it has episodes that there cannot be")
+        known = slots < len(index.episodes)  # the table may have been longer then: those episodes are gone
+        kept = None if bool(known.all()) else known.nonzero().flatten()
         for name, table in tables.items():
             if name in record.shapes:
-                fill(table, slots, None, record, name, len(slots))
+                fill(table, slots[known], kept, record, name, len(slots))
     newest = torch.arange(ring.lanes) * ring.rows + index.counters[0] % ring.rows
     for name, block in blocks.items():
         following = torch.empty((ring.lanes, block.shape[1]), dtype=torch.uint8)
