@@ -174,6 +174,7 @@ class DistributedWorld(World):
             with storage.actor() as actor, actor.rollout(version=self.handed) as rollout:
                 for name in storage.storages:
                     rollout[name].zero_()
+                rollout.set_states((torch.full((1, 1, 2), float(self.handed)),))
                 rollout["reward"][:] = torch.tensor([0.0, -self.handed, -self.handed - 0.5])
             self.complete.append([-float(self.handed), -self.handed - 0.5])
         else:

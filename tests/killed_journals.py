@@ -77,12 +77,15 @@ class Faults:
 
     Args:
         kind: "disk full", "fsync", or "" for none.
+        random_: Decides when.
+        folder: What is in it is on the disk.
     """
 
-    def __init__(self, kind: str, random_: random.Random) -> None:
+    def __init__(self, kind: str, random_: random.Random, folder: Path) -> None:
         self.kind, self.is_on, self._random = kind, False, random_
         self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        self._synced: dict[int, bytes] = {}
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        self._synced = {path.stat().st_ino: path.read_bytes() for path in files}
         # This process will be killed, and the machine will not: it need not wait for the disk.
         os.fsync = self.fsync if kind == "fsync" else lambda descriptor: os.sched_yield()
 
@@ -123,7 +126,7 @@ class Process:
 
     def run(self, begin: Callable[[World], None]) -> None:
         """Go on until somebody kills it."""
-        faults = Faults(self._fault, self._around)
+        faults = Faults(self._fault, self._around, self._folder)
         try:
             begin(self._world)
             self._log.ready = 1

@@ -34,6 +34,8 @@ from rlstore import (
     StorageClosedError,
 )
 from rlstore.engine.disk import journal as journals
+from rlstore.engine.disk import snapshot
+from rlstore.engine.rows import saved_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 BOX, MOVES = spaces.Box(-1e9, 1e9, (1,)), spaces.Discrete(9)
@@ -315,6 +317,24 @@ def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_
     play(storage, 60, 25)
     storage.close()
     assert rewards_in(folder) == list(range(21, 85))
+
+
+def test_rows_are_written_anew_only_where_the_disk_has_room_for_them(tmp_path, monkeypatch):
+    """Else a disk that has room for what came could not take it."""
+    monkeypatch.setattr(snapshot, "_MOST_RECORDS", 3)
+    monkeypatch.setattr(saved_rows, "free_disk", lambda path: room)
+    storage, room, folder = make(tmp_path / "journal"), 0, tmp_path / "journal"
+    for step in range(6):
+        play(storage, 1, step)
+        storage.journal.commit()
+    assert [path.name for path in folder.glob("rows-*")] == ["rows-000001.bin"]
+    assert rewards_in(folder) == list(range(6))
+    room = 1 << 40
+    play(storage, 1, 6)
+    storage.journal.commit()
+    assert [path.name for path in folder.glob("rows-*")] == ["rows-000002.bin"]
+    assert rewards_in(folder) == list(range(7))
+    storage.close()
 
 
 def test_a_streak_that_ended_is_told_again(tmp_path, ticks):

@@ -7,6 +7,7 @@ import json
 import random
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,8 @@ def make(monkeypatch):
     monkeypatch.setattr(module, "was_restarted", lambda: False)
     monkeypatch.setattr(Ledger, "_handle", lambda self, shard: None)
 
-    def build(shards=2, limit=None, folder=None, patience=60.0):
-        return Ledger("test", limit, Saving(shards, folder), patience)
+    def build(shards=2, limit=None, folder=None, patience=60.0, **saving):
+        return Ledger("test", limit, Saving(shards, folder, **saving), patience)
 
     return build
 
@@ -440,6 +441,30 @@ def test_another_run_continues_all_counts(make, tmp_path):
         assert (report["lost_in_flight"], report["lost_updates"], report["rate_limit"]) == (5, 3, None)
     assert (before["limiter_inserted"], before["limiter_sampled"]) == (130, 7)
     assert after["limiter_inserted"] == 142
+
+
+def test_with_a_journal_heartbeats_are_enough(make, tmp_path):
+    """Not each is written, but one in every interval; of two files the newer counts."""
+
+    async def first(interval):
+        ledger = make(shards=1, folder=str(tmp_path / "saved"), journal=str(tmp_path / "journal"), interval=interval)
+        await ledger.heartbeat(facts(0, inserted=10, held=10))
+        await ledger.save()
+        await ledger.heartbeat(facts(0, inserted=20, held=20))
+        await ledger.heartbeat(facts(0, inserted=30, held=30))
+
+    async def second(**folders):
+        return totals(await make(shards=1, **folders).report())
+
+    saved, journal = str(tmp_path / "saved"), str(tmp_path / "journal")
+    for interval, inserted in ((1e-9, 30), (3600.0, 10)):
+        for folder in (saved, journal):
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / "served.json").unlink(missing_ok=True)
+        asyncio.run(first(interval))
+        assert asyncio.run(second(folder=saved)) == [(0, 10, 0, 0, 10)]
+        assert asyncio.run(second(journal=journal)) == [(0, inserted, 0, 0, inserted)]
+        assert asyncio.run(second(folder=saved, journal=journal)) == [(0, inserted, 0, 0, inserted)]
 
 
 def test_a_shard_that_saved_less_than_was_counted_has_lost_the_rest(make, tmp_path):

@@ -355,7 +355,7 @@ def image(folder, copy):
     return copy
 
 
-@pytest.mark.parametrize("kind", [uniform, prioritized, n_step, "rollout"])
+@pytest.mark.parametrize("kind", [uniform, prioritized, "rollout"])
 def test_a_new_life_begins_with_the_last_commit_of_the_journal(make, tmp_path, kind):
     factory = RolloutStorage.create_factory(20) if kind == "rollout" else kind(size=400, num_envs=4)
     samples = rollout_steps(8) if kind == "rollout" else [step_of(0, step, 4) for step in range(8)]

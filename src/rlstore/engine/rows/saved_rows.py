@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from threading import Event
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
 from rlstore.engine.memory.backing import lazy_zeros
@@ -78,7 +80,7 @@ class RowCut:
         self.nbytes = int((self._stop - self.oldest).sum()) * row_bytes
         self._row_bytes = row_bytes * ring.lanes
         self.saved = ring.saved.get(writer.path)
-        if self.saved is not None and (self.saved.id != writer.id or not self.saved.are_mostly_needed(self.nbytes)):
+        if self.saved is not None and (self.saved.id != writer.id or self._is_better_anew(self.saved, writer.path)):
             self.saved = None
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
@@ -90,6 +92,10 @@ class RowCut:
         self._taken_one, self._closed = Event(), False
         ring.holds.append(self)
         ring.ask_again()
+
+    def _is_better_anew(self, saved: SavedRows, path: Path) -> bool:
+        """Whether to write all rows anew, beside those that are there: where the disk has no room, they are kept."""
+        return not saved.are_mostly_needed(self.nbytes) and free_disk(path) > 2 * self.nbytes
 
     def _following(self) -> dict[str, Tensor]:
         """What was written behind the newest row of each lane: the observation after it."""
