@@ -26,7 +26,7 @@ VERSION = 1
 MOST_BYTES = 256 << 20
 _CHECKSUM, _END = b',\n "crc32": ', "\n}"
 # By name the type of each field, or the fields of an object.
-Fields = Mapping[str, Any]
+Fields = dict[str, Any]
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "true or false"}
 
 
@@ -92,13 +92,13 @@ def newer_version(path: Path, field: str, found: object, known: object) -> Snaps
 def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str = "") -> None:
     """Refuse a part of a manifest that lacks a field, or has one of another type."""
     for name, kind in fields.items():
-        field, expected = where + name, dict if isinstance(kind, Mapping) else kind
+        field, expected = where + name, dict if isinstance(kind, dict) else kind
         if name not in part:
             raise SnapshotError(f'{path} is damaged: "{field}" is missing')
         if type(part[name]) is not expected:
             found = repr(part[name])[:80]
             raise SnapshotError(f'{path} is damaged: "{field}" is {found}, not {_JSON_TYPES[expected]}')
-        if isinstance(kind, Mapping):
+        if isinstance(kind, dict):
             check_fields(path, part[name], kind, f"{field}.")
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -180,13 +181,17 @@ class RowCut:
 
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """All records, one after another; see :class:`rlstore.engine.disk.snapshot.Rows`."""
+        nbytes, written = _CHUNK_BYTES, -1
         while True:
             if not self._copied:
                 with self._guard:
                     if not self._copied:
                         if not bool((self._next < self._stop).any()):
                             return
-                        self._copy(_CHUNK_BYTES)
+                        before, written = written, int(self._ring.counters[0].sum())
+                        # Few large records are written and read faster, and nobody adds who would wait.
+                        nbytes = min(2 * nbytes, 4 * _CHUNK_BYTES) if written == before else _CHUNK_BYTES
+                        self._copy(nbytes)
             record = self._copied.popleft()  # without the guard, which somebody may hold who waits for this
             self._taken_one.set()
             yield record
@@ -241,7 +246,8 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
     blocks = {name: block.flatten(0, 1) for name, block in _blocks(ring).items()}
     tables = {name: table[0] for name, table in _tables(ring).items()}
     fill = _fill if reader.keeps_rows else _verify
-    for (_, record), (first, stop) in zip(reader.records(), index.times, strict=True):
+
+    def restore(record: Record, first: Tensor, stop: Tensor) -> None:
         count = int((stop - first).sum())
         places, kept = index.places(first, stop) if reader.keeps_rows else (first, None)
         for name, block in blocks.items():
@@ -251,6 +257,14 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
             episode = record.tensor("episode", (count,), torch.int32)
             at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
             ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
+
+    firsts, stops = zip(*index.times, strict=True) if index.times else ((), ())
+    if ring.device.type == "cpu" and not index.overlaps:  # so the order does not matter
+        with ThreadPoolExecutor(2, "rlstore reads rows") as pool:
+            list(pool.map(restore, index.records, firsts, stops))
+    else:
+        list(map(restore, index.records, firsts, stops))
+    for record in index.records:
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if bool((slots < 0).any()):
             raise record.damaged("it has episodes that there cannot be")
@@ -282,7 +296,9 @@ class RowIndex:
         counters: The counters of the ring.
         episodes: Its table of episodes.
         free_slots: The indices of the table that are free.
+        records: The records, oldest first.
         times: The rows of each lane in each record, from one time up to another.
+        overlaps: Whether some rows are in several records, of which the last one counts.
         has_starts: Whether there is a table of starts.
         saved: What is known of the snapshot.
 
@@ -300,8 +316,9 @@ class RowIndex:
         self.episodes = torch.empty((slots, 4), dtype=torch.int64)
         reader.read_into("episodes", self.episodes)
         self.free_slots = torch.empty((slots // ring.lanes, ring.lanes), dtype=torch.int32)
+        self.records: list[Record] = []
         self.times: list[tuple[Tensor, Tensor]] = []
-        self.has_starts = False
+        self.overlaps = self.has_starts = False
         # Its pages are committed when they are written, so a size that was made up costs nothing.
         episode_of = lazy_zeros((ring.lanes, ring.rows), torch.int32)
         self.saved = self._read(episode_of)
@@ -318,8 +335,10 @@ class RowIndex:
             first, stop = (record.tensor(name, (lanes,), torch.int64) for name in ("first", "stop"))
             if not bool(((first >= 0) & (first <= stop) & (stop <= self.counters[0])).all()):
                 raise record.damaged("its rows are not among those that were written")
+            self.overlaps |= bool((first < end).any())
             begin, end = torch.where(first <= end, begin, first), torch.maximum(stop, end)
             stops[segment], counts[segment] = end, counts[segment] + 1
+            self.records.append(record)
             self.times.append((first, stop))
             self.has_starts |= any(name.startswith("start ") for name in record.shapes)
             episode = record.tensor("episode", (int((stop - first).sum()),), torch.int32)
