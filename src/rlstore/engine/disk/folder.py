@@ -122,8 +122,9 @@ class Folder:
         except BlockingIOError as error:
             os.close(descriptor)
             raise FolderInUseError(
-                f"the folder {self.path} is in use by another storage, in this process or in another; {self._owner} "
-                "needs one of its own. Close the other storage, or give another path. Nothing was changed."
+                f"the folder {self.path} is in use by another storage, a journal or a save in the background, in this "
+                f"process or in another; {self._owner} needs one of its own. Close that storage or journal, wait() for "
+                "that save, or give another path. Nothing was changed."
             ) from error
         return descriptor
 
