@@ -33,7 +33,7 @@ demo: $(VENV)/ready
 LONG := $(addprefix tests/engine/test_,slots.py snapshot.py folder.py shared_memory.py pieces.py limiter.py returns.py \
 	seal.py hostile_folders.py unreadable_tensors.py) \
 	$(addprefix tests/contract/test_,state_machine.py refused_calls.py extra_fields.py whole_storage.py \
-	replay_trainer.py distributed_trainer.py saved.py folder_mutants.py resumed_training.py saved_machine.py)
+	replay_trainer.py distributed_trainer.py saved.py journaled.py folder_mutants.py resumed_training.py saved_machine.py)
 QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/test_*.py)) \
 	tests/test_golden.py tests/test_trainer.py tests/test_storage_base.py \
 	$(wildcard tests/test_rollout_documented*.py tests/test_decoupled_documented*.py) tests/test_known_bugs.py \

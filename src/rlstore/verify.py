@@ -27,6 +27,9 @@ from rlstore.engine.disk.mapped import PrivateFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.layout import Leaf
+from rlstore.engine.rows.saved_rows import RowIndex
+from rlstore.engine.rows.schema import Field
 from rlstore.errors import DoesNotFitError, SnapshotError, StorageError
 from rlstore.storage import check_snapshot
 
@@ -285,8 +288,15 @@ def _verify_snapshot(directory: Directory, report: Report) -> None:
                 report.refused(error, directory.path, "tables")
                 report.saved = "nothing can be loaded"
             return
-        report.looked_at("tables", "" if is_checked else f"not checked: {why_not}")
-        report.saved = _loadable(reader) if is_checked else _scan(reader, report)
+        if is_checked:
+            report.saved = _loadable(reader)
+            report.looked_at("tables")
+            return
+        report.saved = _scan(reader, report)
+        if reader.has_rows and not report.damages:
+            _check_rows(reader)
+        checked = "only those of the rows were" if reader.has_rows else "not"
+        report.looked_at("tables", f"{checked} checked: {why_not}")
 
 
 def _loadable(reader: SnapshotReader) -> str:
@@ -295,6 +305,18 @@ def _loadable(reader: SnapshotReader) -> str:
         reader.verify(name)
     coverage = _coverage(reader)
     return "it can be loaded" if coverage is None else f"{coverage.needed:,} transitions can be loaded"
+
+
+def _check_rows(reader: SnapshotReader) -> None:
+    """Refuse tables of rows that no replay storage of this size could have, whatever its rows hold."""
+    lanes, stack = reader.shape("counters")[1], reader.settings["options"]["frame_stack"]
+    steps = reader.settings["storage_size"] // lanes
+    check_positive("a snapshot", steps=steps, frame_stack=stack)
+    leaf, rewards = (
+        Leaf(Field("observations", (stack,), torch.uint8, ""), stack),
+        Field("rewards", (), torch.float32, ""),
+    )
+    RowIndex(EpisodeRing([leaf], [rewards], steps, lanes, Backing("a snapshot", "ram", torch.device("cpu"))), reader)
 
 
 def _scan(reader: SnapshotReader, report: Report) -> str:

@@ -324,8 +324,9 @@ def test_resident_memory_follows_the_rows(memory, field):
     nodes = 12 * (MANY // 15)
     assert made - before < nodes + (2 * 4 * MANY if memory == "shared" else 0) + (16 << 20)
     for rows, now in zip((1000, 2000, 3000), after, strict=True):
-        # A frame and a record of 20 bytes each, and of both blocks a page of 2 MiB that has begun; 4 MiB to spare.
-        assert rows * FRAME <= now - made <= rows * (FRAME + 20) + (8 << 20)
+        # A frame and a record of 20 bytes each, and of both blocks a page of 2 MiB that has begun; 4 MiB to spare,
+        # and 1 below: the system counts pages of each core apart.
+        assert rows * FRAME - (1 << 20) <= now - made <= rows * (FRAME + 20) + (8 << 20)
     assert 3000 * FRAME < pickled < 3100 * FRAME
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class Appender:
     """
 
     def __init__(self, ring: EpisodeRing, fields: StepFields, guard: Guard, sampler: Follower | None = None) -> None:
-        self._steps, self.warned = np.zeros(1, np.int64), False  # the kernel that appends alone counts here
+        self._steps, self.warned = array("q", [0]), False  # the kernel that appends alone counts here
         self.ring, self.fields = ring, fields
         self.settle: Callable[[], None] | None = None
         self.keep: Callable[[], None] | None = None
@@ -74,7 +75,7 @@ class Appender:
     @property
     def added(self) -> int:
         """Steps that were appended."""
-        return int(self._steps[0])
+        return self._steps[0]
 
     @added.setter
     def added(self, count: int) -> None:
@@ -132,7 +133,7 @@ class Appender:
         if self._sampler is None or self.keep is not None:
             return
         kernel, self._followers = self._bind(), self._sampler.kernels
-        if kernel.guard_with(self._guard, torch.from_numpy(self._steps), *self._followers):
+        if kernel.guard_with(self._guard, torch.frombuffer(self._steps, dtype=torch.int64), *self._followers):
             self._direct = kernel
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
