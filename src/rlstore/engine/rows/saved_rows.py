@@ -35,8 +35,8 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
 from rlstore.kernels import Guard, kernel
 
-# Copied at a time, while nobody can write: half a millisecond. More than a huge page, which new memory then consists of:
-# with a page fault for every 4 KiB it would take twice as long.
+# Copied at a time, while nobody can write: half a millisecond. It is more than a huge page, of which new memory then
+# consists: with a page fault for every 4 KiB it would take twice as long.
 _CHUNK_BYTES = 5 << 19
 _MOST_AHEAD = 256  # such copies in memory: whoever would make more waits for the disk
 
