@@ -250,6 +250,9 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
     served.shutdown()
     again = serve(factory, shards=2, deadline=120.0, journal=tmp_path)  # while the processes are being ended
     assert [held_ids(data) for data in again.each("get_all_buffer_data")] == held
-    for name in ("inserted", "held", "lost_in_shards", "lost_in_flight", "limiter_inserted"):
-        assert getattr(again.report(), name) == getattr(report, name), name
+    restored = again.report()
+    for name in ("inserted", "held", "lost_in_shards", "lost_in_flight"):
+        assert getattr(restored, name) == getattr(report, name), name
+    # A ledger that is restarted has forgotten the permits of calls on their way; what was inserted it learns again.
+    assert report.limiter_inserted <= restored.limiter_inserted <= report.inserted + report.lost_in_flight
     again.shutdown()
