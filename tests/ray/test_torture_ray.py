@@ -253,6 +253,7 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
     restored = again.report()
     for name in ("inserted", "held", "lost_in_shards", "lost_in_flight"):
         assert getattr(restored, name) == getattr(report, name), name
-    # A ledger that is restarted has forgotten the permits of calls on their way; what was inserted it learns again.
-    assert report.limiter_inserted <= restored.limiter_inserted <= report.inserted + report.lost_in_flight
+    assert (
+        restored.limiter_inserted >= restored.inserted
+    )  # a restarted ledger forgets permits, and not what they led to
     again.shutdown()
