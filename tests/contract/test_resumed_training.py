@@ -10,6 +10,11 @@ from resumed_training import TRAININGS, WAYS, play, play_stopped
 pytestmark = pytest.mark.filterwarnings("ignore:the observations of an environment")
 
 
+def ways_of(name):
+    """A folder of its own for each save is tried with the first form of each class: the next save is no other there."""
+    return set(WAYS) - ({"saved elsewhere"} if ", " in name else set())
+
+
 @pytest.fixture(scope="module")
 def unstopped(tmp_path_factory):
     """What a training is served that is not stopped; each is played once."""
@@ -23,8 +28,7 @@ def unstopped(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in TRAININGS for way in WAYS if way in ways_of(name)])
 def test_a_training_that_was_stopped_goes_on_with_the_same_batches(name, way, tmp_path, unstopped, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here outlives the machine
     assert play_stopped(TRAININGS[name], WAYS[way], tmp_path) == unstopped(name)

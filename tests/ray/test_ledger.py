@@ -115,16 +115,16 @@ def test_what_a_folder_holds_beyond_the_last_heartbeat_is_inserted_and_not_lost(
     async def run():
         ledger = make(shards=1)
         await ledger.heartbeat(facts(0))
-        await ledger.heartbeat(facts(0, inserted=100, held=100))
+        await ledger.heartbeat(facts(0, inserted=100, held=100, inserted_freely=100))
         await ledger.heartbeat(facts(0, generation=2, inserted=112, held=112, restored=112))
         counts = []
         for known in (108, 112, 116):  # what writers know of the life before
-            await ledger.last_state(facts(0, inserted=known, held=known))
+            await ledger.last_state(facts(0, inserted=known, held=known, inserted_freely=known))
             (shard,) = (await ledger.report())["shards"]
-            counts.append((shard.inserted, shard.lost))
+            counts.append((shard.inserted, shard.lost, (await ledger.report())["limiter_inserted"]))
         return counts
 
-    assert asyncio.run(run()) == [(112, 0), (112, 0), (116, 4)]
+    assert asyncio.run(run()) == [(112, 0, 112), (112, 0, 112), (116, 4, 116)]
 
 
 def test_no_more_is_lost_than_was_held(make):

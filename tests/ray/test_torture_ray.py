@@ -209,7 +209,7 @@ def was_restarted(served, times):
 
 
 def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp_path):
-    """What was committed is there, and what was inserted is held or was lost; judged after each of 20 rounds."""
+    """What was committed is there, and what was inserted is held or was lost; judged after each of 12 rounds."""
     rng = np.random.default_rng(0)
     factory = prioritized(size=2_000_000, num_envs=2 * ENVS)
     served = serve(factory, shards=2, deadline=120.0, journal=Journal(tmp_path, interval=0.2))
@@ -217,7 +217,7 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
     step = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a shard is gone
-        for times in range(1, 21):
+        for times in range(1, 13):
             saved = [set(), set()]
             for number in range(int(rng.integers(20, 400))):
                 for index, writer in enumerate(writers):
@@ -250,6 +250,10 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
     served.shutdown()
     again = serve(factory, shards=2, deadline=120.0, journal=tmp_path)  # while the processes are being ended
     assert [held_ids(data) for data in again.each("get_all_buffer_data")] == held
-    for name in ("inserted", "held", "lost_in_shards", "lost_in_flight", "limiter_inserted"):
-        assert getattr(again.report(), name) == getattr(report, name), name
+    restored = again.report()
+    for name in ("inserted", "held", "lost_in_shards", "lost_in_flight"):
+        assert getattr(restored, name) == getattr(report, name), name
+    assert (
+        restored.limiter_inserted >= restored.inserted
+    )  # a restarted ledger forgets permits, and not what they led to
     again.shutdown()

@@ -341,6 +341,41 @@ def test_whoever_is_too_far_ahead_waits_for_the_disk(limit, change, tmp_path, sm
         assert held(storage) == ({} if change is ReplayStorage.reset else expect(range(60)))
 
 
+def test_records_grow_while_nobody_adds(tmp_path, monkeypatch):
+    storage = make()
+    add(storage, range(33))
+    row = sum(block.shape[2] for block in saved_rows._blocks(storage._rows).values())
+    monkeypatch.setattr(saved_rows, "_CHUNK_BYTES", row * ENVS)
+    storage.save(tmp_path / "alone")
+    assert [stop for _, _, stop in ranges(tmp_path / "alone")] == [[n] * ENVS for n in (14, 16, 20, 24, 28, 32, 33)]
+    append = segments.SegmentFile.append
+    more = iter(range(33, 60))
+
+    def add_meanwhile(file, record):
+        append(file, record)
+        add(storage, itertools.islice(more, 1))
+
+    monkeypatch.setattr(segments.SegmentFile, "append", add_meanwhile)
+    storage.save(tmp_path / "beside")
+    assert [stop for _, _, stop in ranges(tmp_path / "beside")] == [[n] * ENVS for n in range(14, 34)]
+    assert held(Storage.load(tmp_path / "alone")) == held(Storage.load(tmp_path / "beside")) == expect(range(33))
+
+
+def test_of_a_row_in_several_records_the_last_one_counts(tmp_path, monkeypatch):
+    storage = make()
+    add(storage, range(33))
+    records = saved_rows.RowCut.records
+
+    def with_others_before(cut):
+        for record in records(cut):
+            yield {**record, "records": torch.full_like(record["records"], 7)}
+            yield record
+
+    monkeypatch.setattr(saved_rows.RowCut, "records", with_others_before)
+    storage.save(tmp_path)
+    assert held(Storage.load(tmp_path)) == expect(range(33))
+
+
 def test_two_saves_at_once(tmp_path, small_chunks, gate):
     storage = make()
     add(storage, range(33))

@@ -133,10 +133,11 @@ class Ledger:
         previous = counts.previous
         if previous is None or state.generation != previous.generation or state.inserted <= previous.inserted:
             return
-        counts.inserted += counts.counted(state) - counts.counted(previous)
+        new = counts.counted(state) - counts.counted(previous)
+        counts.inserted += new
         counts.sampled += max(state.sampled - previous.sampled, 0)
         counts.lost += counts.lost_with(state) - counts.lost_with(previous)
-        self._inserts.granted += state.inserted_freely - previous.inserted_freely
+        self._inserts.granted += min(state.inserted_freely - previous.inserted_freely, new)
         counts.previous = state
 
     async def wait_for_heartbeat(self, seen: int, seconds: float) -> int:

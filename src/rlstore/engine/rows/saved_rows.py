@@ -37,9 +37,11 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
 from rlstore.kernels import Guard, kernel
 
-_CHUNK_BYTES = 2 << 20  # copied at a time, while nobody can write; half of it by an add that would overwrite it
-_MOST_AHEAD = 512  # such copies in memory, and of so many bytes: whoever would make more waits for the disk
-_MOST_BYTES_AHEAD = 512 << 20
+# Copied at a time, while nobody can write: half a millisecond. It is more than a huge page, of which new memory then
+# consists: with a page fault for every 4 KiB it would take twice as long.
+_CHUNK_BYTES = 5 << 19
+_MOST_AHEAD = 256  # such copies in memory, and of so many bytes: whoever would make more waits for the disk
+_MOST_BYTES_AHEAD = 640 << 20
 _PATIENCE = 50  # milliseconds
 
 
@@ -149,11 +151,11 @@ class RowCut:
 
     def _copy_ahead(self) -> None:
         # The guard is not released: whoever writes a step has made sure that nobody reads.
-        if len(self._copied) >= self._most_ahead // 16:
+        if len(self._copied) >= self._most_ahead // 8:
             self._await_writer(0.001)  # a turn for the thread that writes: it gets none from one that only adds
         while len(self._copied) >= self._most_ahead and not (self._closed or self._awaits_guard):
             self._await_writer(0.1)
-        self._copy(_CHUNK_BYTES // 2)
+        self._copy(_CHUNK_BYTES)
 
     def _await_writer(self, seconds: float) -> None:
         self._taken_one.clear()
