@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from forged_states import FORGED, forgeries, judge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -50,6 +51,20 @@ def test_an_episode_index_of_another_environment():
         of_lane = tensors[name].view(3, -1).clone()
         of_lane[0] = of_lane[1]
         return [("episode", numbers, {**tensors, name: of_lane.flatten()})]
+
+    assert judge("replay", forge) == {"refused": 1, "used": 0}
+
+
+def test_a_record_of_more_rows_than_can_be_counted():
+    """In 64 bits the sum over all environments is 0: so many rows the record has."""
+
+    def forge(state):
+        numbers, tensors = state
+        many = torch.tensor([2**63 - 1, 2**63 - 1, 2])
+        empty = {name: tensor[:0] for name, tensor in tensors.items() if name.startswith("record 0 ")}
+        bounds = {"record 0 first": torch.zeros_like(many), "record 0 stop": many}
+        counters = torch.cat([many.unsqueeze(0), tensors["counters"][1:]])
+        return [("stop", numbers, {**tensors, **empty, **bounds, "counters": counters})]
 
     assert judge("replay", forge) == {"refused": 1, "used": 0}
 

@@ -35,6 +35,7 @@ from rlstore import (
 )
 from rlstore.engine.disk import journal as journals
 from rlstore.engine.disk import snapshot
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.rows import saved_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -346,6 +347,30 @@ def test_rows_are_written_anew_only_where_the_disk_has_room_for_them(tmp_path, m
     storage.close()
 
 
+def test_what_was_there_stays_until_it_is_known_that_the_new_commit_is(tmp_path, monkeypatch):
+    storage = make(tmp_path)
+    play(storage, 3)
+    storage.journal.commit()
+    before = {path for path in tmp_path.iterdir() if path.name.startswith(("rows-", "tensors-"))}
+    storage.reset()
+    play(storage, 2, 3)  # nothing of the commit before is needed
+
+    def fail(directory, beside, name):
+        os.replace(directory.path / beside, directory.path / name)
+        raise OSError(errno.EIO, "Input/output error")  # as the fsync of the folder
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "replace", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            storage.journal.commit()
+    assert before < set(tmp_path.iterdir())
+    play(storage, 1, 5)
+    storage.journal.commit()
+    assert before & set(tmp_path.iterdir()) == set()
+    assert rewards_in(tmp_path) == [3.0, 4.0, 5.0]
+    storage.close()
+
+
 def test_a_streak_that_ended_is_told_again(tmp_path, ticks):
     storage = make(tmp_path / "journal")
     ticks.begin()
@@ -387,8 +412,10 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path, ticks):
     other = make(None)
     other.save(folder)  # not ours any more
     play(storage, 1, 11)
+    end = storage.journal._end
     with pytest.warns(RuntimeWarning, match="replaced by another one"):
         ticks.tick()
+    assert not end.alive  # one is enough, however often it is tried
     assert rewards_in(folder) == []
     shutil.rmtree(folder)
     storage.close()

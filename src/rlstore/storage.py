@@ -265,19 +265,31 @@ class Storage(ABC):
         self, path: str | os.PathLike[str], *, background: bool, note: Mapping[str, Any] | None = None
     ) -> BackgroundSave | None:
         """:meth:`save`, with a ``note``: JSON that whoever loads the snapshot can read."""
+        rows = None
         with ExitStack() as stack:
-            with self._still():
-                content = self._content(copy=background, note=note)
-                writer = stack.enter_context(SnapshotWriter("save()", path))
-                content.rows = self._rows_for(writer)
-                if content.rows is None and not background:
-                    writer.write(content)  # before anything can change
+            try:
+                with self._still():
+                    content = self._content(copy=background, note=note)
+                    writer = stack.enter_context(SnapshotWriter("save()", path))
+                    stays_still = not background and self._changes_unasked()
+                    content.rows = rows = self._rows_for(writer, stays_still=stays_still)
+                    if stays_still:
+                        writer.write(content)
+                        return None
+                if not background:
+                    writer.write(content)
                     return None
-            if not background:
-                writer.write(content)
-                return None
+                saving = BackgroundSave(writer, content)
+            except BaseException:
+                if rows is not None:
+                    rows.close(None)  # if it was not written: whoever adds would wait for it
+                raise
             stack.pop_all()
-        return BackgroundSave(writer, content)
+        return saving
+
+    def _changes_unasked(self) -> bool:
+        """Whether what is saved may change as soon as it need not be still, without a copy being made before."""
+        return True
 
     def _still(self) -> AbstractContextManager[None]:
         """Nothing changes meanwhile."""
@@ -300,8 +312,13 @@ class Storage(ABC):
         device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
         return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, note or {})
 
-    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
-        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`."""
+    def _rows_for(self, writer: SnapshotWriter, *, stays_still: bool = False) -> Rows | None:
+        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`.
+
+        Args:
+            writer: The folder.
+            stays_still: Whether :meth:`_still` lasts until they are written.
+        """
         return None
 
     @classmethod

@@ -15,10 +15,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlstore import DiskFullError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
+from rlstore import DiskFullError, DoesNotFitError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
 from rlstore.engine.disk import segments, snapshot
 from rlstore.engine.disk.directory import Directory
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader
+from rlstore.engine.memory import capacity
 from rlstore.engine.rows import saved_rows
 
 ENVS, STEPS = 3, 20
@@ -306,7 +307,14 @@ def test_a_save_in_the_background_is_that_of_the_moment(kind, tmp_path, small_ch
         assert one is other is None or torch.equal(one, other)
 
 
-def test_whoever_is_too_far_ahead_waits_for_the_disk(tmp_path, small_chunks, gate, monkeypatch):
+def insert_again(storage):
+    """All that it holds, without a moment in which others get the guard."""
+    storage.insert_data_slice(storage.get_all_buffer_data())
+
+
+@pytest.mark.parametrize("limit", [("_MOST_AHEAD", 4), ("_MOST_BYTES_AHEAD", 1)])
+@pytest.mark.parametrize("change", [lambda storage: add(storage, range(33, 60)), ReplayStorage.reset, insert_again])
+def test_whoever_is_too_far_ahead_waits_for_the_disk(limit, change, tmp_path, small_chunks, gate, monkeypatch):
     waits = threading.Event()
 
     class Watched(threading.Event):
@@ -314,20 +322,23 @@ def test_whoever_is_too_far_ahead_waits_for_the_disk(tmp_path, small_chunks, gat
             waits.set()
             return super().wait(timeout)
 
-    monkeypatch.setattr(saved_rows, "_MOST_AHEAD", 4)
+    monkeypatch.setattr(saved_rows, *limit)
     monkeypatch.setattr(saved_rows, "Event", Watched)
     storage = make()
     add(storage, range(33))
     saving = storage.save(tmp_path, background=True)
-    adding = threading.Thread(target=add, args=(storage, range(33, 60)))
-    adding.start()
+    changing = threading.Thread(target=change, args=(storage,))
+    changing.start()
     assert waits.wait(30)
-    assert adding.is_alive()
+    assert changing.is_alive()
     gate.set()
-    adding.join()
+    changing.join()
     saving.wait()
     assert held(Storage.load(tmp_path)) == expect(range(33))
-    assert held(storage) == expect(range(60))
+    if change is insert_again:
+        assert held(storage)["rewards"] == expect(range(33))["rewards"]
+    else:
+        assert held(storage) == ({} if change is ReplayStorage.reset else expect(range(60)))
 
 
 def test_records_grow_while_nobody_adds(tmp_path, monkeypatch):
@@ -444,3 +455,45 @@ def test_writers_go_on_while_a_save_is_written(tmp_path, small_chunks, gate):
         saving.wait()
         assert held(Storage.load(tmp_path)) == expect(range(33))
         assert held(storage) == expect(range(90))
+
+
+def test_without_memory_for_a_copy_rows_of_writers_are_saved_while_they_wait(tmp_path, monkeypatch):
+    storage = make(memory="shared")
+    with storage.writer() as writer:
+        add(writer, range(33))
+        monkeypatch.setattr(capacity, "MUCH", 1)
+        monkeypatch.setattr(capacity, "free_ram", lambda: (100, "a test"))
+        with pytest.raises(DoesNotFitError, match=r"a copy of the rows.*without background=True"):
+            storage.save(tmp_path / "copied", background=True)
+        assert storage._rows.holds == []
+        storage.save(tmp_path / "saved")
+        assert not (tmp_path / "copied" / "manifest.json").exists()
+    monkeypatch.undo()
+    assert held(Storage.load(tmp_path / "saved")) == expect(range(33))
+    storage.close()
+
+
+def test_a_save_whose_thread_cannot_start_holds_nothing(tmp_path, monkeypatch):
+    storage = make()
+    add(storage, range(33))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            storage.save(tmp_path, background=True)
+    assert storage._rows.holds == []
+    storage.save(tmp_path)  # nobody has the folder
+    assert held(Storage.load(tmp_path)) == expect(range(33))
+
+
+def test_many_rows_are_not_written_anew_because_of_their_records():
+    """40 GiB are some 20,000 records of 2 MiB."""
+    count, size = 640, 64 << 20
+    saved = [SavedSegment(f"rows-{number:06}.bin", size, torch.zeros(1), size >> 21) for number in range(count)]
+    assert SavedRows("id", torch.zeros(1), saved).are_mostly_needed(count * size)
+    for segment in saved:
+        segment.records = 1000  # of 64 KiB
+    assert not SavedRows("id", torch.zeros(1), saved).are_mostly_needed(count * size)

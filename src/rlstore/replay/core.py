@@ -697,13 +697,15 @@ class ReplayCore(Storage):
     def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
         return super()._content(copy=copy or self._rows is not None, note=note)  # rows are written after the guard
 
-    def _rows_for(self, writer: SnapshotWriter) -> RowCut | None:
+    def _rows_for(self, writer: SnapshotWriter, *, stays_still: bool = False) -> RowCut | None:
         if self._rows is None:
             return None
-        rows = RowCut(self._rows, self._guard, writer)
-        if self._rows.is_shared and self._sharing is not None and self._sharing.control.has_writers:
-            rows.copy_all()  # those of other processes do not ask whether a row may be overwritten
-        return rows
+        at_once = not stays_still and self._changes_unasked()
+        return RowCut(self._rows, self._guard, writer, at_once=at_once, stays_still=stays_still)
+
+    def _changes_unasked(self) -> bool:
+        ring, sharing = self._rows, self._sharing
+        return ring is None or (ring.is_shared and sharing is not None and sharing.control.has_writers)
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)

@@ -172,7 +172,9 @@ class RunningJournal:
     def _reopen(self) -> None:
         """The folder was removed, or moved away: make it again. Everything is written anew."""
         self._writer.close()
+        before = self._end
         self._open()
+        before.detach()
         if not self._writer.is_empty:
             self._writer.close()
             raise InvalidInputError(f"the folder {self.path} was replaced by another one, which holds a snapshot")

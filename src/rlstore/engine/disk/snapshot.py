@@ -54,7 +54,8 @@ _FIELDS = {
 _TENSOR_FIELDS = {"dtype": str, "shape": list, "crc32": int}
 _SEGMENT_FIELDS = {"name": str, "bytes": int}
 _MOST_SEGMENTS = 128  # that a ring which is held all at once would fill: a reader opens all of them
-_MOST_RECORDS = 8192
+_MOST_RECORDS = 8192  # and one more for each _LEAST_RECORD bytes of rows: many small ones take long to read
+_LEAST_RECORD = 256 << 10
 _IF_FULL = "Save to a larger disk."
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -97,7 +98,7 @@ class SavedRows:
         """False if it is better to write all rows anew, of which ``nbytes`` are needed."""
         held = sum(segment.nbytes for segment in self.segments)
         records = sum(segment.records for segment in self.segments)
-        return held <= 2 * nbytes + SEGMENT_BYTES and records <= _MOST_RECORDS
+        return held <= 2 * nbytes + SEGMENT_BYTES and records <= _MOST_RECORDS + nbytes // _LEAST_RECORD
 
 
 class Rows(Protocol):
@@ -220,7 +221,7 @@ class SnapshotWriter:
                 try:
                     saved = self._write(content)
                 finally:
-                    _remove_unnamed(self._folder.directory)
+                    self._remove_unnamed()
         finally:
             if content.rows is not None:
                 content.rows.close(saved)
@@ -282,6 +283,21 @@ class SnapshotWriter:
                 file.close(sync=self._sync)
         return segments
 
+    def _remove_unnamed(self) -> None:
+        """Remove what the manifest does not name: files of earlier saves, or of one that did not finish."""
+        directory = self._folder.directory
+        names, named = directory.names(), set()
+        if manifest.NAME in names:
+            found = manifest.read_manifest(directory, "snapshot", _FIELDS)
+            if found.get("id") != self.id:  # the save failed after the manifest was replaced: the disk has either one
+                self.id = None
+                return
+            named = {found["file"]["name"], *(segment["name"] for segment in found.get("segments", ()))}
+        for name in names:
+            if name == f"{manifest.NAME}.new" or (not _is_foreign(name) and name not in named):
+                with suppress(SnapshotError):  # a folder of this name is not ours
+                    directory.remove(name)
+
     def close(self) -> None:
         """Release the folder."""
         self._folder.release()
@@ -311,18 +327,6 @@ def _is_foreign(name: str) -> bool:
 def _last_number(directory: Directory, pattern: re.Pattern[str]) -> int:
     found = (pattern.fullmatch(name) for name in directory.names())
     return max((int(match[1]) for match in found if match), default=0)
-
-
-def _remove_unnamed(directory: Directory) -> None:
-    """Remove what the manifest does not name: files of earlier saves, or of one that did not finish."""
-    names, named = directory.names(), set()
-    if manifest.NAME in names:
-        found = manifest.read_manifest(directory, "snapshot", _FIELDS)
-        named = {found["file"]["name"], *(segment["name"] for segment in found.get("segments", ()))}
-    for name in names:
-        if name == f"{manifest.NAME}.new" or (not _is_foreign(name) and name not in named):
-            with suppress(SnapshotError):  # a folder of this name is not ours
-                directory.remove(name)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -373,7 +377,9 @@ class SnapshotReader:
             self.device: str = found["device"]
             self.settings, self.numbers = (self._decoded(field, found[field]) for field in ("settings", "numbers"))
             self.id: str | None = found.get("id")
-            self.note: Mapping[str, Any] = found.get("note", {})
+            self.note: Any = found.get("note", {})
+            if not isinstance(self.note, dict):
+                raise self.damaged("note", self.note)
         except BaseException:
             self.close()
             raise

@@ -54,7 +54,7 @@ class Hold(Protocol):
         ...
 
     def copy_all(self) -> None:
-        """Copy all rows that it needs; it is called with the guard of the storage."""
+        """Copy all rows that it needs; it is called with the guard of the storage, and may wait for the disk."""
         ...
 
 

@@ -16,6 +16,7 @@ at the moment of the save.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
+from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -38,7 +40,9 @@ from rlstore.kernels import Guard, kernel
 # Copied at a time, while nobody can write: half a millisecond. It is more than a huge page, of which new memory then
 # consists: with a page fault for every 4 KiB it would take twice as long.
 _CHUNK_BYTES = 5 << 19
-_MOST_AHEAD = 256  # such copies in memory: whoever would make more waits for the disk
+_MOST_AHEAD = 256  # such copies in memory, and of so many bytes: whoever would make more waits for the disk
+_MOST_BYTES_AHEAD = 640 << 20
+_PATIENCE = 50  # milliseconds
 
 
 def _blocks(ring: EpisodeRing) -> dict[str, Tensor]:
@@ -64,6 +68,8 @@ class RowCut:
         ring: The ring. The caller has the guard, and no writers of other lanes are at work.
         guard: The guard.
         writer: Where they are to be saved.
+        at_once: Copy all of them now: there are writers who do not ask whether a row may be overwritten.
+        stays_still: The caller has the guard until all of them are written.
 
     Attributes:
         saved: See :class:`rlstore.engine.disk.snapshot.Rows`.
@@ -71,9 +77,14 @@ class RowCut:
         oldest: The oldest row of each lane that is needed: also the older frames of the first stack.
         nbytes: The bytes of all rows that are needed.
         tensors: What is saved beside the records, as it is now.
+
+    Raises:
+        DoesNotFitError: (a MemoryError) if there is no memory for a copy ``at_once``.
     """
 
-    def __init__(self, ring: EpisodeRing, guard: Guard, writer: SnapshotWriter) -> None:
+    def __init__(
+        self, ring: EpisodeRing, guard: Guard, writer: SnapshotWriter, *, at_once: bool, stays_still: bool
+    ) -> None:
         self._ring, self._guard, self._path = ring, guard, writer.path
         counters = ring.counters.cpu().clone()
         self._stop = counters[0].clone()
@@ -93,6 +104,10 @@ class RowCut:
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
         self._copied = deque(self._broken_off())
         self._taken_one, self._closed = Event(), False
+        self._has_guard, self._awaits_guard = stays_still, False
+        self._most_ahead = min(_MOST_AHEAD, max(_MOST_BYTES_AHEAD // self._row_bytes, 2))
+        if at_once:
+            self._copy_at_once(int((self._stop - self.first).sum()) * row_bytes)
         ring.holds.append(self)
         ring.ask_again()
 
@@ -121,25 +136,36 @@ class RowCut:
         """Steps that may be written before a row is overwritten that is not copied yet; at least one."""
         while True:
             left = self._next < self._stop
-            if not bool(left.any()):
+            if self._closed or not bool(left.any()):
                 return _UNLIMITED
             # A step overwrites a row, and frees the table entries of its episode, ``kept`` rows after it was written.
             room = int((self._next + self._ring.kept - self._ring.counters[0].cpu())[left].min())
             if room > 0:
                 return room
-            # The guard is not released: whoever writes a step has made sure that nobody reads.
-            if len(self._copied) >= _MOST_AHEAD // 8:
-                self._await_writer(0.001)  # a turn for the thread that writes: it gets none from one that only adds
-            while len(self._copied) >= _MOST_AHEAD and not self._closed:
-                self._await_writer(0.1)
-            self._copy(_CHUNK_BYTES)
+            self._copy_ahead()
+
+    def copy_all(self) -> None:
+        """Copy everything that is left, while it is written."""
+        while not self._closed and bool((self._next < self._stop).any()):
+            self._copy_ahead()
+
+    def _copy_ahead(self) -> None:
+        # The guard is not released: whoever writes a step has made sure that nobody reads.
+        if len(self._copied) >= self._most_ahead // 8:
+            self._await_writer(0.001)  # a turn for the thread that writes: it gets none from one that only adds
+        while len(self._copied) >= self._most_ahead and not (self._closed or self._awaits_guard):
+            self._await_writer(0.1)
+        self._copy(_CHUNK_BYTES)
 
     def _await_writer(self, seconds: float) -> None:
         self._taken_one.clear()
         self._taken_one.wait(seconds)
 
-    def copy_all(self) -> None:
-        """Copy everything that is left."""
+    def _copy_at_once(self, nbytes: int) -> None:
+        if nbytes >= capacity.MUCH:
+            advice = "Save while there are no writers, without background=True, or more often to the same folder."
+            what = "a copy of the rows to be saved, which writers may overwrite"
+            capacity.require_memory(self._ring.backing.owner, nbytes, what, torch.device("cpu"), advice)
         while bool((self._next < self._stop).any()):
             self._copy(_CHUNK_BYTES)
 
@@ -185,8 +211,11 @@ class RowCut:
         """All records, one after another; see :class:`rlstore.engine.disk.snapshot.Rows`."""
         nbytes, written = _CHUNK_BYTES, -1
         while True:
+            self._await_turn()
             if not self._copied:
+                self._awaits_guard = True
                 with self._guard:
+                    self._awaits_guard = False
                     if not self._copied:
                         if not bool((self._next < self._stop).any()):
                             return
@@ -198,6 +227,13 @@ class RowCut:
             self._taken_one.set()
             yield record
 
+    def _await_turn(self) -> None:
+        """Wait, but not forever, until the guard is free, or who has it has copied rows and may wait for this."""
+        for _ in range(0 if self._has_guard else _PATIENCE):
+            if self._copied or not self._guard.is_taken:
+                return
+            time.sleep(0.001)
+
     def close(self, saved: SavedRows | None) -> None:
         """Hold nothing any more; see :class:`rlstore.engine.disk.snapshot.Rows`."""
         ring = self._ring
@@ -206,6 +242,7 @@ class RowCut:
         with self._guard:
             self._next = self._stop
             self._copied.clear()
+            self._spares = Recycler()  # an error that is kept keeps this, too
             if saved is not None:
                 ring.saved.pop(self._path, None)
                 ring.saved[self._path] = saved
@@ -335,7 +372,9 @@ class RowIndex:
         begin = end = torch.zeros(lanes, dtype=torch.int64)  # the newest rows without a gap
         for segment, record in self._reader.records():
             first, stop = (record.tensor(name, (lanes,), torch.int64) for name in ("first", "stop"))
-            if not bool(((first >= 0) & (first <= stop) & (stop <= self.counters[0])).all()):
+            are_possible = (first >= 0) & (first <= stop) & (stop <= self.counters[0])
+            are_possible &= stop - first <= record.nbytes  # else their sum could be beyond all numbers
+            if not bool(are_possible.all()):
                 raise record.damaged("its rows are not among those that were written")
             self.overlaps |= bool((first < end).any())
             begin, end = torch.where(first <= end, begin, first), torch.maximum(stop, end)
