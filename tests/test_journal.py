@@ -125,12 +125,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_refused_that_holds_something_or_is_in_use(kind, tmp_path):
     make = KINDS[kind]
-    with pytest.raises(InvalidInputError, match=r"journal is 3; .* needs the path of a folder"):
+    with pytest.raises(InvalidInputError, match=r"journal is 3; .* needs the path of a folder, or a Journal"):
         make(journal=3)
     first = make(journal=tmp_path / "journal")
     with pytest.raises(InvalidInputError, match="in use by another storage"):
         make(journal=tmp_path / "journal")
+    assert repr(first.journal) == f"journal of {type(first).__name__} in '{tmp_path / 'journal'}': open"
     first.journal.close()
+    assert repr(first.journal).endswith(": closed")
     before = sorted(path.name for path in (tmp_path / "journal").iterdir())
     with pytest.raises(InvalidInputError, match=r"already holds .* load it: \w+\.load\(path, journal=path\)"):
         make(journal=tmp_path / "journal")

@@ -255,10 +255,13 @@ class Storage(ABC):
             With ``background`` the save in progress, whose ``wait()`` raises what the save fails with.
 
         Raises:
-            InvalidInputError: (a ValueError) if the folder holds something else. Nothing was changed.
+            InvalidInputError: (a ValueError) if the folder holds something else, or is in use: by a journal, or by a
+                save in the background that is not complete. Nothing was changed.
             DiskFullError: (an OSError) if the disk is full. The snapshot that was there still is.
         """
         check_path("save()", "path", path)
+        if not isinstance(background, bool):
+            raise InvalidInputError(f"background is {background!r}; save() needs True or False")
         return self._save(path, background=background)
 
     def _save(

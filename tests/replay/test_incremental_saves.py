@@ -417,8 +417,10 @@ def test_an_error_in_the_background_is_told(tmp_path, monkeypatch):
 def test_a_folder_is_for_one_save_at_a_time(tmp_path, gate):
     storage = make()
     add(storage, range(9))
+    with pytest.raises(ValueError, match=r"background is 'no'; save\(\) needs True or False"):
+        storage.save(tmp_path, background="no")
     saving = storage.save(tmp_path, background=True)
-    with pytest.raises(ValueError, match="in use by another storage"):
+    with pytest.raises(ValueError, match=r"in use by .* a save in the background, .* wait\(\) for that save"):
         storage.save(tmp_path)
     with pytest.raises(NotReadyError, match="not complete after 0 seconds"):
         saving.wait(0)

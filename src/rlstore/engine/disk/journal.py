@@ -25,7 +25,7 @@ import numpy as np
 
 from rlstore.engine.checks import check_path
 from rlstore.engine.disk.snapshot import Content, Rows, SnapshotReader, SnapshotWriter
-from rlstore.errors import InvalidInputError, StorageClosedError
+from rlstore.errors import InvalidCallError, InvalidInputError, StorageClosedError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ def as_journal(owner: str, given: str | os.PathLike[str] | Journal | None) -> Jo
     """The argument ``journal`` of a storage, once it is checked."""
     if given is None or isinstance(given, Journal):
         return given
-    return Journal(check_path(owner, "journal", given))
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidCallError(f"journal is {given!r}; {owner} needs the path of a folder, or a Journal")
+    return Journal(given)
 
 
 class Journaled(Protocol):
@@ -233,6 +235,10 @@ class RunningJournal:
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing.is_set() else "open" if self.error is None else f"failed: {self.error!r}"
+        return f"journal of {self._owner} in {str(self.path)!r}: {state}"
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a storage has no journal

@@ -117,7 +117,7 @@ class Growth:
     def _refusal(self, more: int, held: str, needs: str, free: int, where: str) -> DoesNotFitError:
         return DoesNotFitError(
             f"{held} in {size_text(self.taken)}; {needs} {size_text(more)}, and {size_text(free)} are free in RAM "
-            f"({where}), of which {size_text(RESERVE)} are left to everything else. {REFUSED} "
+            f"({where}), of which {size_text(RESERVE)} are kept free for everything else. {REFUSED} "
             f"{NEED_LESS.format(larger='large enough')}"
         )
 
