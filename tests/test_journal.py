@@ -99,12 +99,12 @@ def ticks(monkeypatch):
     ("given", "words"),
     [
         ({"path": 3}, "path is 3; Journal needs the path of a folder, a string or a Path"),
-        ({"path": "j", "interval": 0}, "interval is 0; Journal needs a number of seconds above 0"),
-        ({"path": "j", "interval": -1.5}, "interval is -1.5; Journal needs a number of seconds above 0"),
-        ({"path": "j", "interval": float("nan")}, "interval is nan; Journal needs a number"),
-        ({"path": "j", "interval": float("inf")}, "interval is inf; Journal needs a number"),
-        ({"path": "j", "interval": True}, "interval is True; Journal needs a number"),
-        ({"path": "j", "interval": "2"}, "interval is '2'; Journal needs a number"),
+        ({"path": "j", "interval": 0}, "interval is 0; Journal needs a finite number of seconds above 0"),
+        ({"path": "j", "interval": -1.5}, "interval is -1.5; Journal needs a finite number of seconds above 0"),
+        ({"path": "j", "interval": float("nan")}, "interval is nan; Journal needs a finite number"),
+        ({"path": "j", "interval": float("inf")}, "interval is inf; Journal needs a finite number"),
+        ({"path": "j", "interval": True}, "interval is True; Journal needs a finite number"),
+        ({"path": "j", "interval": "2"}, "interval is '2'; Journal needs a finite number"),
         ({"path": "j", "fsync": 1}, "fsync is 1; Journal needs True or False"),
     ],
     ids=str,
@@ -318,6 +318,15 @@ def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_
     play(storage, 60, 25)
     storage.close()
     assert rewards_in(folder) == list(range(21, 85))
+
+
+def test_a_journal_whose_first_commit_fails_leaves_nothing_behind(tmp_path):
+    with failing("posix_fallocate", errno.ENOSPC), pytest.raises(DiskFullError) as caught:
+        make(tmp_path / "journal")
+    running = [found for found in weakref.finalize._registry if found._registry[found].func is journals._finish]
+    del caught  # its traceback refers to the storage, as one that ends the program does
+    assert not running
+    play(make(tmp_path / "journal"), 1)  # its folder is free
 
 
 def test_rows_are_written_anew_only_where_the_disk_has_room_for_them(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import zlib
 
 import pytest
@@ -283,6 +284,32 @@ def test_a_full_disk_releases_the_folder(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the lock
+
+
+def test_no_interrupt_leaves_a_folder_locked(tmp_path):
+    """Ctrl-C before each line that opening a folder runs, in rlstore and in what it calls."""
+
+    def interrupt(frame, event, arg):
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    for lines in itertools.count():
+        left, before = lines, sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            folder = open_folder(tmp_path)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        open_folder(tmp_path).release()
+    folder.release()
+    assert lines > 100
 
 
 @pytest.mark.parametrize("kind", KINDS)

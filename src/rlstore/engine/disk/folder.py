@@ -64,13 +64,15 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.directory = Directory(self.path)
             try:
-                self._descriptor = self._lock()
+                self._descriptor = self._open_lock()
             except BaseException:
                 self.directory.close()
                 raise
+        # Made before the lock is taken, so that no interrupt can leave it behind.
         self._unlock = weakref.finalize(self, _unlock, self._descriptor, self.directory)
-        _LOCKED.add(self)
         try:
+            _LOCKED.add(self)
+            self._lock()
             self.manifest = self._manifest_in(self.directory)
         except BaseException:
             self.release()
@@ -107,25 +109,26 @@ class Folder:
             )
         return None
 
-    def _lock(self) -> int:
-        """Lock the folder, and return the descriptor that holds the lock."""
+    def _open_lock(self) -> int:
+        """The descriptor of the file that is locked."""
         if fcntl is None:
             raise InvalidInputError(f"{self._owner} cannot lock the folder {self.path}: this system has no file locks")
         try:
-            descriptor = self.directory.open(LOCK, os.O_RDWR | os.O_CREAT)
+            return self.directory.open(LOCK, os.O_RDWR | os.O_CREAT)
         except SnapshotError as error:
             raise InvalidInputError(
                 f"{error}; {self._owner} cannot lock this folder. Give another path. Nothing was changed."
             ) from error
+
+    def _lock(self) -> None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(descriptor)
             raise FolderInUseError(
-                f"the folder {self.path} is in use by another storage, in this process or in another; {self._owner} "
-                "needs one of its own. Close the other storage, or give another path. Nothing was changed."
+                f"the folder {self.path} is in use by another storage, a journal or a save in the background, in this "
+                f"process or in another; {self._owner} needs one of its own. Close that storage or journal, wait() for "
+                "that save, or give another path. Nothing was changed."
             ) from error
-        return descriptor
 
     def release(self) -> None:
         """Give up the lock: another storage may use the folder. Calling it again has no effect."""

@@ -50,7 +50,7 @@ class Journal:
         check_path("Journal", "path", self.path)
         is_number = isinstance(self.interval, (int, float, np.number)) and not isinstance(self.interval, bool)
         if not is_number or not 0 < float(self.interval) < math.inf:
-            raise InvalidInputError(f"interval is {self.interval!r}; Journal needs a number of seconds above 0")
+            raise InvalidInputError(f"interval is {self.interval!r}; Journal needs a finite number of seconds above 0")
         if not isinstance(self.fsync, bool):
             raise InvalidInputError(f"fsync is {self.fsync!r}; Journal needs True or False")
 
@@ -114,6 +114,7 @@ class RunningJournal:
                 )
             self._commit(storage)
         except BaseException:
+            self._end.detach()
             self._writer.close()
             raise
         # For processes of multiprocessing, whose end is none of the interpreter. Writers go on until then (15).
