@@ -349,6 +349,16 @@ def test_rows_are_written_anew_only_where_the_disk_has_room_for_them(tmp_path, m
     storage.close()
 
 
+def test_rows_that_somebody_removed_are_committed_again(tmp_path):
+    storage = make(tmp_path)
+    play(storage, 3)
+    storage.journal.commit()
+    (tmp_path / "rows-000001.bin").unlink()
+    storage.journal.commit()  # although nothing has changed
+    assert rewards_in(tmp_path) == [0.0, 1.0, 2.0]
+    storage.close()
+
+
 def test_what_was_there_stays_until_it_is_known_that_the_new_commit_is(tmp_path, monkeypatch):
     storage = make(tmp_path)
     play(storage, 3)

@@ -249,6 +249,29 @@ def test_an_error_at_any_point_leaves_the_old_or_the_new_rows(number, tmp_path, 
     assert point > 8
 
 
+def test_a_file_is_closed_once(tmp_path, small_segments, small_chunks, monkeypatch):
+    """The second time it may be a file of somebody else."""
+    storage = make()
+    add(storage, range(20))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and fail())
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        storage.save(tmp_path)
+
+
+def test_rows_whose_file_was_removed_are_written_again(tmp_path):
+    storage = make()
+    add(storage, range(9))
+    storage.save(tmp_path)
+    (tmp_path / "rows-000001.bin").unlink()  # as something that cleans up old files
+    add(storage, range(9, 12))
+    storage.save(tmp_path)
+    assert held(Storage.load(tmp_path)) == expect(range(12))
+
+
 def test_after_an_error_nothing_is_appended_to_the_same_file(tmp_path, monkeypatch):
     """When fsync has failed, nobody knows what of the file is on the disk."""
     storage = make()

@@ -49,7 +49,11 @@ class SegmentFile:
         descriptor = directory.create(name) if committed is None else directory.open(name, os.O_RDWR)
         self._file = FileWriter(descriptor, committed or 0)
         if committed is not None:
-            os.ftruncate(descriptor, committed)  # what a save left that did not finish
+            try:
+                os.ftruncate(descriptor, committed)  # what a save left that did not finish
+            except BaseException:
+                os.close(descriptor)
+                raise
 
     @property
     def nbytes(self) -> int:

@@ -202,6 +202,15 @@ class SnapshotWriter:
         except OSError:
             return True
 
+    def holds(self, saved: SavedRows) -> bool:
+        """Whether these rows are in the folder: nobody else has saved there, or removed a file."""
+        try:
+            sizes = [os.stat(part.name, dir_fd=self._folder.directory.descriptor).st_size for part in saved.segments]
+        except OSError:
+            return False
+        are_there = (size >= part.nbytes for size, part in zip(sizes, saved.segments, strict=True))
+        return saved.id == self.id and all(are_there)
+
     def write(self, content: Content, *, if_changed: bool = False) -> None:
         """Save, replacing the snapshot that is there, if any. No second copy of the tensors is made.
 
@@ -229,6 +238,8 @@ class SnapshotWriter:
     def _holds(self, content: Content) -> bool:
         """Whether all but the rows is as in the folder; so are the rows then, which the counters among it count."""
         held = self._held
+        if content.rows is not None and content.rows.saved is None:
+            return False
         if held is None or any(held.get(name) != value for name, value in _described(content).items()):
             return False
         tensors = content.all_tensors
@@ -271,7 +282,8 @@ class SnapshotWriter:
             for record in rows.records():
                 if file is None or file.nbytes >= limit:
                     if file is not None:
-                        file.close(sync=self._sync)
+                        full, file = file, None
+                        full.close(sync=self._sync)
                     number = _last_number(self._folder.directory, SEGMENT_NAME) + 1
                     file = SegmentFile(self._folder.directory, f"rows-{number:06}.bin")
                     segments.append(SavedSegment(file.name, 0, rows.first))

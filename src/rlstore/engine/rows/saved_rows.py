@@ -94,7 +94,7 @@ class RowCut:
         self.nbytes = int((self._stop - self.oldest).sum()) * row_bytes
         self._row_bytes = row_bytes * ring.lanes
         self.saved = ring.saved.get(writer.path)
-        if self.saved is not None and (self.saved.id != writer.id or self._is_better_anew(self.saved, writer.path)):
+        if self.saved is not None and (not writer.holds(self.saved) or self._is_better_anew(self.saved, writer.path)):
             self.saved = None
         self.first = self.oldest if self.saved is None else torch.maximum(self.oldest, self.saved.stop)
         self._next = self.first.clone()
