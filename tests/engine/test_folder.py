@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import zlib
@@ -284,6 +285,18 @@ def test_a_full_disk_releases_the_folder(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the lock
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        if path == "lock":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return opened(path, *args, **kwargs)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match=re.escape(str(tmp_path / "lock"))):
+        open_folder(tmp_path)
 
 
 def test_no_interrupt_leaves_a_folder_locked(tmp_path):

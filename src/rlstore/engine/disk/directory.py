@@ -55,12 +55,11 @@ class Directory:
         try:
             # Without a wait: opening a FIFO would take until somebody writes to it.
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666, dir_fd=self.descriptor)
-        except FileNotFoundError:
-            raise
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENODEV):
-                raise
-            raise self._not_a_file(name) from error
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.ENODEV):
+                raise self._not_a_file(name) from error
+            error.filename = str(self.path / name)  # the name alone does not say where
+            raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise self._not_a_file(name)
