@@ -11,6 +11,7 @@ import torch
 from resumed_training import digest
 
 from rlstore import ReplayStorage, Storage
+from rlstore.engine.rows import episode_ring
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "golden"))
 
@@ -93,8 +94,10 @@ def test_steps_and_their_count_are_of_one_moment(tmp_path):
     assert seen == {0}
 
 
-def test_a_table_of_episodes_that_became_shorter(tmp_path):
+@pytest.mark.parametrize("compared", [1, 6, 1000])
+def test_a_table_of_episodes_that_became_shorter(compared, tmp_path, monkeypatch):
     """In shared memory only the entries are saved that are in use: earlier records of the folder know of more."""
+    monkeypatch.setattr(episode_ring, "_COMPARED", compared)
     storage, added = make("shared", tmp_path), 0
     none = torch.zeros(3, dtype=torch.bool)
     for adds, ends in ((90, True), (18, False), (3, True)):
@@ -102,6 +105,10 @@ def test_a_table_of_episodes_that_became_shorter(tmp_path):
             values, ended = torch.full((3, 1), float(step)), none if not ends else ~none
             storage.add(values, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, none, {}, values + 1)
         added += adds
+        ring = storage._rows
+        is_first = (ring.free_slots == ring._free_at_first()).all(1)[: int(ring.free_count.min())].tolist()
+        unused = is_first.index(False) if False in is_first else len(is_first)
+        assert ring.used_slots() == ring.slots - 3 * min(unused, len(ring.free_slots) - 1)
         storage.save(tmp_path / "saved")
         loaded = Storage.load(tmp_path / "saved")
         assert loaded.get_all_buffer_data()["observations"][:, 0, 0].tolist() == list(range(added - 20, added))

@@ -30,6 +30,7 @@ from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from e
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
+_COMPARED = 1 << 16  # entries of the table of free indices, at a time: they stay in the cache
 _RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
@@ -357,10 +358,14 @@ class EpisodeRing:
         self._known = 0
         self._bind_tables()
 
-    def _free_at_first(self) -> Tensor:
-        """The stacks of free episode indices when all are free: the lowest is on top, and the first to be taken."""
-        deep = len(self.free_slots)
-        return torch.arange(deep * self.whole.lanes, dtype=torch.int32).view(deep, -1).flip(0)
+    def _free_at_first(self, count: int | None = None) -> Tensor:
+        """The ``count`` lowest of the stacks of free episode indices when all are free: the first to be taken is on top.
+
+        None: the whole stacks, which have the lowest index on top.
+        """
+        deep, lanes = len(self.free_slots), self.whole.lanes
+        first = 0 if count is None else (deep - count) * lanes
+        return torch.arange(first, deep * lanes, dtype=torch.int32).view(-1, lanes).flip(0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -669,8 +674,15 @@ class EpisodeRing:
         if self.backing.kind != "shared":
             return self.slots
         below = min(int(self.free_count.min()), len(self.free_slots) - 1)
-        is_first = (self.free_slots[:below] == self._free_at_first()[:below]).all(1)
-        return self.slots - int(is_first.long().cumprod(0).sum()) * self.lanes
+        table, size = self.free_slots[:below].numpy(), max(_COMPARED // self.lanes, 1)
+        at_first = self._free_at_first(size).numpy()
+        for begin in range(0, below, size):
+            part = table[begin : begin + size]
+            differs = part != at_first[: len(part)]
+            if differs.any():
+                return self.slots - (begin + int(differs.any(1).argmax())) * self.lanes
+            at_first -= size * self.lanes
+        return self.slots - below * self.lanes
 
     def _used_tables(self) -> dict[str, Any]:
         """The counters and tables of a ring with no more entries than were ever used."""
