@@ -359,9 +359,10 @@ class EpisodeRing:
         self._bind_tables()
 
     def _free_at_first(self, count: int | None = None) -> Tensor:
-        """The ``count`` lowest of the stacks of free episode indices when all are free: the first to be taken is on top.
+        """The stacks of free episode indices when all are free: the lowest is on top, and the first to be taken.
 
-        None: the whole stacks, which have the lowest index on top.
+        Args:
+            count: Only so many of each stack, from the bottom; None for all.
         """
         deep, lanes = len(self.free_slots), self.whole.lanes
         first = 0 if count is None else (deep - count) * lanes
