@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <optional>
 #include <vector>
 
 #include "bindings_checker.h"
@@ -77,7 +78,7 @@ void gather_field(const GatherField& field, const int64_t* rows, size_t count) {
 }
 
 // targets[k][i] = sources[k].flatten(0, 1)[rows[i]], for every field in one call.
-void gather(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets) {
+void gather_rows_of(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets, bool keeps_gil) {
   DLTensor rows_view = describe(rows_tensor);
   const size_t count = element_count(rows_view);
   const int64_t* rows = typed<int64_t>(rows_tensor, count);
@@ -93,10 +94,16 @@ void gather(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets) {
     limit = std::min(limit, field.source.shape[0] * field.source.shape[1]);
     fields.push_back(field);
   }
-  nb::gil_scoped_release released;
   if (!rows_in_range(rows, count, limit)) throw nb::index_error("gather: a row is out of range");
+  std::optional<nb::gil_scoped_release> released;
+  if (!keeps_gil) released.emplace();
   for (const GatherField& field : fields) gather_field(field, rows, count);
 }
+
+void gather(nb::tuple sources, nb::handle rows, nb::tuple targets) { gather_rows_of(sources, rows, targets, false); }
+
+// The same, for few rows and a thread that is in a hurry: to get the GIL back from another one can take milliseconds.
+void gather_at_once(nb::tuple sources, nb::handle rows, nb::tuple targets) { gather_rows_of(sources, rows, targets, true); }
 
 // ---------------------------------------------------------------------------------------------------- draws
 
@@ -389,6 +396,7 @@ NB_MODULE(_native, m) {
   m.def("restore_tables", &restore_tables);
   m.def("draw_units", &draw_units);
   m.def("gather", &gather);
+  m.def("gather_at_once", &gather_at_once);
   m.def("gather_slots", &gather_slots_binding);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -35,13 +34,12 @@ from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
-from rlstore.kernels import Guard, kernel
+from rlstore.kernels import Guard, gather_at_once, kernel
 
-# Copied at a time, while nobody can write: half a millisecond. It is more than a huge page, of which new memory then
-# consists: with a page fault for every 4 KiB it would take twice as long.
-_CHUNK_BYTES = 5 << 19
-_MOST_AHEAD = 256  # such copies in memory, and of so many bytes: whoever would make more waits for the disk
-_MOST_BYTES_AHEAD = 640 << 20
+# Copied at a time, while nobody can write: a fifth of a millisecond, or some if its memory is new.
+_CHUNK_BYTES = 1 << 19
+_LARGE_CHUNK_BYTES = 10 << 20  # where nobody adds: few large records are written and read faster
+_MOST_BYTES_AHEAD = 640 << 20  # of copies in memory: whoever would make more waits for the disk
 _PATIENCE = 50  # milliseconds
 
 
@@ -105,9 +103,12 @@ class RowCut:
         self._copied = deque(self._broken_off())
         self._taken_one, self._closed = Event(), False
         self._has_guard, self._awaits_guard = stays_still, False
-        self._most_ahead = min(_MOST_AHEAD, max(_MOST_BYTES_AHEAD // self._row_bytes, 2))
+        left = int((self._stop - self.first).sum()) * row_bytes
+        ram = capacity.free_ram() if left >= capacity.MUCH else None
+        ahead = _MOST_BYTES_AHEAD if ram is None else min(_MOST_BYTES_AHEAD, ram[0] // 4)
+        self._most_ahead = max(ahead // max(_CHUNK_BYTES, self._row_bytes), 2)
         if at_once:
-            self._copy_at_once(int((self._stop - self.first).sum()) * row_bytes)
+            self._copy_at_once(left)
         ring.holds.append(self)
         ring.ask_again()
 
@@ -151,8 +152,6 @@ class RowCut:
 
     def _copy_ahead(self) -> None:
         # The guard is not released: whoever writes a step has made sure that nobody reads.
-        if len(self._copied) >= self._most_ahead // 8:
-            self._await_writer(0.001)  # a turn for the thread that writes: it gets none from one that only adds
         while len(self._copied) >= self._most_ahead and not (self._closed or self._awaits_guard):
             self._await_writer(0.1)
         self._copy(_CHUNK_BYTES)
@@ -189,7 +188,8 @@ class RowCut:
         """Copies of some rows of tables, on the CPU."""
         device = self._ring.device
         taken = [self._spares.empty((len(rows), table.shape[2]), torch.uint8, device) for table in tables.values()]
-        kernel("gather", device.type)(tuple(tables.values()), rows, tuple(taken))
+        gather = gather_at_once if device.type == "cpu" else kernel("gather", device.type)
+        gather(tuple(tables.values()), rows, tuple(taken))
         return dict(zip(tables, (rows.cpu() for rows in taken), strict=True))
 
     def _touched(self, episode: Tensor, first: Tensor, stop: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class RowCut:
 
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """All records, one after another; see :class:`rlstore.engine.disk.snapshot.Rows`."""
-        nbytes, written = _CHUNK_BYTES, -1
+        written, unchanged = -1, 0
         while True:
             self._await_turn()
             if not self._copied:
@@ -220,9 +220,9 @@ class RowCut:
                         if not bool((self._next < self._stop).any()):
                             return
                         before, written = written, int(self._ring.counters[0].sum())
-                        # Few large records are written and read faster, and nobody adds who would wait.
-                        nbytes = min(2 * nbytes, 4 * _CHUNK_BYTES) if written == before else _CHUNK_BYTES
-                        self._copy(nbytes)
+                        # Who adds may have waited for the guard until now, so it takes a few to be sure.
+                        unchanged = unchanged + 1 if written == before else 0
+                        self._copy(_CHUNK_BYTES if unchanged < 4 else _LARGE_CHUNK_BYTES)
             record = self._copied.popleft()  # without the guard, which somebody may hold who waits for this
             self._taken_one.set()
             yield record
@@ -285,8 +285,7 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
     blocks = {name: block.flatten(0, 1) for name, block in _blocks(ring).items()}
     tables = {name: table[0] for name, table in _tables(ring).items()}
     fill = _fill if reader.keeps_rows else _verify
-
-    def restore(record: Record, first: Tensor, stop: Tensor) -> None:
+    for record, (first, stop) in zip(index.records, index.times, strict=True):
         count = int((stop - first).sum())
         places, kept = index.places(first, stop) if reader.keeps_rows else (first, None)
         for name, block in blocks.items():
@@ -296,14 +295,6 @@ def restore_rows(ring: EpisodeRing, reader: SnapshotReader) -> SavedRows:
             episode = record.tensor("episode", (count,), torch.int32)
             at, episode = places.to(ring.device), (episode if kept is None else episode[kept]).to(ring.device)
             ring.blocks["episode"][at // ring.rows, at % ring.rows] = episode
-
-    firsts, stops = zip(*index.times, strict=True) if index.times else ((), ())
-    if ring.device.type == "cpu" and not index.overlaps:  # so the order does not matter
-        with ThreadPoolExecutor(2, "rlstore reads rows") as pool:
-            list(pool.map(restore, index.records, firsts, stops))
-    else:
-        list(map(restore, index.records, firsts, stops))
-    for record in index.records:
         slots = record.tensor("slots", record.shapes.get("slots", ())[:1], torch.int64)
         if bool((slots < 0).any()):
             raise record.damaged("it has episodes that there cannot be")
@@ -337,7 +328,6 @@ class RowIndex:
         free_slots: The indices of the table that are free.
         records: The records, oldest first.
         times: The rows of each lane in each record, from one time up to another.
-        overlaps: Whether some rows are in several records, of which the last one counts.
         has_starts: Whether there is a table of starts.
         saved: What is known of the snapshot.
 
@@ -357,7 +347,7 @@ class RowIndex:
         self.free_slots = torch.empty((slots // ring.lanes, ring.lanes), dtype=torch.int32)
         self.records: list[Record] = []
         self.times: list[tuple[Tensor, Tensor]] = []
-        self.overlaps = self.has_starts = False
+        self.has_starts = False
         # Its pages are committed when they are written, so a size that was made up costs nothing.
         episode_of = lazy_zeros((ring.lanes, ring.rows), torch.int32)
         self.saved = self._read(episode_of)
@@ -376,7 +366,6 @@ class RowIndex:
             are_possible &= stop - first <= record.nbytes  # else their sum could be beyond all numbers
             if not bool(are_possible.all()):
                 raise record.damaged("its rows are not among those that were written")
-            self.overlaps |= bool((first < end).any())
             begin, end = torch.where(first <= end, begin, first), torch.maximum(stop, end)
             stops[segment], counts[segment] = end, counts[segment] + 1
             self.records.append(record)
