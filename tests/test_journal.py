@@ -323,11 +323,16 @@ def test_a_commit_that_fails_leaves_the_one_before_and_is_tried_again(call, tmp_
 
 
 def test_a_journal_whose_first_commit_fails_leaves_nothing_behind(tmp_path):
+    def running():
+        registry = weakref.finalize._registry
+        return {found for found in registry if registry[found].func is journals._finish}
+
+    before = running()
     with failing("posix_fallocate", errno.ENOSPC), pytest.raises(DiskFullError) as caught:
         make(tmp_path / "journal")
-    running = [found for found in weakref.finalize._registry if found._registry[found].func is journals._finish]
+    after = running()
     del caught  # its traceback refers to the storage, as one that ends the program does
-    assert not running
+    assert after <= before
     play(make(tmp_path / "journal"), 1)  # its folder is free
 
 

@@ -94,7 +94,7 @@ def test_the_refusal_has_the_numbers(machine):
     message = str(refused.value)
     for words in (
         "S holds 4 of 5 transitions in 0.00 GB (70 bytes); the next step needs 0.00 GB (10 bytes)",
-        "(39 bytes) are free in RAM (a limit), of which 0.00 GB (30 bytes) are left",
+        "(39 bytes) are free in RAM (a limit), of which 0.00 GB (30 bytes) are kept free",
         "Nothing was written. Everything that is held can still be sampled and saved.",
         "storage_size",
         "frame_stack",
