@@ -29,6 +29,8 @@ BOX, MOVES, FRAMES = spaces.Box(-1e9, 1e9, (1,)), spaces.Discrete(2), spaces.Box
 def small_segments(monkeypatch):
     """Segments of four rows, so that a few rows are many segments."""
     monkeypatch.setattr(seal, "_SEGMENT_BYTES", 96)
+    yield
+    gc.collect()  # storages that are left seal their folders with segments of this size
 
 
 def make(path, kind=ReplayStorage, size=64):
