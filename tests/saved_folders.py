@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from resumed_training import digest
 
 import rlstore
 
@@ -97,26 +96,7 @@ class Saved:
 
 def content_of(storage: Any) -> str:
     """A digest of what it serves: how much there is, two batches, and everything."""
-    digest = hashlib.sha1()
-    parts = [len(storage), *storage.generate_batches(2), storage.get_all_buffer_data()]
-    for leaf in _leaves(parts):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() + leaf.contiguous().numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Mapping, TensorDict)):
-        for key in sorted(value.keys(), key=str):
-            yield key
-            yield from _leaves(value[key])
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        yield value
+    return digest(len(storage), *storage.generate_batches(2), storage.get_all_buffer_data())
 
 
 def advance(name: str, storage: Any) -> None:

@@ -31,6 +31,7 @@ from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
 from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import lazy_zeros
+from rlstore.engine.memory.growth import ENDLESS
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.errors import SnapshotError
@@ -138,7 +139,7 @@ class RowCut:
         while True:
             left = self._next < self._stop
             if self._closed or not bool(left.any()):
-                return _UNLIMITED
+                return ENDLESS
             # A step overwrites a row, and frees the table entries of its episode, ``kept`` rows after it was written.
             room = int((self._next + self._ring.kept - self._ring.counters[0].cpu())[left].min())
             if room > 0:
@@ -153,12 +154,9 @@ class RowCut:
     def _copy_ahead(self) -> None:
         # The guard is not released: whoever writes a step has made sure that nobody reads.
         while len(self._copied) >= self._most_ahead and not (self._closed or self._awaits_guard):
-            self._await_writer(0.1)
+            self._taken_one.clear()
+            self._taken_one.wait(0.1)
         self._copy(_CHUNK_BYTES)
-
-    def _await_writer(self, seconds: float) -> None:
-        self._taken_one.clear()
-        self._taken_one.wait(seconds)
 
     def _copy_at_once(self, nbytes: int) -> None:
         if nbytes >= capacity.MUCH:
@@ -256,7 +254,6 @@ class RowCut:
 
 
 _MOST_FOLDERS = 8  # whose rows are remembered
-_UNLIMITED = 1 << 62
 
 
 def _lanes_and_times(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
