@@ -26,6 +26,7 @@ from benchmarks import (
     report,
     rollout,
     saving,
+    served,
     small_batches,
 )
 from benchmarks.harness import Workload, run_alone
@@ -46,6 +47,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
+SERVED = "served"
 SAVING = {f"saving_{name}": part for name, part in saving.parts().items()}
 OUTPUT = Path("out/bench.json")
 
@@ -59,7 +61,7 @@ def show(console: Console, table: Table, missing: Mapping[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    known = [*WORKLOADS, *SAVING, BYTES]
+    known = [*WORKLOADS, SERVED, *SAVING, BYTES]
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(known)}")
     names = parser.parse_args().workloads or known
     unknown = [name for name in names if name not in known]
@@ -78,7 +80,9 @@ def main() -> None:
             result = run_alone(WORKLOADS[name])
             results.append(result)
             show(console, report.table(result), result.missing)
-    saves = []
+    saves = [served.part()] if SERVED in names else []
+    for figures in saves:
+        show(console, report.figures_table(figures), figures.missing)
     for name in names:
         if name in SAVING:
             figures = saving.measure(SAVING[name])
