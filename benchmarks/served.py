@@ -54,7 +54,7 @@ class Contender:
 
     def __init__(self, command: Sequence[str]) -> None:
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOG_minloglevel": "3", "RAY_USAGE_STATS_ENABLED": "0"}
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115: closed by close()
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
