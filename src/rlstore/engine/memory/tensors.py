@@ -72,18 +72,18 @@ class Recycler:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with whatever was in its memory before."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.empty(shape, dtype, device)
-        if device.type != "cpu" or dtype not in _DLPACK_TYPES:
-            return allocate_empty(shape, dtype, device)
-        return self._pool.empty(tuple(shape), *_DLPACK_TYPES[dtype])
+        return self.empty_group((shape,), (dtype,), device)[0]
 
     def empty_group(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> tuple[Tensor, ...]:
-        """:meth:`empty` for several tensors."""
-        return tuple([self.empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
+        """:meth:`empty` for several tensors; those of less than 256 KiB share memory."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty_group(shapes, dtypes, device)
+        if device.type != "cpu" or not _DLPACK_TYPES.keys() >= set(dtypes):
+            return allocate_group(shapes, dtypes, device)
+        return tuple(self._pool.empty(shapes, [_DLPACK_TYPES[dtype] for dtype in dtypes]))
 
     def __reduce__(self) -> tuple[type[Recycler], tuple[()]]:
         return Recycler, ()  # a copy shares no memory
