@@ -109,44 +109,6 @@ _DLPACK_TYPES = {
 }
 
 
-class Arena:
-    """Tensors cut from one piece of memory, for a batch of many tensors whose shapes change from update to update.
-
-    Args:
-        nbytes: Bytes of all tensors together.
-        count: How many there will be.
-        device: The device.
-        empty: Allocates the piece.
-    """
-
-    def __init__(self, nbytes: int, count: int, device: torch.device, empty: Allocator) -> None:
-        # Rounded up to an eighth of its power of two, so that a piece is recycled if the next size differs a little.
-        needed = nbytes + count * _ALIGNMENT
-        grain = max(1 << max(needed.bit_length() - 4, 0), _ALIGNMENT)
-        self.piece = empty((-(-needed // grain) * grain,), torch.uint8, device)
-        self._typed: dict[torch.dtype, Tensor] = {}  # the whole piece, seen as each dtype
-        self._used = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next tensor."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.empty(shape, dtype, device)
-        if dtype not in self._typed:
-            self._typed[dtype] = self.piece.view(dtype)
-        strides, count = [], 1
-        for size in reversed(shape):
-            strides.append(count)
-            count *= size
-        first = self._used
-        self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        # Through .data, so that each has a version counter of its own: for autograd they are independent.
-        return self._typed[dtype].as_strided(tuple(shape), strides[::-1], first // dtype.itemsize).data
-
-
-_ALIGNMENT = 64
-
-
 class Pieces:
     """How tensors of some shapes are arranged in pieces of memory, one for each dtype: few calls make many tensors.
 
