@@ -10,14 +10,18 @@
 
 namespace rlstore {
 
-// A given value whose memory can be read without conversion. An array may lend its memory only until its view is released.
+// A given value whose memory can be read without conversion. An array may lend its memory only until its view is released; what
+// describes a tensor is the tensor's own, and lasts until it is changed.
 struct Given {
   const char* memory = nullptr;
   DLDataType dtype{};
   int ndim = 0;
-  int64_t shape[8] = {};
+  const int64_t* shape = nullptr;
+  const int64_t* strides = nullptr;  // in elements
+  bool contiguous = true;
   double number = 0;  // a plain number, in which case `memory` is its address
-  Py_buffer view{};   // of an array
+  int64_t array_strides[8] = {};
+  Py_buffer view{};  // of an array
 
   Given() = default;
   Given(const Given&) = delete;
@@ -43,59 +47,81 @@ inline bool dtype_of_format(const char* format, int64_t item_bytes, DLDataType* 
 
 inline bool read_array(PyObject* value, Given* given) {
   const Py_buffer& view = given->view;
-  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_STRIDES | PyBUF_FORMAT)) {
     PyErr_Clear();
     return false;
   }
   if (view.ndim > 8 || !dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
+  int64_t expected = view.itemsize;
+  given->contiguous = true;
+  for (int i = view.ndim; i-- > 0;) {
+    if (view.strides[i] % view.itemsize) return false;
+    given->array_strides[i] = view.strides[i] / view.itemsize;
+    given->contiguous &= view.shape[i] == 1 || view.strides[i] == expected;
+    expected *= view.shape[i];
+  }
+  given->contiguous |= expected == 0;
   given->memory = static_cast<const char*>(view.buf);
   given->ndim = view.ndim;
-  for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
-  return true;
+  given->shape = reinterpret_cast<const int64_t*>(view.shape);
+  given->strides = given->array_strides;
+  return expected == 0 || reinterpret_cast<uintptr_t>(view.buf) % static_cast<uintptr_t>(view.itemsize) == 0;
 }
+static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));
 
-// True if the values of a tensor are the negatives of what its memory holds, which DLPack does not report.
-inline bool is_negated(PyObject* tensor) {
-  PyObject* answer = PyObject_CallMethod(tensor, "is_neg", nullptr);
+// What a method of a tensor without arguments answers; an error is a yes.
+inline bool says_yes(PyObject* tensor, PyObject* method) {
+  PyObject* answer = PyObject_CallMethodNoArgs(tensor, method);
   if (!answer) PyErr_Clear();
-  const bool negated = answer != Py_False;
+  const bool yes = answer != Py_False;
   Py_XDECREF(answer);
-  return negated;
+  return yes;
 }
 
-inline bool read_tensor(PyObject* value, Given* given) {
+// True if the memory of a tensor may differ from its values, which DLPack does not report: it may be lazily negated or
+// conjugated. Except for a single element, a negated tensor is never contiguous; only complex tensors are conjugated.
+inline bool may_be_lazy(const DLTensor& tensor, bool contiguous) {
+  return !contiguous || element_count(tensor) == 1 || tensor.dtype.code == kComplex;
+}
+
+// True if it does. It is asked, and may run code of the caller's if its class is.
+inline bool is_lazy(PyObject* value, const DLTensor& tensor) {
+  static PyObject *is_neg = PyUnicode_InternFromString("is_neg"), *is_conj = PyUnicode_InternFromString("is_conj");
+  return says_yes(value, is_neg) || (tensor.dtype.code == kComplex && says_yes(value, is_conj));
+}
+
+// `may_ask`: false if the tensor is known not to be lazy.
+inline bool read_tensor(PyObject* value, Given* given, bool may_ask = true) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || !has_memory(value, tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
-    return false;
-  // The last stride of a lazily negated tensor is 2, even if it has a single element. A number has no strides: it is asked,
-  // and what code of a subclass may have done meanwhile is looked at again.
-  if (tensor.ndim == 0 && (is_negated(value) || exchange->describe(value, &tensor) || !has_memory(value, tensor) || tensor.ndim != 0)) {
-    PyErr_Clear();
-    return false;
-  }
-  if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
+  if (tensor.device.type != kCpu || !has_memory(value, tensor)) return false;
+  const bool contiguous = is_contiguous(tensor);
+  if (may_ask && may_be_lazy(tensor, contiguous)) return !is_lazy(value, tensor) && read_tensor(value, given, false);
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
   given->ndim = tensor.ndim;
-  for (int i = 0; i < tensor.ndim; i++) given->shape[i] = tensor.shape[i];
+  given->shape = tensor.shape;
+  given->strides = tensor.strides;
+  given->contiguous = contiguous;
   return true;
 }
 
 // Returns false if the value must be converted first.
-inline bool read_value(PyObject* value, Given* given) {
+inline bool read_value(PyObject* value, Given* given, bool may_ask = true) {
+  given->release();
   if (PyObject_CheckBuffer(value)) return read_array(value, given);
   if (PyFloat_CheckExact(value) || PyBool_Check(value)) {
     given->number = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : static_cast<double>(value == Py_True);
     given->memory = reinterpret_cast<const char*>(&given->number);
     given->dtype = DLDataType{kFloat, 64, 1};
     given->ndim = 0;
+    given->contiguous = true;
     return true;
   }
-  return read_tensor(value, given);
+  return read_tensor(value, given, may_ask);
 }
 
 // True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); with a single lane its axis may be omitted.
