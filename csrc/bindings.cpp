@@ -304,6 +304,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
+  load_numpy();
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);

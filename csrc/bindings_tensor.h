@@ -15,7 +15,6 @@ namespace nb = nanobind;
 
 inline const DLExchangeApi* exchange = nullptr;
 inline const PyTypeObject* tensor_type = nullptr;  // torch.Tensor, which lives as long as the process
-inline const PyTypeObject* array_type = nullptr;   // numpy.ndarray, likewise
 
 // No system maps the pages below; and the lowest address that was mapped when the module was loaded.
 constexpr uintptr_t kNowhere = 1 << 16;
@@ -33,7 +32,6 @@ inline void load_exchange() {
   find_lowest_mapped();
   nb::object tensor = nb::module_::import_("torch").attr("Tensor");
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
-  array_type = reinterpret_cast<PyTypeObject*>(nb::object(nb::module_::import_("numpy").attr("ndarray")).ptr());
   nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!exchange) throw nb::python_error();

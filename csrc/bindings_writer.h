@@ -97,7 +97,7 @@ class RowWriter {
       if (!given.memory) continue;
       const Field& field = fields_[i];
       char* target = field.base + (row + field.lead) * field.bytes;
-      if (!given.contiguous)
+      if (given.strides)
         copy_strided(target, given.memory, given);
       else if (!field.is_flag)
         copy_row(target, given.memory, field.bytes);
@@ -113,8 +113,7 @@ class RowWriter {
   struct Field : RowField {
     nb::object block;
     char* base = nullptr;
-    size_t bytes = 0;             // size of one time row
-    std::vector<char> converted = {};  // a row of another dtype, as this field's
+    size_t bytes = 0;  // size of one time row
   };
 
   struct Release {
@@ -144,26 +143,18 @@ class RowWriter {
   }
 
   // Finds the memory of a value that can be copied, once it is converted; false if Python must convert or refuse it.
-  static bool find_value(PyObject* value, Field& field, const char* target, Given* given, bool* has_run) {
+  static bool find_value(PyObject* value, const Field& field, const char* target, Given* given, bool* has_run) {
     given->release();
     // What else lends memory may run code of the caller's.
-    const bool is_array = Py_TYPE(value) == array_type;
+    const bool is_array = Py_TYPE(value) == numpy.array;
     if (!(is_array ? read_array(value, given) : read_tensor(value, given, has_run != nullptr))) return false;
     if (has_run) *has_run |= !is_array && Py_TYPE(value) != tensor_type;  // the methods of a subclass
     if (!field.has_shape(given->shape, given->ndim)) return false;
-    if (field.is_flag)
-      return given->contiguous && can_be_flag(given->dtype) && is_nan_free(given->memory, given->dtype, field.count);
-    if (!(given->dtype == field.dtype) && !(given->contiguous && convert(given, field))) return false;
-    if (!given->contiguous && overlaps(*given, target, field.bytes)) return false;
+    if (field.is_flag) return !given->strides && can_be_flag(given->dtype) && is_nan_free(given->memory, given->dtype, field.count);
+    if (given->strides && (!(given->dtype == field.dtype) || overlaps(*given, target, field.bytes))) return false;
+    if (!given->become(field.dtype)) return false;
     static const char empty = 0;  // an empty row has no memory, and is still written
     if (field.bytes == 0) given->memory = &empty;
-    return true;
-  }
-
-  static bool convert(Given* given, Field& field) {
-    field.converted.resize(field.bytes);
-    if (!convert_values(field.converted.data(), field.dtype, given->memory, given->dtype, field.count)) return false;
-    given->memory = field.converted.data(), given->dtype = field.dtype;
     return true;
   }
 
@@ -172,19 +163,15 @@ class RowWriter {
     const Given& given = givens_[rule.field];
     if (!given.memory) return true;
     const size_t lanes = static_cast<size_t>(fields_[rule.field].shape[0]);
-    if (given.contiguous) return rule.holds(given.memory, lanes);
+    if (!given.strides) return rule.holds(given.memory, lanes);
     return rule.entries == 1 && rule.holds(given.memory, lanes, given.strides[0]);
   }
 
   // True if a strided value overlaps the row that is to be written, and would be overwritten before it is read.
   static bool overlaps(const Given& given, const char* target, size_t bytes) {
-    int64_t first = 0, last = 0;  // elements from the first entry; strides of an array may be negative
-    for (int i = 0; i < given.ndim; i++) {
-      const int64_t reach = (given.shape[i] - 1) * given.strides[i];
-      (reach < 0 ? first : last) += reach;
-    }
-    const int64_t item = given.dtype.bits / 8;
-    return given.memory + first * item < target + bytes && target < given.memory + (last + 1) * item;
+    int64_t last = 0;
+    for (int i = 0; i < given.ndim; i++) last += (given.shape[i] - 1) * given.strides[i];
+    return given.memory < target + bytes && target < given.memory + (last + 1) * (given.dtype.bits / 8);
   }
 
   std::vector<Field> fields_;

@@ -1,7 +1,6 @@
 #include "rows.h"
 
 #include <cmath>
-#include <limits>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -88,63 +87,6 @@ RLSTORE_FLAGS_FROM(float)
 RLSTORE_FLAGS_FROM(double)
 #undef RLSTORE_FLAGS_FROM
 #undef RLSTORE_FLAGS
-
-namespace {
-
-// Whether a number of the target's type equals an integer, as far as that can be told at once.
-template <typename Target, typename Source>
-constexpr bool has_integer(Source value) {
-  using Limits = std::numeric_limits<Target>;
-  if constexpr (Limits::is_integer) {
-    return static_cast<int64_t>(value) >= static_cast<int64_t>(Limits::min()) && static_cast<int64_t>(value) <= static_cast<int64_t>(Limits::max());
-  } else {
-    constexpr int64_t limit = int64_t{1} << Limits::digits;
-    return static_cast<int64_t>(value) >= -limit && static_cast<int64_t>(value) <= limit;
-  }
-}
-
-template <typename Target, typename Source>
-bool convert_each(char* target, const char* source, size_t count) {
-  Target* to = reinterpret_cast<Target*>(target);
-  const Source* from = reinterpret_cast<const Source*>(source);
-  bool fits = true;
-  for (size_t i = 0; i < count; i++) {
-    if constexpr (std::is_integral_v<Source>) fits &= has_integer<Target>(from[i]);
-    to[i] = static_cast<Target>(from[i]);
-  }
-  return fits;
-}
-
-template <typename Target>
-bool convert_to(char* target, const char* source, DLDataType from, size_t count) {
-  if constexpr (std::is_floating_point_v<Target>) {
-    if (from.code == kFloat && from.bits == 32) return convert_each<Target, float>(target, source, count);
-    if (from.code == kFloat && from.bits == 64) return convert_each<Target, double>(target, source, count);
-  }
-  if (from.code == kUInt && from.bits == 8) return convert_each<Target, uint8_t>(target, source, count);
-  if (from.code != kInt) return false;
-  switch (from.bits) {
-    case 8: return convert_each<Target, int8_t>(target, source, count);
-    case 16: return convert_each<Target, int16_t>(target, source, count);
-    case 32: return convert_each<Target, int32_t>(target, source, count);
-    default: return convert_each<Target, int64_t>(target, source, count);
-  }
-}
-
-}  // namespace
-
-bool convert_values(char* target, DLDataType to, const char* source, DLDataType from, size_t count) {
-  if (from.code == kBool && to.code == kFloat && to.bits == 32) {
-    copy_flags(reinterpret_cast<float*>(target), reinterpret_cast<const uint8_t*>(source), count);
-    return true;
-  }
-  if (to.code == kFloat && to.bits == 32) return convert_to<float>(target, source, from, count);
-  if (to.code == kFloat && to.bits == 64) return convert_to<double>(target, source, from, count);
-  if (to.code == kUInt && to.bits == 8) return convert_to<uint8_t>(target, source, from, count);
-  if (to.code == kInt && to.bits == 32) return convert_to<int32_t>(target, source, from, count);
-  if (to.code == kInt && to.bits == 64) return convert_to<int64_t>(target, source, from, count);
-  return false;
-}
 
 template <typename Source>
 bool has_nan(const Source* source, size_t count) {

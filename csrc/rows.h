@@ -7,7 +7,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "dlpack.h"
 #include "simd.h"
 
 namespace rlstore {
@@ -45,10 +44,6 @@ RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {
 // target[i] = source[i] != 0, as 0 or 1. Target is uint8_t or float; Source an integer of 1, 4 or 8 bytes, float or double.
 template <typename Target, typename Source>
 void copy_flags(Target* target, const Source* source, size_t count);
-
-// Converts numbers: a float to the nearest one of the target's type, an integer to the same number. Returns false if these types
-// are not converted here, or if an integer may be no number of the target's type; what was written is then of no use.
-bool convert_values(char* target, DLDataType to, const char* source, DLDataType from, size_t count);
 
 // True if one of the values is NaN, which is not a valid flag.
 template <typename Source>
