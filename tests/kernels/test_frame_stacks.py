@@ -1,4 +1,4 @@
-"""Frame stacks of every layout, native against portable: long enough for whole registers, blocks and non-temporal stores."""
+"""Frame stacks of every layout, native against portable: long enough for registers, blocks and non-temporal stores."""
 
 from __future__ import annotations
 
