@@ -316,17 +316,16 @@ class EpisodeRing {
   }
 
   bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
-    if (!read_value(value, given) || !has_shape(*given, lanes_.lanes, shape)) return false;
+    if (!read_value(value, given) || given->strides || !has_shape(*given, lanes_.lanes, shape)) return false;
     return given->become(dtype);
   }
 
   bool find_flags(PyObject* value, std::vector<uint8_t>* flags) const {
     static const std::vector<int64_t> scalar;
     Given given;
-    if (!read_value(value, &given) || !can_be_flag(given.dtype) || !has_shape(given, lanes_.lanes, scalar)) return false;
-    const Source source{given.memory, given.dtype, {}};
-    if (!is_nan_free(source, flags->size())) return false;
-    write_flags(flags->data(), source, flags->size());
+    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !has_shape(given, lanes_.lanes, scalar)) return false;
+    if (!is_nan_free(given.memory, given.dtype, flags->size())) return false;
+    write_flags(flags->data(), given.memory, given.dtype, flags->size());
     return true;
   }
 
