@@ -142,7 +142,7 @@ class EpisodeRing {
 
   // Writes the steps from `begin` to before `end` of values that are those of `steps` steps, one after another. All values are
   // checked before anything is written. `resumed`: none is a reset step, and none need continue what is held. Returns the first
-  // step that was not written, and what write() returns: of a break in any step, or why that step was not written.
+  // step that was not written, and what write() returns: of a break in any step, or if none was written why not.
   std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed) {
     if (steps < 1 || begin < 0 || begin > end || end > steps || steps >= kCountLimit / lanes_.lanes) throw nb::value_error("there are no such steps");
     const Writing writing(this);
@@ -153,7 +153,7 @@ class EpisodeRing {
       for (int64_t lane = 0; resumed && lane < lanes_.lanes; lane++)
         if (!has_mask_ || mask_[step * lanes_.lanes + lane]) lanes_.after_end[lane] = kResumed;
       const int64_t written = write_found(static_cast<size_t>(step));
-      if (written != kDone && written != kDoneWithBreak) return {step, written};
+      if (written != kDone && written != kDoneWithBreak) return {step, step > begin ? outcome : written};
       if (written == kDoneWithBreak) outcome = written;
     }
     return {end, outcome};

@@ -345,7 +345,7 @@ class EpisodeRing(Protocol):
 
         Returns:
             The first step that was not written, and what :meth:`write` returns: ``WRITTEN_WITH_BREAK`` if any step did,
-            or why that step was not written. A value that has to be converted or refused is found before any is.
+            or if none was written why not. A value that has to be converted or refused is found before any is.
         """
 
     def guard_with(

@@ -125,8 +125,19 @@ class Appender:
                     self._find_direct()
                 outcome = self.write(values, outcome, infos)
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
-            self.warned = True
-            warnings.warn(_BROKEN, stacklevel=3)
+            self._warn_of_break()
+
+    def append_steps(self, values: tuple[Tensor | None, ...], steps: int) -> None:
+        """Append several steps, the values of which fit: see :meth:`write_steps`."""
+        with self._guard:
+            self.ring.require_room(steps)
+            outcome = self.write_steps(values, steps, resumed=False)
+        if outcome == WRITTEN_WITH_BREAK and not self.warned:
+            self._warn_of_break()
+
+    def _warn_of_break(self) -> None:
+        self.warned = True
+        warnings.warn(_BROKEN, stacklevel=4)
 
     def _find_direct(self) -> None:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
