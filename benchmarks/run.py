@@ -26,6 +26,7 @@ from benchmarks import (
     report,
     rollout,
     saving,
+    served,
 )
 from benchmarks.harness import Workload, run_alone
 
@@ -35,7 +36,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "recurrent": rollout.recurrent,
     "decoupled": decoupled.workload,
     "replay_vector": replay_vector.workload,
-    "replay_prioritized": replay_prioritized.workload,
+    "prioritized_1M": partial(replay_prioritized.workload, 1_000_000),
+    "prioritized_100k": partial(replay_prioritized.workload, 100_000),
     "replay_sequences": replay_sequences.workload,
     "replay_pixels": replay_pixels.workload,
     "replay_nstep_pixels": replay_nstep_pixels.workload,
@@ -45,7 +47,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
-SAVING = {f"saving_{name}": part for name, part in saving.parts().items()}
+PARTS = {"served": served.part} | {f"saving_{name}": part for name, part in saving.parts().items()}
 OUTPUT = Path("out/bench.json")
 
 
@@ -58,7 +60,7 @@ def show(console: Console, table: Table, missing: Mapping[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    known = [*WORKLOADS, *SAVING, BYTES]
+    known = [*WORKLOADS, *PARTS, BYTES]
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(known)}")
     parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds (at least 2) of each workload")
     given = parser.parse_args()
@@ -81,8 +83,8 @@ def main() -> None:
             show(console, report.table(result), result.missing)
     saves = []
     for name in names:
-        if name in SAVING:
-            figures = saving.measure(SAVING[name])
+        if name in PARTS:
+            figures = saving.measure(PARTS[name])
             saves.append(figures)
             show(console, report.figures_table(figures), figures.missing)
     footprints = []

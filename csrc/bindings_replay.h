@@ -340,18 +340,17 @@ class EpisodeRing {
   }
 
   static bool find(PyObject* value, size_t lanes, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) {
-    return read_value(value, given) && has_shape(*given, static_cast<int64_t>(lanes), shape) && given->become(dtype);
+    return read_value(value, given) && !given->strides && has_shape(*given, static_cast<int64_t>(lanes), shape) && given->become(dtype);
   }
 
   bool find_flags(PyObject* value, size_t lanes, std::vector<uint8_t>* flags) {
     static const std::vector<int64_t> scalar;
     Given& given = flag_;
     given.release();
-    if (!read_value(value, &given) || !can_be_flag(given.dtype) || !has_shape(given, static_cast<int64_t>(lanes), scalar)) return false;
-    const Source source{given.memory, given.dtype, {}};
+    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !has_shape(given, static_cast<int64_t>(lanes), scalar)) return false;
+    if (!is_nan_free(given.memory, given.dtype, lanes)) return false;
     flags->resize(lanes);
-    if (!is_nan_free(source, lanes)) return false;
-    write_flags(flags->data(), source, lanes);
+    write_flags(flags->data(), given.memory, given.dtype, lanes);
     return true;
   }
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,12 +73,14 @@ class RowWriter(Protocol):
 
     def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None: ...
 
-    def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
-        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
+    def write(self, row: int, values: tuple[Any, ...]) -> int:
+        """Write, and return -1; or the index of the first value that does not fit, having written nothing.
 
         A value fits if it is on the block's device, has the block's dtype (a flag: any of ``FLAG_DTYPES``, without NaN)
         and the shape of a row, and obeys its rule; rows of scalars are ``[n]`` or ``[n, 1]``. None leaves an optional
         field's row as it is. On CUDA a NaN among flags counts as True, and what breaks a rule is written and counted.
+        A version may also take numpy arrays, and numbers of another dtype if it holds them: integers exactly, floats
+        rounded.
 
         Raises:
             ValueError: If there is not one value for each field.
