@@ -75,7 +75,8 @@ class Phase:
 class Target:
     """In ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``, or so many ``microseconds``.
 
-    No peers are all that take part. It applies to all our contenders, or to those that ``ours`` names. ``row`` names it in the summary.
+    No peers are all that take part. It applies to all our contenders, or to those that ``ours`` names. ``row`` names
+    it in the summary.
     """
 
     phase: str
