@@ -18,10 +18,10 @@ BATCH = 256
 OBS, ACTIONS = 17, 6
 ENVS = 16
 EPISODE = 200
-ADDS, SAMPLES = 400, 100
+ADDS, SAMPLES = 200, 100
 # Steps that are added repeatedly: twice as many, half a megabyte with 16 environments.
 LOOP = 100
-OFFLINE = 50 * ADDS
+OFFLINE = 100 * ADDS
 # Bytes of a transition as it is appended, with two flags, and as it is served, with a discount.
 GIVEN = 4 * (2 * OBS + ACTIONS + 1) + 2
 SERVED = 4 * (2 * OBS + ACTIONS + 2)
@@ -97,7 +97,7 @@ def workload() -> Workload:
         phases=tuple(Phase(name, label, calls) for name, label, calls, _ in PHASES),
         contenders={name: partial(Uniform, name, make) for name, make in BUFFERS.items()} | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (BATCH,), 1),
-        rounds=15,
+        rounds=10,
         targets=(
             Target("add infos", ("SB3",), 0.35, ours, "replay add 1, infos of MuJoCo"),
             Target("add 16 infos", ("SB3",), 0.45, ours, "replay add 16, infos of MuJoCo"),
