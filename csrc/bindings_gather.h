@@ -24,10 +24,11 @@ class ReplayGather {
       Output output{static_cast<Part>(nb::cast<int32_t>(request[0]))};
       output.leaf = nb::cast<size_t>(request[1]);
       output.as_float = nb::cast<bool>(request[2]);
-      outputs_.push_back(output);
+      dtypes_.push_back(dtype_of(output));  // refuses a leaf or column that there is not
       shapes_.push_back(bind_shape(request[3]));
-      const DLDataType dtype = dtype_of(output);  // refuses a leaf or column that there is not
-      if (!fills(shapes_.back(), dtype, row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
+      output.bytes = row_bytes(output);
+      if (!fills(shapes_.back(), dtypes_.back(), output.bytes)) throw nb::value_error("a request's shape is not that of its rows");
+      outputs_.push_back(output);
     }
   }
 
@@ -57,23 +58,26 @@ class ReplayGather {
   nb::object gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
     ring_->require_tables();
     if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
-    nb::list made;
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs_.size())));
     std::vector<Output> outputs = outputs_;
+    std::vector<int64_t> shape = lead;
     for (size_t k = 0; k < outputs.size(); k++) {
-      const DLDataType dtype = dtype_of(outputs[k]);
-      std::vector<int64_t> shape = lead;
-      shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
-      size_t elements = 1;
-      for (int64_t size : shape) elements *= static_cast<size_t>(size);
+      Output& output = outputs[k];
+      const size_t bytes = product(count, output.bytes);
+      nb::object tensor;
       if (given.is_none() || given[k].is_none()) {
-        made.append(make_tensor(dtype, shape, &outputs[k].memory));
+        shape.resize(lead.size());
+        shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
+        tensor = make_tensor(dtypes_[k], shape, bytes, &output.memory);
       } else {
-        DLTensor target = describe(given[k]);
-        if (!(target.dtype == dtype) || element_count(target) != elements) throw nb::value_error("gather: an output does not fit");
-        outputs[k].memory = address(target);
-        made.append(given[k]);
+        tensor = given[k];
+        const DLTensor target = describe(tensor);
+        if (!(target.dtype == dtypes_[k]) || element_count(target) * element_bytes(target) != bytes)
+          throw nb::value_error("gather: an output does not fit");
+        output.memory = address(target);
       }
-      outputs[k].streamed = elements * dtype.bits / 8 >= kStreamed && row_bytes(outputs[k]) >= kLongRow;
+      PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(k), tensor.release().ptr());
+      output.streamed = bytes >= kStreamed && output.bytes >= kLongRow;
     }
     std::vector<int64_t> written;
     const Lanes lanes = settled(&written);
@@ -87,7 +91,7 @@ class ReplayGather {
     }
     if (gathered == Gathered::kNotHeld) throw nb::index_error("a row is not held");
     if (gathered == Gathered::kOverrun) return nb::none();
-    return nb::tuple(made);
+    return made;
   }
 
   // A copy of the lanes' state. Where other processes write, the ring may observe more rows while a thread gathers; rows that
@@ -143,6 +147,7 @@ class ReplayGather {
   EpisodeRing* ring_;
   Fold fold_;
   std::vector<Output> outputs_;
+  std::vector<DLDataType> dtypes_;
   std::vector<std::vector<int64_t>> shapes_;
 };
 

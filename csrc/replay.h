@@ -17,6 +17,7 @@ struct Output {
   Part part;
   size_t leaf = 0;
   char* memory = nullptr;
+  size_t bytes = 0;       // of one row of the output
   bool as_float = false;  // converted to float; else as stored
   bool streamed = false;  // written with non-temporal stores
 };
