@@ -15,6 +15,7 @@
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
+#include "bindings_outputs.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -304,6 +305,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
+  load_numpy();
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
@@ -372,6 +374,11 @@ NB_MODULE(_native, m) {
       .def("settle", &Priorities::settle)
       .def("dropped", &Priorities::dropped)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  nb::class_<OutputPool>(m, "OutputPool")
+      .def(nb::init<size_t>())
+      .def("begin", &OutputPool::begin)
+      .def("empty", &OutputPool::empty)
+      .def_prop_ro("idle_bytes", &OutputPool::idle_bytes);
   nb::class_<SlotTableObject>(m, "SlotTable")
       .def(nb::init<nb::object>())
       .def("take", &SlotTableObject::take)

@@ -100,7 +100,6 @@ class EpisodeRing {
     moves_.resize(static_cast<size_t>(lanes_.lanes));
     terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
     givens_ = std::vector<Given>(leaves_.size() * 3 + columns_.size());
-    numbers_.resize(columns_.size());
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
 
@@ -243,7 +242,7 @@ class EpisodeRing {
     for (size_t i = 0; i < flags; i++) {
       const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
       const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i], i >= leaves * 2)) return static_cast<int64_t>(i);
+      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
     }
     if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
     if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
@@ -254,7 +253,7 @@ class EpisodeRing {
     step_.finals.clear();
     for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
       Given& given = givens_[flags + k];
-      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given, false)) return flags + 3 + k;
+      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return flags + 3 + k;
       step_.finals.push_back(given.memory);
     }
     fill_step(mask != Py_None, has_final != Py_None);
@@ -316,13 +315,10 @@ class EpisodeRing {
     if (!fills(leaf_shapes_.back(), leaf.block.dtype, leaf.stack_bytes())) throw nb::value_error("a leaf's shape is a stack of frames");
   }
 
-  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given, bool is_column) const {
+  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
     if (!read_value(value, given) || !has_shape(*given, lanes_.lanes, shape)) return false;
-    if (is_number(*given)) return is_column && dtype == DLDataType{kFloat, 32, 1};  // converted in fill_step
-    return given->dtype == dtype;
+    return given->become(dtype);
   }
-
-  static bool is_number(const Given& given) { return given.memory == reinterpret_cast<const char*>(&given.number); }
 
   bool find_flags(PyObject* value, std::vector<uint8_t>* flags) const {
     static const std::vector<int64_t> scalar;
@@ -348,14 +344,7 @@ class EpisodeRing {
     const auto memory_of = [&](size_t i) { return givens_[i].memory; };
     step_.observations.resize(leaves), step_.next_observations.resize(leaves), step_.columns.resize(columns_.size());
     for (size_t k = 0; k < leaves; k++) step_.observations[k] = memory_of(k), step_.next_observations[k] = memory_of(leaves + k);
-    for (size_t k = 0; k < columns_.size(); k++) {
-      const Given& given = givens_[leaves * 2 + k];
-      step_.columns[k] = given.memory;
-      if (is_number(given)) {  // with a single lane
-        numbers_[k] = static_cast<float>(given.number);
-        step_.columns[k] = reinterpret_cast<const char*>(&numbers_[k]);
-      }
-    }
+    for (size_t k = 0; k < columns_.size(); k++) step_.columns[k] = memory_of(leaves * 2 + k);
     step_.terminated = terminated_.data(), step_.truncated = truncated_.data();
     step_.mask = masked ? mask_.data() : nullptr, step_.has_final = some_final ? has_final_.data() : nullptr;
     step_.rewards = reinterpret_cast<const float*>(step_.columns[reward_]);
@@ -386,7 +375,6 @@ class EpisodeRing {
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   std::vector<Given> givens_;
   std::vector<Rule> rules_;
-  std::vector<float> numbers_;  // columns that were given as plain numbers
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
   int64_t room_ = 0;  // steps that may still be written
   bool writing_ = false;
