@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "bindings_draws.h"
 #include "bindings_replay.h"
 
 namespace rlstore {
@@ -51,10 +52,51 @@ class ReplayGather {
     return gather_into(rows.data(), rows.size(), {count}, nb::none());
   }
 
-  // None: drawing by priority and gathering are two calls here.
-  nb::object sample_by_priority(nb::handle, nb::handle, double, int64_t) const { return nb::none(); }
+  // gather() of `count` rows, drawn as by Priorities::draw: (tensors, weights, rows); None if every priority is 0.
+  nb::object sample_by_priority(Priorities& priorities, nb::handle generator, double beta, int64_t count) const {
+    if (count < 0 || count >= kCountLimit || priorities.ring() != ring_) throw nb::value_error("sample: a count of this ring's rows");
+    const size_t size = static_cast<size_t>(count);
+    int64_t* rows;
+    float* weights;
+    nb::object row_tensor = make_of(&rows, {count}), weight_tensor = make_of(&weights, {count, 1});
+    if (!priorities.draw_into(generator, beta, rows, weights, size)) return nb::none();
+    nb::object tensors = gather_into(rows, size, {count}, nb::none());
+    if (tensors.is_none()) return tensors;
+    return nb::make_tuple(tensors, weight_tensor, row_tensor);
+  }
+
+  // gather() of the rows of `count` windows, drawn as by WindowIndex::draw or, with priorities, by Priorities::draw: (tensors,
+  // weights or None, the first row of each window); None if there is no window or every priority is 0.
+  nb::object sample_windows(const WindowIndex& windows, Priorities* priorities, nb::handle generator, double beta, int64_t count) const {
+    if (count < 0 || count >= kCountLimit || windows.ring() != ring_ || (priorities && priorities->ring() != ring_))
+      throw nb::value_error("sample: a count of this ring's windows");
+    if (windows.count() == 0) return nb::none();
+    const size_t size = static_cast<size_t>(count);
+    int64_t* begins;
+    float* weights;
+    nb::object begin_tensor = make_of(&begins, {count}), weight_tensor = nb::none();
+    if (priorities) {
+      weight_tensor = make_of(&weights, {count, 1});
+      if (!priorities->draw_into(generator, beta, begins, weights, size)) return nb::none();
+    } else {
+      windows.draw_into(generator, begins, size);
+    }
+    std::vector<int64_t> rows(product(size, static_cast<size_t>(windows.length())));
+    ring_->expand(begins, size, static_cast<size_t>(windows.length()), windows.across(), rows.data());
+    nb::object tensors = gather_into(rows.data(), rows.size(), {count, windows.length()}, nb::none());
+    if (tensors.is_none()) return tensors;
+    return nb::make_tuple(tensors, weight_tensor, begin_tensor);
+  }
 
  private:
+  template <typename T>
+  static nb::object make_of(T** memory, const std::vector<int64_t>& shape) {
+    size_t bytes = sizeof(T);
+    for (int64_t size : shape) bytes = product(bytes, static_cast<size_t>(size));
+    const DLDataType dtype{std::is_floating_point_v<T> ? kFloat : kInt, sizeof(T) * 8, 1};
+    return make_tensor(dtype, shape, bytes, reinterpret_cast<char**>(memory));
+  }
+
   nb::object gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
     ring_->require_tables();
     if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");

@@ -482,21 +482,32 @@ void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t cou
   advance(generator, count);
 }
 
-void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
-  const auto slot_of = [&](size_t w, int64_t* lane, int64_t* time) -> const int32_t& {
-    *lane = lanes.by_lanes.remainder(starts[w], time);
-    return lanes.slot_at(*lane, lanes.by_rows.remainder(*time));
+bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
+  // In three passes, because the place of an episode is in the memory of its row, and each may be out of the cache.
+  struct Start {
+    int64_t lane, time;
+    const int32_t* slot;
   };
-  int64_t lane, time;
-  for (size_t w = 0; w < count && !across; w++) __builtin_prefetch(&slot_of(w, &lane, &time));
+  std::vector<Start> found(count);
   for (size_t w = 0; w < count; w++) {
-    const int32_t& slot = slot_of(w, &lane, &time);
-    const int64_t stop = across ? lanes.written[lane] : lanes.stop_of(lanes.episodes[slot], lane);
+    Start& f = found[w];
+    if (!lanes.part(starts[w], &f.lane, &f.time) || !lanes.holds(f.lane, f.time)) return false;
+    f.slot = &lanes.slot_at(f.lane, lanes.by_rows.remainder(f.time));
+    __builtin_prefetch(f.slot);
+  }
+  for (const Start& f : found) {
+    if (!lanes.has_slot(*f.slot)) return false;
+    __builtin_prefetch(lanes.episodes + *f.slot);
+  }
+  for (size_t w = 0; w < count; w++) {
+    const Start& f = found[w];
+    const int64_t stop = across ? lanes.written[f.lane] : lanes.stop_of(lanes.episodes[*f.slot], f.lane);
     for (size_t j = 0; j < length; j++) {
-      const int64_t at = time + static_cast<int64_t>(j);
-      out[w * length + j] = at < stop ? at * lanes.lanes + lane : -1;
+      const int64_t at = f.time + static_cast<int64_t>(j);
+      out[w * length + j] = at < stop ? at * lanes.lanes + f.lane : -1;
     }
   }
+  return true;
 }
 
 }  // namespace rlstore

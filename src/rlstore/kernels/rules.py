@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ FINITE: Rule = ()
 NO_RULES: Mapping[int, Rule] = MappingProxyType({})  # by the index of a field
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch cannot compare
+
+
+def are_priorities(rows: Any, priorities: Any, device: torch.device) -> bool:
+    """True for rows int64 ``[n]`` and priorities float32 ``[n]`` or ``[n, 1]`` that can be used as they are."""
+    if not all(
+        type(value) is Tensor and value.device == device and value.is_contiguous() for value in (rows, priorities)
+    ):
+        return False
+    is_apart = not (priorities.requires_grad or priorities.is_neg() or rows.is_neg())
+    shapes = ((len(rows),), (len(rows), 1)) if rows.dim() == 1 else ()
+    return is_apart and rows.dtype == torch.int64 and priorities.dtype == torch.float32 and priorities.shape in shapes
 
 
 def obeys(values: Tensor, rule: Rule) -> Tensor:
