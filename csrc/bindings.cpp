@@ -328,6 +328,7 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
       .def("allow", &EpisodeRing::allow)
       .def(
