@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings_tensor.h"
 
@@ -18,6 +19,42 @@ namespace rlstore {
 using CtxGetDevice = int (*)(int* device);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
                              unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+
+// Tensors that a kernel is given at every launch, whose memory nobody replaces: their addresses are looked up once.
+class Fixed {
+ public:
+  // Arguments are tensors, and tuples of tensors.
+  explicit Fixed(nb::tuple arguments) : arguments_(std::move(arguments)) { add_all(arguments_.ptr()); }
+
+  const nb::tuple& arguments() const { return arguments_; }
+  const std::vector<uint64_t>& addresses() const { return addresses_; }
+
+  // True if a kernel of a device that was compiled for addresses that are multiples of 16 bytes can take them.
+  bool fits(const DLDevice& device) const { return is_aligned_ && device.type == device_.type && device.id == device_.id; }
+
+ private:
+  void add_all(PyObject* arguments) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
+      PyObject* argument = PyTuple_GET_ITEM(arguments, i);
+      if (PyTuple_Check(argument)) {
+        add_all(argument);
+        continue;
+      }
+      DLTensor tensor;
+      if (exchange->describe(argument, &tensor)) throw nb::python_error();
+      if (addresses_.empty()) device_ = tensor.device;
+      addresses_.push_back(reinterpret_cast<uint64_t>(address(tensor)));
+      is_aligned_ = is_aligned_ && addresses_.back() % 16 == 0 && tensor.device.type == device_.type && tensor.device.id == device_.id;
+    }
+  }
+
+  nb::tuple arguments_;
+  std::vector<uint64_t> addresses_;
+  DLDevice device_{};
+  bool is_aligned_ = true;  // and all on one device
+};
+
+inline const PyTypeObject* fixed_type = nullptr;  // Fixed, which lives as long as the module
 
 // A kernel that Triton loaded for one device, with everything bound that does not change between launches.
 class BoundKernel {
@@ -77,9 +114,21 @@ class BoundKernel {
   bool add_all(PyObject* arguments, Parameters* parameters) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
       PyObject* argument = PyTuple_GET_ITEM(arguments, i);
-      if (!(PyTuple_Check(argument) ? add_all(argument, parameters) : add_one(argument, parameters))) return false;
+      if (Py_TYPE(argument) == fixed_type) {
+        if (!add_fixed(*nb::inst_ptr<Fixed>(argument), parameters)) return false;
+      } else if (!(PyTuple_Check(argument) ? add_all(argument, parameters) : add_one(argument, parameters))) {
+        return false;
+      }
     }
     return true;
+  }
+
+  bool add_fixed(const Fixed& fixed, Parameters* parameters) const {
+    const size_t count = fixed.addresses().size();
+    if (kinds_.size() - parameters->count < count) throw nb::value_error("a kernel was given too many arguments");
+    if (kinds_.find_first_not_of('p', parameters->count) < parameters->count + count) throw nb::value_error("a tensor in the place of a number");
+    for (uint64_t word : fixed.addresses()) parameters->add(word);
+    return fixed.fits(device_);
   }
 
   bool add_one(PyObject* argument, Parameters* parameters) const {

@@ -17,16 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import TOTAL, move_on, uniform_rows
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Fixed, Launcher
 from rlstore.kernels.cuda.memory import place_of, plain, tile_of
 from rlstore.kernels.cuda.priorities import Priorities, new_rows, settle, weigh
 from rlstore.kernels.cuda.ring import KEPT, REPEATED, TERMINATED, TRUNCATED, EpisodeRing
+from rlstore.kernels.pieces import Pieces
 from rlstore.kernels.protocol import Part, Request
 from rlstore.kernels.ring_memory import Block, as_float32
 
 _TILE_ELEMENTS = 2048  # of a program
 _MOST_ROWS = 16  # that a program makes
 _MOST_SHARES = 32  # programs that share wide rows
+_MOST_LAYOUTS = 64  # of outputs that are remembered
 
 # What an output holds: see Part.
 OBSERVATION = tl.constexpr(Part.OBSERVATION.value)
@@ -243,10 +245,12 @@ class ReplayGather:
         with torch.inference_mode(False):
             self._powers = powers.to(torch.float32).to(ring.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=ring.device)
+        self._has_bools = torch.bool in self._dtypes
         self._launchers: dict[tuple[bool, bool, int], Launcher] = {}
+        self._layouts: dict[tuple[tuple[int, ...], bool], Pieces] = {}  # of outputs, by their leading axes
         self._settled = (1, 1)
         self._bound: object = None
-        self._tables: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
+        self._memory: Fixed  # that of the ring, as it was when it was bound
 
     def _block_of(self, request: Request) -> Block:
         part, index, _, shape = request
@@ -274,7 +278,7 @@ class ReplayGather:
     def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
         """:meth:`gather` of ``count`` rows drawn as the ring draws them, in the same launch."""
         self._ring.check_generator(generator)
-        outputs = self._outputs((count,), None)
+        outputs = self._layout((count,)).tensors()
         self._launch(outputs, generator, generator, count, draws=True)
         return outputs
 
@@ -286,11 +290,11 @@ class ReplayGather:
         Returns:
             The tensors, the weights ``[count, 1]`` and the rows ``[count]``; see :meth:`Priorities.draw`.
         """
-        rows = torch.empty(count, dtype=torch.int64, device=self._device)
-        weights = torch.empty((count, 1), dtype=torch.float32, device=self._device)
-        unfinished = (weights, *priorities.begin_draw(generator, rows, weights))
-        outputs = self._outputs((count,), None)
+        *served, weights, rows = self._layout((count,), by_priority=True).tensors()
+        outputs = tuple(served)
+        priorities.begin_draw(generator, rows, weights, count)
         self._settled = priorities.settled[-2:]
+        unfinished = (weights, priorities.unfinished)
         self._launch(outputs, rows, generator, count, draws=False, unfinished=unfinished, beta=as_float32(beta))
         return outputs, weights, rows
 
@@ -303,25 +307,37 @@ class ReplayGather:
             raise ValueError("rows are int64")
         if given is not None and len(given) != len(self._requests):
             raise ValueError("gather: an output for each request")
-        outputs = self._outputs(tuple(rows.shape), given)
+        lead = tuple(rows.shape)
+        outputs = self._layout(lead).tensors() if given is None else self._outputs(lead, given)
         rows = rows.to(self._device, non_blocking=True).contiguous()
         self._launch(outputs, rows, rows, rows.numel(), draws=False)
         return outputs
 
-    def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
+    def _layout(self, lead: tuple[int, ...], *, by_priority: bool = False) -> Pieces:
+        """How the outputs of ``lead`` rows are arranged in memory; drawn by priority, with their weights and rows."""
+        layout = self._layouts.get((lead, by_priority))
+        if layout is None:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            shapes, dtypes = [(*lead, *shape) for _, _, _, shape in self._requests], list(self._dtypes)
+            if by_priority:
+                shapes, dtypes = [*shapes, (*lead, 1), lead], [*dtypes, torch.float32, torch.int64]
+            layout = self._layouts[lead, by_priority] = Pieces(shapes, dtypes, self._device)
+        return layout
+
+    def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """The outputs that are given, and for each that is not a new one."""
         outputs = []
-        for k, (_, _, _, shape) in enumerate(self._requests):
-            out = None if given is None else given[k]
-            if out is None:
-                out = torch.empty((*lead, *shape), dtype=self._dtypes[k], device=self._device)
-            elif out.dtype != self._dtypes[k] or out.numel() != math.prod(lead) * math.prod(shape):
+        for place, dtype, (_, _, _, shape) in zip(given, self._dtypes, self._requests, strict=True):
+            out = torch.empty((*lead, *shape), dtype=dtype, device=self._device) if place is None else place
+            if out.dtype != dtype or out.numel() != math.prod(lead) * math.prod(shape):
                 raise ValueError("gather: an output does not fit")
             outputs.append(out)
         return tuple(outputs)
 
     def _launch(
         self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool,
-        unfinished: tuple[Tensor, ...] | None = None, beta: float = 0.0,
+        unfinished: tuple[Tensor | Fixed, ...] | None = None, beta: float = 0.0,
     ) -> None:  # fmt: skip
         ring = self._ring
         ring.check_capture()
@@ -335,20 +351,10 @@ class ReplayGather:
         launcher(
             (-(-count // block), self._shares, 1),
             self._device,
-            tuple([plain(output) for output in outputs]),
+            tuple([plain(output) for output in outputs]) if self._has_bools else outputs,
             rows,
             generator,
-            self._sources,
-            *self._tables,
-            self._rewards,
-            self._powers,
-            ring.episode_place.memory,
-            ring.episodes,
-            ring.counter_places[0].memory,
-            ring.counter_places[1].memory,
-            ring.ends,
-            ring.words,
-            self._ticket,
+            self._memory,
             (self._powers,) if unfinished is None else unfinished,
             count,
             beta,
@@ -364,7 +370,10 @@ class ReplayGather:
                 finals[k] = plain(leaf.finals.view(leaf.dtype))
             if leaf is not None and leaf.starts is not None:
                 starts[k] = plain(leaf.starts.view(leaf.dtype))
-        self._tables, self._bound = (tuple(finals), tuple(starts)), ring.tables
+        counters = ring.counter_places[0].memory, ring.counter_places[1].memory
+        tables = (self._sources, tuple(finals), tuple(starts), self._rewards, self._powers)
+        rest = (ring.episode_place.memory, ring.episodes, *counters, ring.ends, ring.words, self._ticket)
+        self._memory, self._bound = Fixed((*tables, *rest)), ring.tables
 
 
 def _dtype(request: Request, block: Block) -> torch.dtype:
