@@ -77,28 +77,26 @@ class BoundKernel {
     if (kinds_.find_first_not_of("pif") != std::string::npos) throw nb::value_error("a parameter is of kind p, i or f");
   }
 
+  size_t parameters() const { return kinds_.size(); }
+  const DLDevice& device() const { return device_; }
+
   // Launches on the current stream and returns true. Returns false, without a launch, if this kernel does not support the
   // arguments: the thread's current device is another one or none, a tensor is on another device, or the address of a tensor
   // is not a multiple of 16 bytes, for which the kernel was compiled.
   bool launch(unsigned x, unsigned y, unsigned z, nb::tuple arguments) const {
-    int current = -1;
-    if (ctx_get_device_(&current) || current != device_.id) return false;
+    if (!is_current()) return false;
     Parameters parameters;
     if (!add_all(arguments.ptr(), &parameters)) return false;
-    if (parameters.count != kinds_.size()) throw nb::value_error("a kernel was given too few arguments");
-    for (size_t i = 0; i < kScratchAddresses; i++) parameters.add(0);
-    void* stream = nullptr;
-    if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
-    int error;
-    {
-      nb::gil_scoped_release released;  // a full launch queue blocks the caller
-      error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters.addresses, nullptr);
-    }
-    if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));
+    launch_with(x, y, z, &parameters);
     return true;
   }
 
- private:
+  // True if the device of the kernel is the current one of the thread.
+  bool is_current() const {
+    int current = -1;
+    return !ctx_get_device_(&current) && current == device_.id;
+  }
+
   struct Parameters {
     uint64_t words[kMostParameters + kScratchAddresses];
     void* addresses[kMostParameters + kScratchAddresses];
@@ -111,6 +109,21 @@ class BoundKernel {
     }
   };
 
+  // Launches with all parameters, on the current device.
+  void launch_with(unsigned x, unsigned y, unsigned z, Parameters* parameters) const {
+    if (parameters->count != kinds_.size()) throw nb::value_error("a kernel was given too few arguments");
+    for (size_t i = 0; i < kScratchAddresses; i++) parameters->add(0);
+    void* stream = nullptr;
+    if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
+    int error;
+    {
+      nb::gil_scoped_release released;  // a full launch queue blocks the caller
+      error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters->addresses, nullptr);
+    }
+    if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));
+  }
+
+ private:
   bool add_all(PyObject* arguments, Parameters* parameters) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
       PyObject* argument = PyTuple_GET_ITEM(arguments, i);

@@ -23,7 +23,7 @@ class Pieces:
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
+        self._device = device
         own = list(dict.fromkeys(dtypes))
         self.places = tuple([own.index(dtype) for dtype in dtypes])  # the piece that holds each tensor
         lengths = [0] * len(own)
@@ -31,18 +31,15 @@ class Pieces:
         for shape, place in zip(shapes, self.places, strict=True):
             self._parts.append((place, tuple(shape), _strides(shape), lengths[place]))
             lengths[place] += -(-math.prod(shape) // _ENTRIES) * _ENTRIES
-        self._pieces = [((length,), (1,), dtype) for length, dtype in zip(lengths, own, strict=True)]
-        self.nbytes = sum(length * dtype.itemsize for (length,), _, dtype in self._pieces)
+        self._pieces = list(zip(lengths, own, strict=True))
+        self.nbytes = sum(length * dtype.itemsize for length, dtype in self._pieces)
 
     def empty(self) -> tuple[Tensor, ...]:
         """New pieces, flat."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.empty()
-        make = _EMPTY_ON_CUDA if self._is_cuda and not torch.compiler.is_compiling() else None
-        if make is not None and torch.cuda.current_device() == self._device.index:
-            return tuple([make(*piece) for piece in self._pieces])
-        return tuple([torch.empty(size, dtype=dtype, device=self._device) for size, _, dtype in self._pieces])
+        return tuple([scratch(length, dtype, self._device) for length, dtype in self._pieces])
 
     def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The tensors, in the order of their shapes; each has a version counter of its own and is no view."""
@@ -59,6 +56,14 @@ class Pieces:
     def tensors(self) -> tuple[Tensor, ...]:
         """New tensors, in the order of their shapes."""
         return self.cut(self.empty())
+
+
+def scratch(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory, flat: where inference mode is enabled, an inference tensor, which must not be handed out."""
+    index, make = device.index, _EMPTY_ON_CUDA  # which allocates on the current device; the CPU has no index
+    if index is None or make is None or index != torch.cuda.current_device() or torch.compiler.is_compiling():
+        return torch.empty(length, dtype=dtype, device=device)
+    return make((length,), (1,), dtype)
 
 
 @lru_cache(64)

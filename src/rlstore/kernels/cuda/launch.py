@@ -21,7 +21,7 @@ ordinary one.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,6 @@ _PLAIN = {
 
 Argument = Tensor | float | Fixed | tuple[Tensor | Fixed, ...]
 
-# Launches on a grid of three sizes and returns True; False if it did not.
-_Bound = Callable[[int, int, int, tuple[Argument, ...]], bool]
-
 
 class Launcher:
     """A kernel, ready to be launched with arguments of one kind.
@@ -58,7 +55,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: tuple[Any, ...] = (), num_warps: int = 4) -> None:
         self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
-        self._bound: dict[torch.device, _Bound | None] = {}  # None if it cannot be bound
+        self._bound: dict[torch.device, BoundKernel | None] = {}  # None if it cannot be bound
         self._compiled: list[Any] = []  # what was bound, so that it stays loaded
 
     def __call__(self, grid: tuple[int, int, int], device: torch.device, *arguments: Argument) -> None:
@@ -72,7 +69,7 @@ class Launcher:
         if 0 in grid:
             return
         bound = self._bound.get(device)  # first: device.type makes a new string at every access
-        if bound is not None and bound(*grid, arguments):
+        if bound is not None and bound.launch(*grid, arguments):
             return
         arguments = expanded(arguments)
         if device.type != "cuda":  # Triton's interpreter, which takes any memory
@@ -89,6 +86,10 @@ class Launcher:
             if _are_aligned(parts):
                 self._bound[device] = _bind(compiled, index, len(parts))
                 self._compiled.append(compiled)
+
+    def bound(self, device: torch.device) -> BoundKernel | None:
+        """The compiled kernel, once a launch on a device has bound it."""
+        return self._bound.get(device)
 
 
 def next_power_of_2(number: int) -> int:
@@ -107,7 +108,7 @@ def expanded(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _bind(compiled: Any, index: int, count: int) -> _Bound | None:
+def _bind(compiled: Any, index: int, count: int) -> BoundKernel | None:
     """What launches a compiled kernel of ``count`` parameters; None if anything about it is unknown."""
     try:
         function, metadata = compiled.function, compiled.metadata
@@ -118,7 +119,7 @@ def _bind(compiled: Any, index: int, count: int) -> _Bound | None:
         if not is_known or any(getattr(metadata, name) != value for name, value in _PLAIN.items()):
             return None
         functions = _address(driver.cuCtxGetDevice), _address(driver.cuLaunchKernel)
-        return BoundKernel(*functions, function, 32 * metadata.num_warps, metadata.shared, kinds, index).launch
+        return BoundKernel(*functions, function, 32 * metadata.num_warps, metadata.shared, kinds, index)
     except (AttributeError, OSError, TypeError, ValueError):  # another Triton, no driver, another kind of part
         return None
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import ALIKE, BREAKS, INVALID, LEAST_FREE, OLDEST, TOTAL, draw_rows
-from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
+from rlstore.kernels.cuda.launch import Argument, Fixed, Launcher, next_power_of_2
 from rlstore.kernels.cuda.memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.rules import count_invalid, rule_table
 from rlstore.kernels.cuda.watch import Watch
@@ -447,11 +447,12 @@ class EpisodeRing(RingMemory):
             tuple(leaf.finals for leaf in self.leaves),
             tuple(self.words if leaf.starts is None else leaf.starts for leaf in self.leaves),
         )
-        self._own: tuple[Argument, ...] = (
+        own = (
             *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
             *(place.memory for place in self.counter_places),
             *(self.ends, self.words, self._marks, self._ticket, self._rules.limits),
         )
+        self._own = Fixed(own)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -551,7 +552,7 @@ class EpisodeRing(RingMemory):
             self.words if mask is None else mask,
             finals if has_finals else values[:leaves],
             self.words if given_dtype is None else given,
-            *self._own,
+            self._own,
         )
         known = self._launchers.get(key)
         if known is None:
