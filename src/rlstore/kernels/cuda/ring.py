@@ -447,7 +447,7 @@ class EpisodeRing(RingMemory):
             tuple(leaf.finals for leaf in self.leaves),
             tuple(self.words if leaf.starts is None else leaf.starts for leaf in self.leaves),
         )
-        own = (
+        own: tuple[Tensor | tuple[Tensor, ...], ...] = (
             *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
             *(place.memory for place in self.counter_places),
             *(self.ends, self.words, self._marks, self._ticket, self._rules.limits),
