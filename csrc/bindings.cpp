@@ -15,6 +15,7 @@
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
+#include "bindings_pieces.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -307,6 +308,11 @@ NB_MODULE(_native, m) {
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
+  nb::class_<Cutter>(m, "Cutter")
+      .def(nb::init<nb::object, nb::object, nb::sequence, nb::sequence>())
+      .def("empty", &Cutter::empty)
+      .def("cut", &Cutter::cut)
+      .def("tensors", &Cutter::tensors);
   nb::class_<Fixed>(m, "Fixed").def(nb::init<nb::tuple>()).def_prop_ro("arguments", &Fixed::arguments);
   fixed_type = reinterpret_cast<PyTypeObject*>(nb::type<Fixed>().ptr());
   nb::class_<BoundKernel>(m, "BoundKernel")

@@ -1,13 +1,25 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from _typeshed import ReadableBuffer
-from torch import Tensor
+from torch import Tensor, dtype
 
 from rlstore.kernels.rules import Rule
 
 class RowWriter:
     def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], rules: dict[int, Rule] = ...) -> None: ...
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int: ...
+
+class Cutter:
+    def __init__(
+        self,
+        empty: Callable[..., Tensor],
+        cut: Callable[..., Tensor],
+        pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...], dtype]],
+        parts: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int]],
+    ) -> None: ...
+    def empty(self) -> tuple[Tensor, ...]: ...
+    def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
 
 class Fixed:
     def __init__(self, arguments: tuple[Tensor | tuple[Tensor, ...], ...]) -> None: ...

@@ -10,6 +10,7 @@ where its field is, as in ``ring.py``.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,7 @@ from rlstore.kernels.ring_memory import Block, as_float32
 _TILE_ELEMENTS = 2048  # of a program
 _MOST_ROWS = 16  # that a program makes
 _MOST_SHARES = 32  # programs that share wide rows
-_MOST_LAYOUTS = 64  # of outputs that are remembered
+_MOST_PLANS = 64  # that are remembered
 
 # What an output holds: see Part.
 OBSERVATION = tl.constexpr(Part.OBSERVATION.value)
@@ -210,6 +211,14 @@ def gather_rows(
                 tl.store(generator + 1, made)
 
 
+class _Plan(NamedTuple):
+    """How batches of one size are made."""
+
+    outputs: Pieces  # drawn by priority, with their weights and rows
+    launcher: Launcher
+    grid: tuple[int, int, int]
+
+
 class ReplayGather:
     """The tensors of a batch, gathered without waiting for the device: a row that is not held gives zeros."""
 
@@ -247,7 +256,8 @@ class ReplayGather:
             self._ticket = torch.zeros(1, dtype=torch.int32, device=ring.device)
         self._has_bools = torch.bool in self._dtypes
         self._launchers: dict[tuple[bool, bool, int], Launcher] = {}
-        self._layouts: dict[tuple[tuple[int, ...], bool], Pieces] = {}  # of outputs, by their leading axes
+        self._plans: dict[tuple[tuple[int, ...], bool, bool], _Plan] = {}  # by leading axes, whether it draws, finishes
+        self._unfinished: tuple[Tensor | Fixed, ...] = (self._powers,)  # from which nothing is read
         self._settled = (1, 1)
         self._bound: object = None
         self._memory: Fixed  # that of the ring, as it was when it was bound
@@ -278,8 +288,9 @@ class ReplayGather:
     def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
         """:meth:`gather` of ``count`` rows drawn as the ring draws them, in the same launch."""
         self._ring.check_generator(generator)
-        outputs = self._layout((count,)).tensors()
-        self._launch(outputs, generator, generator, count, draws=True)
+        plan = self._plans.get(((count,), True, False)) or self._plan((count,), draws=True)
+        outputs = plan.outputs.tensors()
+        self._launch(plan, outputs, generator, generator, self._unfinished, count, 0.0)
         return outputs
 
     def sample_by_priority(
@@ -290,12 +301,13 @@ class ReplayGather:
         Returns:
             The tensors, the weights ``[count, 1]`` and the rows ``[count]``; see :meth:`Priorities.draw`.
         """
-        *served, weights, rows = self._layout((count,), by_priority=True).tensors()
-        outputs = tuple(served)
-        priorities.begin_draw(generator, rows, weights, count)
         self._settled = priorities.settled[-2:]
+        plan = self._plans.get(((count,), False, True)) or self._plan((count,), finishes=True)
+        tensors = plan.outputs.tensors()
+        outputs, weights, rows = tensors[:-2], tensors[-2], tensors[-1]
+        priorities.begin_draw(generator, rows, weights, count)
         unfinished = (weights, priorities.unfinished)
-        self._launch(outputs, rows, generator, count, draws=False, unfinished=unfinished, beta=as_float32(beta))
+        self._launch(plan, outputs, rows, generator, unfinished, count, as_float32(beta))
         return outputs, weights, rows
 
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
@@ -308,22 +320,27 @@ class ReplayGather:
         if given is not None and len(given) != len(self._requests):
             raise ValueError("gather: an output for each request")
         lead = tuple(rows.shape)
-        outputs = self._layout(lead).tensors() if given is None else self._outputs(lead, given)
+        plan = self._plans.get((lead, False, False)) or self._plan(lead)
+        outputs = plan.outputs.tensors() if given is None else self._outputs(lead, given)
         rows = rows.to(self._device, non_blocking=True).contiguous()
-        self._launch(outputs, rows, rows, rows.numel(), draws=False)
+        self._launch(plan, outputs, rows, rows, self._unfinished, rows.numel(), 0.0)
         return outputs
 
-    def _layout(self, lead: tuple[int, ...], *, by_priority: bool = False) -> Pieces:
-        """How the outputs of ``lead`` rows are arranged in memory; drawn by priority, with their weights and rows."""
-        layout = self._layouts.get((lead, by_priority))
-        if layout is None:
-            if len(self._layouts) == _MOST_LAYOUTS:
-                self._layouts.clear()
-            shapes, dtypes = [(*lead, *shape) for _, _, _, shape in self._requests], list(self._dtypes)
-            if by_priority:
-                shapes, dtypes = [*shapes, (*lead, 1), lead], [*dtypes, torch.float32, torch.int64]
-            layout = self._layouts[lead, by_priority] = Pieces(shapes, dtypes, self._device)
-        return layout
+    def _plan(self, lead: tuple[int, ...], *, draws: bool = False, finishes: bool = False) -> _Plan:
+        """For batches ``[*lead, ...]`` of rows that are given, are drawn too, or finish a draw by priority."""
+        if len(self._plans) == _MOST_PLANS:
+            self._plans.clear()
+        count = math.prod(lead)
+        block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)
+        kind = (draws, finishes, block)
+        if kind not in self._launchers:
+            self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
+        shapes, dtypes = [(*lead, *shape) for _, _, _, shape in self._requests], list(self._dtypes)
+        if finishes:
+            shapes, dtypes = [*shapes, (*lead, 1), lead], [*dtypes, torch.float32, torch.int64]
+        outputs, grid = Pieces(shapes, dtypes, self._device), (-(-count // block), self._shares, 1)
+        plan = self._plans[lead, draws, finishes] = _Plan(outputs, self._launchers[kind], grid)
+        return plan
 
     def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         """The outputs that are given, and for each that is not a new one."""
@@ -336,29 +353,17 @@ class ReplayGather:
         return tuple(outputs)
 
     def _launch(
-        self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool,
-        unfinished: tuple[Tensor | Fixed, ...] | None = None, beta: float = 0.0,
+        self, plan: _Plan, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor,
+        unfinished: tuple[Tensor | Fixed, ...], count: int, beta: float,
     ) -> None:  # fmt: skip
         ring = self._ring
         ring.check_capture()
         if self._bound is not ring.tables:
             self._bind()
-        block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)
-        kind = (draws, unfinished is not None, block)
-        launcher = self._launchers.get(kind)
-        if launcher is None:
-            launcher = self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
-        launcher(
-            (-(-count // block), self._shares, 1),
-            self._device,
-            tuple([plain(output) for output in outputs]) if self._has_bools else outputs,
-            rows,
-            generator,
-            self._memory,
-            (self._powers,) if unfinished is None else unfinished,
-            count,
-            beta,
-        )
+        served = tuple([plain(output) for output in outputs]) if self._has_bools else outputs
+        plan.launcher(
+            plan.grid, self._device, served, rows, generator, self._memory, unfinished, count, beta
+        )  # fmt: skip
 
     def _bind(self) -> None:
         """Use the tables that the ring has now."""

@@ -417,6 +417,8 @@ class EpisodeRing(RingMemory):
         self._watch, self._asked = Watch(self.words), False
         self._rules = rule_table(rules, len(columns), self.device)
         self._deep = 0
+        self._on_cuda = self.device.type == "cuda"
+        self._generator: Tensor | None = None  # the last that was looked at
         self._launchers: dict[tuple[Any, ...], tuple[Launcher, tuple[int, int, int]]] = {}
         # The values of a step, before its flags; and whether some of them are flags of one byte.
         blocks = [*self.leaves, *self.leaves, *self.columns]
@@ -473,7 +475,7 @@ class EpisodeRing(RingMemory):
 
     def check_capture(self) -> None:
         """Raise RuntimeError if a CUDA graph is being captured while the tables may still be replaced."""
-        if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not self.is_fixed and self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
 
     def overrun(self, flags: Tensor) -> bool:
@@ -492,8 +494,11 @@ class EpisodeRing(RingMemory):
 
     def check_generator(self, generator: Tensor) -> None:
         """Raise ValueError for what is no generator on this device."""
+        if generator is self._generator:  # as nearly always
+            return
         if generator.dtype != torch.int64 or generator.numel() != 2 or generator.device != self.device:
             raise ValueError("a generator is int64 [seed, draws made], where the ring is")
+        self._generator = generator
 
     # ---------------------------------------------------------------------------------------------- writing
 
