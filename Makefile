@@ -3,12 +3,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
+REVERB_VENV := .venv-reverb
+REVERB_PYTHON ?= python3.11
 # The names of all modules. An editable install of scikit-build-core only knows the modules that existed when it was made, so a
 # new or moved module needs a new install. This file is rewritten only if a name has changed: an edit does not reinstall.
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench lint learn clean always
+.PHONY: demo quick test torture sanitize bench reverb lint learn clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
 # with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
@@ -54,7 +56,7 @@ torture: $(VENV)/ready
 # The C++ with sanitizers of GCC: the tests that reach most of it, with random and hostile input; those in which threads use it;
 # and, in threads and without Python, what processes share without a lock.
 HOSTILE := $(wildcard tests/replay/test_*_machine.py tests/test_*forged*.py tests/*/test_*mutants*.py)
-LOCKLESS := $(addprefix csrc/,episodes.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
+LOCKLESS := $(addprefix csrc/,episodes.cpp frames.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
 
 sanitize: $(VENV)/ready
 	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup \
@@ -71,7 +73,17 @@ $(BENCH_VENV)/ready: $(SOURCES) benchmarks/requirements.txt
 	$(BENCH_PY) -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
 
+# Reverb needs Python 3.11 or older, and versions of numpy and protobuf that nothing else here can use.
+$(REVERB_VENV)/ready: benchmarks/requirements-reverb.txt
+	$(REVERB_PYTHON) -m venv $(REVERB_VENV)
+	$(REVERB_VENV)/bin/python -m pip install --quiet --no-deps --requirement benchmarks/requirements-reverb.txt
+	touch $@
+
+reverb: $(REVERB_VENV)/ready
+
+# Without Reverb the others are measured.
 bench: $(BENCH_VENV)/ready
+	-$(MAKE) reverb
 	$(BENCH_PY) -m benchmarks.run
 
 learn: $(VENV)/ready

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,21 +18,10 @@ from gymnasium.spaces import Box
 from tensordict import TensorDict
 
 from benchmarks.data import Rollout, Shape, Step
-from benchmarks.harness import Contender, Phase
+from benchmarks.harness import Contender
 
 GAMMA = 0.99
 LAMBDA = 0.95
-CYCLE_OF_TRAINING = ("add", "returns", "batches")
-
-
-def rollout_phases(added: str, batches: str) -> tuple[Phase, ...]:
-    """The phases of rollouts; "returns again" finds its data in the cache and is not part of the cycle."""
-    return (
-        Phase("add", added),
-        Phase("returns", "GAE"),
-        Phase("returns again", "GAE, data in cache"),
-        Phase("batches", batches),
-    )
 
 
 def same_batches_and_returns(batches: int, evidence: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -61,19 +50,34 @@ class RolloutContender(Contender):
         """Compute returns and advantages of the rollout."""
 
     @abstractmethod
-    def serve(self) -> int:
-        """Iterate over the mini-batches of all epochs and return their number."""
+    def serve(self) -> Iterator[Any]:
+        """The mini-batches of all epochs."""
+
+    @staticmethod
+    @abstractmethod
+    def observations(batch: Any) -> torch.Tensor:
+        """The observations of a mini-batch."""
 
     def returns(self) -> torch.Tensor | None:
         """The returns ``[steps, envs]`` of the last cycle, or None where they are not accessible."""
         return None
 
     def phases(self) -> Mapping[str, Callable[[], object]]:
-        again = self.compute_returns
-        return {"add": self.add, "returns": self.compute_returns, "returns again": again, "batches": self.serve}
+        return {
+            "add": self.add,
+            "returns": self.compute_returns,
+            "batches": lambda: drain(self.serve()),
+            "written": self._write_into,
+            "held": lambda: list(self.serve()),
+        }
+
+    def _write_into(self) -> None:
+        """Change the observations of each mini-batch in place, as a learner that normalizes them does."""
+        for batch in self.serve():
+            self.observations(batch).neg_()
 
     def evidence(self) -> Mapping[str, torch.Tensor]:
-        batches = {"batches": torch.tensor(self.serve())}
+        batches = {"batches": torch.tensor(drain(self.serve()))}
         returns = self.returns()
         return batches if returns is None else batches | {"returns": returns}
 
@@ -97,7 +101,7 @@ class Memcpy(RolloutContender):
     role = "floor"
 
     def __init__(self, shape: Shape, served: int | None = None) -> None:
-        """Count the bytes of a shape; ``served`` replaces the bytes of the mini-batches of one epoch."""
+        """Count the bytes of a shape; ``served`` replaces the bytes of a mini-batch."""
         super().__init__("memcpy")
         self._shape = shape
         floats = shape.obs + shape.actions * (3 if shape.distribution else 1) + 2 * shape.hidden
@@ -106,7 +110,6 @@ class Memcpy(RolloutContender):
         self._added = self._pair(shape.rows * ((floats + scalars_added) * row + flag))
         self._folded = self._pair(shape.rows * (scalars_of_gae * row + flag))
         self._served = self._pair(served or shape.batch_size * (floats + scalars_served) * row)
-        self._passes = 1 if served else shape.epochs * shape.mini_batches
 
     @staticmethod
     def _pair(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,54 +121,75 @@ class Memcpy(RolloutContender):
     def compute_returns(self) -> None:
         self._folded[0].copy_(self._folded[1])
 
-    def serve(self) -> int:
-        for _ in range(self._passes):
-            self._served[0].copy_(self._served[1])
-        return self._shape.epochs * self._shape.mini_batches
+    def serve(self) -> Iterator[Any]:
+        target, source = self._served
+        for _ in range(self._shape.epochs * self._shape.mini_batches):
+            yield target.copy_(source)
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        return torch.empty(0)
 
 
 class TransitionLoop(RolloutContender):
-    """What rlstore and rsl_rl share: transitions appended in inference mode, served outside it."""
+    """What rlstore and rsl_rl share: a transition made and added for each step, in inference mode; served outside it.
+
+    Args:
+        name: The name of the contender.
+        storage_class: The class of the storage.
+        rollout: The data.
+        numpy: Observations, rewards and dones are given as arrays, as Gymnasium returns them, and the observations in
+            a dict; otherwise they are tensors as vectorized simulators return them: a TensorDict, and integer dones.
+    """
 
     _options: Mapping[str, bool] = {}
 
-    def __init__(self, name: str, storage_class: Any, rollout: Rollout) -> None:
+    def __init__(self, name: str, storage_class: Any, rollout: Rollout, *, numpy: bool = False) -> None:
         super().__init__(name)
         shape = rollout.shape
         self._shape = shape
         self._last_values = rollout.last_values
         obs = TensorDict({"policy": rollout.last_obs}, batch_size=[shape.envs])
         self._storage = storage_class("rl", shape.envs, shape.steps, obs, [shape.actions], "cpu")
-        self._transitions = [self._transition(storage_class.Transition(), step) for step in rollout.steps]
+        given = self._arrays if numpy else self._tensors
+        self._steps = [
+            (*given(s), s.actions, s.values, s.log_probs, s.distribution or None, s.hidden) for s in rollout.steps
+        ]
 
     @staticmethod
-    def _transition(transition: Any, step: Step) -> Any:
-        transition.observations = TensorDict({"policy": step.obs}, batch_size=[len(step.obs)])
-        transition.actions = step.actions
-        transition.rewards = step.rewards
-        # Vectorized simulators return dones as integers.
-        transition.dones = step.dones.long()
-        transition.values = step.values
-        transition.actions_log_prob = step.log_probs
-        transition.distribution_params = step.distribution or None
-        transition.hidden_states = step.hidden
-        return transition
+    def _arrays(step: Step) -> tuple[Any, ...]:
+        return {"policy": step.obs.numpy()}, step.rewards.numpy(), step.dones.numpy()
+
+    @staticmethod
+    def _tensors(step: Step) -> tuple[Any, ...]:
+        return TensorDict({"policy": step.obs}, batch_size=[len(step.obs)]), step.rewards, step.dones.long()
 
     def add(self) -> None:
-        storage = self._storage
+        storage, transition_class = self._storage, self._storage.Transition
         with torch.inference_mode():
             storage.clear()
-            for transition in self._transitions:
+            for observations, rewards, dones, actions, values, log_probs, distribution, hidden in self._steps:
+                transition = transition_class()
+                transition.observations = observations
+                transition.rewards = rewards
+                transition.dones = dones
+                transition.actions = actions
+                transition.values = values
+                transition.actions_log_prob = log_probs
+                transition.distribution_params = distribution
+                transition.hidden_states = hidden
                 storage.add_transition(transition)
 
-    def serve(self) -> int:
-        return drain(self._batches())
-
-    def _batches(self) -> Iterable[object]:
+    def serve(self) -> Iterator[Any]:
         storage, shape = self._storage, self._shape
         serve = storage.recurrent_mini_batch_generator if shape.hidden else storage.mini_batch_generator
-        batches: Iterable[object] = serve(shape.mini_batches, shape.epochs, **self._options)
+        batches: Iterator[Any] = serve(shape.mini_batches, shape.epochs, **self._options)
         return batches
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch.observations["policy"]
+        return observations
 
     def returns(self) -> torch.Tensor:
         returns: torch.Tensor = self._storage.returns
@@ -173,22 +197,15 @@ class TransitionLoop(RolloutContender):
 
 
 class Rlstore(TransitionLoop):
-    """Our RolloutStorage.
-
-    Args:
-        rollout: The data.
-        reshuffle: Draw a new permutation in every epoch.
-        reuse: Gather the first epoch only, and yield its batches again in every epoch.
-    """
+    """Our RolloutStorage, with options of ``mini_batch_generator``, which are named after a comma."""
 
     role = "ours"
 
-    def __init__(self, rollout: Rollout, *, reshuffle: bool = False, reuse: bool = False) -> None:
+    def __init__(self, name: str, rollout: Rollout, *, numpy: bool = False, **options: bool) -> None:
         from rlstore import RolloutStorage
 
-        name = "rlstore, reshuffled" if reshuffle else "rlstore, reuse" if reuse else "rlstore"
-        super().__init__(name, RolloutStorage, rollout)
-        self._options = {"reshuffle": True} if reshuffle else {"reuse": True} if reuse else {}
+        super().__init__(name, RolloutStorage, rollout, numpy=numpy)
+        self._options = options
 
     def compute_returns(self) -> None:
         with torch.inference_mode():
@@ -256,8 +273,14 @@ class Sb3(RolloutContender):
     def compute_returns(self) -> None:
         self._buffer.compute_returns_and_advantage(*self._last)
 
-    def serve(self) -> int:
-        return sum(drain(self._buffer.get(self._shape.batch_size)) for _ in range(self._shape.epochs))
+    def serve(self) -> Iterator[Any]:
+        for _ in range(self._shape.epochs):
+            yield from self._buffer.get(self._shape.batch_size)
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch.observations
+        return observations
 
     def returns(self) -> torch.Tensor:
         # get() leaves them as [envs * steps, 1].
@@ -313,13 +336,75 @@ class TorchRl(RolloutContender):
         data["returns"] = returns
         data["advantages"] = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
-    def serve(self) -> int:
+    def serve(self) -> Iterator[Any]:
         self._buffer.extend(self._data.reshape(-1))
-        return sum(drain(self._buffer) for _ in range(self._shape.epochs))
+        for _ in range(self._shape.epochs):
+            yield from self._buffer
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch["obs"]
+        return observations
 
     def returns(self) -> torch.Tensor:
         returns: torch.Tensor = self._data["returns"]
         return returns.squeeze(-1).T
+
+
+class Rlox(RolloutContender):
+    """rlox: what its RolloutCollector does with the steps of an environment, its GAE, and its RolloutBatch.
+
+    It has no buffer: steps are tensors in lists, which are stacked at the end. No distribution parameters.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        import rlox
+        from rlox.batch import RolloutBatch
+
+        super().__init__("rlox")
+        self._shape = rollout.shape
+        self._gae: Any = rlox.compute_gae_batched
+        self._batch_class: Any = RolloutBatch
+        self._last_values = rollout.last_values.squeeze(-1)
+        self._steps = [
+            (s.obs.numpy(), s.actions, s.log_probs, s.values.squeeze(-1), s.rewards.numpy(), s.dones.numpy())
+            for s in rollout.steps
+        ]
+        self._lists: tuple[list[torch.Tensor], ...] = ()
+        self._batch: Any = None
+
+    def add(self) -> None:
+        observations, actions, log_probs, values, rewards, dones = self._lists = ([], [], [], [], [], [])
+        for obs, action, log_prob, value, reward, terminated in self._steps:
+            observations.append(torch.as_tensor(obs, dtype=torch.float32))
+            actions.append(action)
+            log_probs.append(log_prob)
+            values.append(value)
+            rewards.append(torch.as_tensor(reward.astype(np.float32)))
+            dones.append(torch.as_tensor(terminated.astype(np.float32)))
+
+    def compute_returns(self) -> None:
+        shape = self._shape
+        obs, actions, log_probs, values, rewards, dones = map(torch.stack, self._lists)
+        flat = [x.T.contiguous().numpy().astype(np.float64).ravel() for x in (rewards, values, dones)]
+        last = self._last_values.numpy().astype(np.float64)
+        made = self._gae(*flat, last_values=last, n_steps=shape.steps, gamma=GAMMA, lam=LAMBDA)
+        advantages, returns = (torch.as_tensor(x, dtype=torch.float32).reshape(shape.envs, -1).T for x in made)
+        columns = (obs, actions, rewards, dones, log_probs, values, advantages, returns)
+        self._batch = self._batch_class(*(column.reshape(shape.rows, *column.shape[2:]) for column in columns))
+
+    def serve(self) -> Iterator[Any]:
+        for _ in range(self._shape.epochs):
+            yield from self._batch.sample_minibatches(self._shape.batch_size)
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch.obs
+        return observations
+
+    def returns(self) -> torch.Tensor:
+        returns: torch.Tensor = self._batch.returns
+        return returns.view(self._shape.steps, self._shape.envs)
 
 
 class Rllte(RolloutContender):
@@ -350,10 +435,15 @@ class Rllte(RolloutContender):
     def compute_returns(self) -> None:
         self._storage.compute_returns_and_advantages(self._last_values)
 
-    def serve(self) -> int:
-        served = sum(drain(self._storage.sample()) for _ in range(self._shape.epochs))
+    def serve(self) -> Iterator[Any]:
+        for _ in range(self._shape.epochs):
+            yield from self._storage.sample()
         self._storage.update()
-        return served
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch.observations
+        return observations
 
     def returns(self) -> torch.Tensor:
         returns: torch.Tensor = self._storage.returns

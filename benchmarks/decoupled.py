@@ -1,23 +1,14 @@
 """Decoupled actor-critic (DAAC): 128 steps of 16 environments, one epoch for the policy and nine for the value."""
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks.contenders import (
-    CYCLE_OF_TRAINING,
-    GAMMA,
-    LAMBDA,
-    Memcpy,
-    Rllte,
-    RolloutContender,
-    box,
-    drain,
-    rollout_phases,
-    same_batches_and_returns,
-)
+from benchmarks.contenders import GAMMA, LAMBDA, Memcpy, Rllte, RolloutContender, box, same_batches_and_returns
 from benchmarks.data import Rollout, Shape, make_rollout
-from benchmarks.harness import Workload
+from benchmarks.harness import Phase, Workload
 
 SHAPE = Shape(steps=128, envs=16, obs=4, actions=2, epochs=10, mini_batches=8)
 
@@ -51,10 +42,15 @@ class RlstoreDecoupled(RolloutContender):
     def compute_returns(self) -> None:
         self._storage.compute_returns_and_advantages(self._last_values)
 
-    def serve(self) -> int:
-        served = sum(drain(self._storage.sample(self._shape.mini_batches)) for _ in range(self._shape.epochs))
+    def serve(self) -> Iterator[Any]:
+        for _ in range(self._shape.epochs):
+            yield from self._storage.sample(self._shape.mini_batches)
         self._storage.update()
-        return served
+
+    @staticmethod
+    def observations(batch: Any) -> torch.Tensor:
+        observations: torch.Tensor = batch.observations
+        return observations
 
     def returns(self) -> torch.Tensor:
         returns: torch.Tensor = self._storage.returns
@@ -66,13 +62,17 @@ def workload() -> Workload:
     return Workload(
         name="decoupled",
         title="Decoupled rollout 128 x 16, observations 4, actions 2",
-        phases=rollout_phases("128 adds", "10 x 8 mini-batches"),
-        cycle=CYCLE_OF_TRAINING,
+        phases=(
+            Phase("add", "add a step", SHAPE.steps),
+            Phase("returns", "GAE"),
+            Phase("batches", "10 x 8 mini-batches"),
+        ),
+        cycle=("add", "returns", "batches"),
         contenders={
             "rlstore": partial(RlstoreDecoupled, rollout),
             "rllte": partial(Rllte, rollout),
             "memcpy": partial(Memcpy, SHAPE),
         },
         check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
-        rounds=25,
+        rounds=10,
     )

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter, thread_time
 from typing import Literal
 
@@ -37,9 +37,6 @@ WARM_UP_ROUNDS = 3
 def cold(phase: str) -> str:
     """The name of a phase in the first lap of a turn."""
     return f"cold {phase}"
-
-
-COLD_CYCLE = cold(CYCLE)
 
 
 class Contender(ABC):
@@ -76,20 +73,28 @@ class Phase:
 
 @dataclass(frozen=True)
 class Target:
-    """A target: in ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``.
+    """In ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``, or so many ``microseconds``.
 
-    It applies to all our contenders, or to those that ``ours`` names.
+    It applies to all our contenders, or to those that ``ours`` names. ``row`` names it in the summary.
     """
 
     phase: str
-    peers: tuple[str, ...]
-    ratio: float
+    peers: tuple[str, ...] = ()
+    ratio: float = 1.0
     ours: tuple[str, ...] = ()
+    row: str = ""
+    microseconds: float | None = None
 
     def concerns(self, timing: Timing) -> bool:
         """Whether the target applies to this timing."""
         ours = timing.contender in self.ours if self.ours else timing.role == "ours"
         return ours and timing.phase == self.phase
+
+    def aim(self) -> str:
+        """What was aimed at, in words."""
+        if self.microseconds is not None:
+            return f"{self.microseconds:g} us"
+        return f"{self.ratio:g} x {' or '.join(self.peers)}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Workload:
         contenders: a function that creates each contender, by name.
         check: takes the evidence of each contender and raises RuntimeError if they did not do the same work.
         cycle: the phases that together are one training cycle, whose sum is reported too; none if empty.
+        cycle_label: the name of that sum.
+        cycle_calls: the number of cycles in a lap.
     """
 
     name: str
@@ -110,6 +117,8 @@ class Workload:
     check: Callable[[Mapping[str, Mapping[str, torch.Tensor]]], None]
     rounds: int
     cycle: tuple[str, ...] = ()
+    cycle_label: str = "whole cycle"
+    cycle_calls: int = 1
     targets: tuple[Target, ...] = ()
     clock: Clock = "thread"
 
@@ -140,26 +149,47 @@ class Result:
     timings: list[Timing] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def best(self, phase: str, role: Role) -> float | None:
+    def best(self, phase: str, role: Role) -> Timing | None:
         """The shortest median in a phase among the contenders of a role."""
-        return min((t.median for t in self.timings if (t.role, t.phase) == (role, phase)), default=None)
+        found = (t for t in self.timings if (t.role, t.phase) == (role, phase))
+        return min(found, key=lambda timing: timing.median, default=None)
 
-    def best_of(self, phase: str, contenders: tuple[str, ...]) -> float | None:
-        """The shortest median in a phase among some contenders; None where none of them ran."""
-        found = (t.median for t in self.timings if t.phase == phase and t.contender in contenders)
-        return min(found, default=None)
+    def outcomes(self) -> Iterator[Outcome]:
+        """What became of each target, for each of our contenders that it applies to."""
+        for target in self.targets:
+            peers = [t.median for t in self.timings if t.phase == target.phase and t.contender in target.peers]
+            for timing in self.timings:
+                if not target.concerns(timing):
+                    continue
+                if target.microseconds is not None:
+                    yield Outcome(target, timing, timing.median * 1e6, timing.median * 1e6 <= target.microseconds)
+                elif peers:
+                    ratio = timing.median / min(peers)
+                    yield Outcome(target, timing, ratio, ratio <= target.ratio)
 
 
-def run_alone(make_workload: Callable[[], Workload]) -> Result:
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a target: the ratio that was measured (or microseconds), and whether that meets it."""
+
+    target: Target
+    timing: Timing
+    measured: float
+    met: bool
+
+
+def run_alone(make_workload: Callable[[], Workload], rounds: int | None = None) -> Result:
     """Measure a workload in a separate process, so that no workload inherits the memory of another."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, make_workload).result()
+        return pool.submit(measure, make_workload, rounds).result()
 
 
-def measure(make_workload: Callable[[], Workload]) -> Result:
-    """Run all rounds of a workload in this process, on one torch thread."""
+def measure(make_workload: Callable[[], Workload], rounds: int | None = None) -> Result:
+    """Run all rounds of a workload, or so many, in this process, on one torch thread."""
     torch.set_num_threads(1)
     workload = make_workload()
+    if rounds is not None:
+        workload = replace(workload, rounds=rounds)
     result = _empty_result(workload)
     with ExitStack() as stack:
         contenders = _build(workload, result, stack)
@@ -181,7 +211,7 @@ def measure(make_workload: Callable[[], Workload]) -> Result:
 def _empty_result(workload: Workload) -> Result:
     labels = {phase.name: phase.label for phase in workload.phases}
     if workload.cycle:
-        labels |= {CYCLE: "whole cycle", COLD_CYCLE: "whole cycle, caches cold"}
+        labels |= {CYCLE: workload.cycle_label}
     calls = {phase.name: phase.calls for phase in workload.phases}
     return Result(workload.name, workload.title, labels, calls, workload.targets, workload.rounds, workload.clock)
 
@@ -237,7 +267,8 @@ def _time_lap(workload: Workload, contender: Contender) -> dict[str, float]:
             do = work[phase.name]
             begun = clock()
             do()
-            seconds[phase.name] = (clock() - begun) / phase.calls
-    if workload.cycle:
-        seconds[CYCLE] = sum(seconds[name] for name in workload.cycle)
-    return seconds
+            seconds[phase.name] = clock() - begun
+    figures = {phase.name: seconds[phase.name] / phase.calls for phase in workload.phases if phase.name in seconds}
+    if seconds.keys() >= set(workload.cycle or (CYCLE,)):
+        figures[CYCLE] = sum(seconds[name] for name in workload.cycle) / workload.cycle_calls
+    return figures

@@ -41,7 +41,7 @@ class RayContender(Contender):
 
     def __init__(self, name: str, source: Source, capacity: int, prefetch: int) -> None:
         super().__init__(name)
-        _start_ray()
+        start_ray()
         RayContender._users += 1
         self.source, self.capacity, self.prefetch = source, capacity, prefetch
         self._inserts: deque[Any] = deque()
@@ -91,7 +91,8 @@ class RayContender(Contender):
             ray.shutdown()
 
 
-def _start_ray() -> None:
+def start_ray() -> None:
+    """Start a cluster of this machine, unless there is one."""
     import ray
 
     if ray.is_initialized():

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.footprint import Footprints
-from benchmarks.harness import Result, Target, Timing
+from benchmarks.harness import Outcome, Result, Timing
 from benchmarks.saving import Figures
 
 PACKAGES = (
@@ -81,8 +81,8 @@ def table(result: Result) -> Table:
                 label if i == 0 else "",
                 timing.contender,
                 _microseconds(timing.median),
-                _ratio(timing.median, result.best(phase, "peer")),
-                _ratio(timing.median, result.best(phase, "floor")),
+                _ratio(timing, result.best(phase, "peer")),
+                _ratio(timing, result.best(phase, "floor")),
                 _targets(result, timing),
                 style="bold" if timing.role == "ours" else None,
                 end_section=i == len(shown) - 1,
@@ -95,26 +95,41 @@ def _microseconds(seconds: float) -> str:
     return f"{time:,.1f} us" if time >= 10 else f"{time:.2f} us"
 
 
-def _ratio(time: float, other: float | None) -> str:
-    return "-" if other is None else f"{time / other:.3g}"
+def _ratio(timing: Timing, other: Timing | None) -> str:
+    return "-" if other is None else f"{timing.median / other.median:.3g}"
 
 
 def _targets(result: Result, timing: Timing) -> str:
-    """The targets of a phase, each with the measured ratio."""
-    measured = [(target, _to_peer(result, timing, target)) for target in result.targets]
-    return ", ".join(
-        f"{ratio:.3f} of {_named(target)} (at most {target.ratio})" for target, ratio in measured if ratio is not None
-    )
+    return ", ".join(outcome_text(outcome) for outcome in result.outcomes() if outcome.timing is timing)
 
 
-def _named(target: Target) -> str:
-    return target.peers[0] if len(target.peers) == 1 else "the best of " + ", ".join(target.peers)
+def outcome_text(outcome: Outcome) -> str:
+    """A target with what was measured: ``0.41, at most 0.5 x SB3: met``."""
+    return f"{outcome.measured:.3g}, at most {outcome.target.aim()}: {'met' if outcome.met else 'missed'}"
 
 
-def _to_peer(result: Result, timing: Timing, target: Target) -> float | None:
-    """The ratio that a target limits; None where it does not apply to this timing."""
-    peer = result.best_of(target.phase, target.peers)
-    return timing.median / peer if peer is not None and target.concerns(timing) else None
+def summary(results: list[Result]) -> Table:
+    """All targets of all workloads: a line each, beside the fastest peer, whoever that is."""
+    drawn = Table(title="All aims", title_justify="left")
+    drawn.add_column("row")
+    for heading in ("rlstore", "fastest peer", "ratio"):
+        drawn.add_column(heading, justify="right")
+    drawn.add_column("aim")
+    for result in results:
+        for outcome in result.outcomes():
+            timing, peer = outcome.timing, result.best(outcome.timing.phase, "peer")
+            fastest = "-" if peer is None else f"{_microseconds(peer.median)} ({peer.contender})"
+            row = outcome.target.row or f"{result.title}: {result.labels[timing.phase]}"
+            variant = timing.contender.partition(", ")[2]
+            drawn.add_row(
+                f"{row}, {variant}" if variant and len(outcome.target.ours) != 1 else row,
+                _microseconds(timing.median),
+                fastest,
+                _ratio(timing, peer),
+                outcome_text(outcome),
+                style=None if outcome.met else "yellow",
+            )
+    return drawn
 
 
 def footprint_table(result: Footprints) -> Table:
@@ -172,17 +187,23 @@ def _workload_json(result: Result) -> dict[str, Any]:
 
 def _timing_json(result: Result, timing: Timing) -> dict[str, Any]:
     best, floor = result.best(timing.phase, "peer"), result.best(timing.phase, "floor")
-    ratios = [(target, _to_peer(result, timing, target)) for target in result.targets]
     return {
         "contender": timing.contender,
+        "role": timing.role,
         "phase": timing.phase,
+        "label": result.labels.get(timing.phase),
         "median_us": timing.median * 1e6,
         "quartiles_us": [edge * 1e6 for edge in timing.quartiles],
-        "ratio_to_best_peer": timing.median / best if best else None,
-        "ratio_to_memcpy": timing.median / floor if floor else None,
+        "ratio_to_best_peer": timing.median / best.median if best else None,
+        "ratio_to_memcpy": timing.median / floor.median if floor else None,
         "targets": [
-            {"peers": target.peers, "at_most": target.ratio, "measured": ratio}
-            for target, ratio in ratios
-            if ratio is not None
+            {
+                "row": outcome.target.row,
+                "aim": outcome.target.aim(),
+                "measured": outcome.measured,
+                "met": outcome.met,
+            }
+            for outcome in result.outcomes()
+            if outcome.timing is timing
         ],
     }

@@ -16,8 +16,8 @@ from benchmarks import (
     decoupled,
     footprint,
     handoff,
+    ppo,
     ray_replay,
-    recurrent,
     replay_nstep_pixels,
     replay_pixels,
     replay_prioritized,
@@ -26,17 +26,18 @@ from benchmarks import (
     report,
     rollout,
     saving,
-    small_batches,
+    served,
 )
 from benchmarks.harness import Workload, run_alone
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "ppo": ppo.workload,
     "rollout": rollout.workload,
-    "recurrent": recurrent.workload,
-    "small_batches": small_batches.workload,
+    "recurrent": rollout.recurrent,
     "decoupled": decoupled.workload,
     "replay_vector": replay_vector.workload,
-    "replay_prioritized": replay_prioritized.workload,
+    "prioritized_1M": partial(replay_prioritized.workload, 1_000_000),
+    "prioritized_100k": partial(replay_prioritized.workload, 100_000),
     "replay_sequences": replay_sequences.workload,
     "replay_pixels": replay_pixels.workload,
     "replay_nstep_pixels": replay_nstep_pixels.workload,
@@ -46,7 +47,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ray_vector": ray_replay.vectors,
 }
 BYTES = "bytes"
-SAVING = {f"saving_{name}": part for name, part in saving.parts().items()}
+PARTS = {"served": served.part} | {f"saving_{name}": part for name, part in saving.parts().items()}
 OUTPUT = Path("out/bench.json")
 
 
@@ -59,9 +60,11 @@ def show(console: Console, table: Table, missing: Mapping[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    known = [*WORKLOADS, *SAVING, BYTES]
+    known = [*WORKLOADS, *PARTS, BYTES]
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"any of: {', '.join(known)}")
-    names = parser.parse_args().workloads or known
+    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds (at least 2) of each workload")
+    given = parser.parse_args()
+    names = given.workloads or known
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no such workload: {', '.join(unknown)}; there are {', '.join(known)}")
@@ -75,13 +78,13 @@ def main() -> None:
     results = []
     for name in names:
         if name in WORKLOADS:
-            result = run_alone(WORKLOADS[name])
+            result = run_alone(WORKLOADS[name], given.rounds)
             results.append(result)
             show(console, report.table(result), result.missing)
     saves = []
     for name in names:
-        if name in SAVING:
-            figures = saving.measure(SAVING[name])
+        if name in PARTS:
+            figures = saving.measure(PARTS[name])
             saves.append(figures)
             show(console, report.figures_table(figures), figures.missing)
     footprints = []
@@ -89,6 +92,7 @@ def main() -> None:
         held = footprint.measure(kind)
         footprints.append(held)
         show(console, report.footprint_table(held), held.missing)
+    show(console, report.summary(results), {})
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report.as_json(results, saves, footprints), indent=2) + "\n")
     console.print(f"\nWritten to {OUTPUT}")

@@ -15,6 +15,7 @@
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
+#include "bindings_outputs.h"
 #include "bindings_pieces.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
@@ -305,6 +306,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
+  load_numpy();
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
@@ -334,6 +336,7 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
       .def("allow", &EpisodeRing::allow)
       .def(
@@ -380,6 +383,11 @@ NB_MODULE(_native, m) {
       .def("settle", &Priorities::settle)
       .def("dropped", &Priorities::dropped)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  nb::class_<OutputPool>(m, "OutputPool")
+      .def(nb::init<size_t>())
+      .def("begin", &OutputPool::begin)
+      .def("empty", &OutputPool::empty)
+      .def_prop_ro("idle_bytes", &OutputPool::idle_bytes);
   nb::class_<SlotTableObject>(m, "SlotTable")
       .def(nb::init<nb::object>())
       .def("take", &SlotTableObject::take)

@@ -9,6 +9,7 @@
 
 #include "bindings_launch.h"
 #include "bindings_row_field.h"
+#include "bindings_values.h"
 
 namespace rlstore {
 
@@ -41,7 +42,8 @@ class RowLauncher {
       DLTensor tensor;
       if (!field.describe_fitting(value, &tensor)) return nb::int_(i);
       const bool contiguous = is_contiguous(tensor);
-      if ((!contiguous && !has_plain_entries(tensor)) || is_lazy(value, tensor)) return nb::int_(~static_cast<int64_t>(i));
+      const bool lazy = may_be_lazy(tensor, contiguous) && is_lazy(value, tensor);
+      if ((!contiguous && !has_plain_entries(tensor)) || lazy) return nb::int_(~static_cast<int64_t>(i));
       is_plain = is_plain && Py_TYPE(value) == tensor_type;
       kinds[i] = Kind{tensor.dtype.code, tensor.dtype.bits, contiguous ? -1 : tensor.strides[0]};
       addresses[i] = reinterpret_cast<uint64_t>(address(tensor));

@@ -1,29 +1,58 @@
-// Reads the value of a field of one step: a tensor, a numpy array, or with a single lane a plain number.
+// Reads the value of a field of one step, whatever it is: a tensor, a numpy array, a number, a list of numbers.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "bindings_tensor.h"
+#include "convert.h"
 
 namespace rlstore {
 
-// A given value whose memory can be read without conversion. An array may lend its memory only until its view is released.
+// A given value as plain memory: its own, or a copy. An array may lend its memory only until its view is released; the shape and
+// the strides of a tensor are its own, and last until it is changed.
 struct Given {
   const char* memory = nullptr;
   DLDataType dtype{};
   int ndim = 0;
-  int64_t shape[8] = {};
-  double number = 0;  // a plain number, in which case `memory` is its address
-  Py_buffer view{};   // of an array
+  const int64_t* shape = nullptr;
+  const int64_t* strides = nullptr;  // of a tensor that is not contiguous, in elements
+  int64_t length = 0;                // of a list
+  union {
+    double number;
+    int64_t integer;
+    uint8_t flag;
+  };                 // of a plain number, in which case `memory` is its address
+  Py_buffer view{};  // of an array
+  std::vector<char> copy, converted;  // of a value that was not contiguous, or of another dtype
 
-  Given() = default;
+  Given() : integer(0) {}
   Given(const Given&) = delete;
   ~Given() { release(); }
   void release() {
     if (view.obj) PyBuffer_Release(&view);
+  }
+  size_t count() const {
+    size_t count = 1;
+    for (int i = 0; i < ndim; i++) count *= static_cast<size_t>(shape[i]);
+    return count;
+  }
+  void set_scalar(DLDataType type) {
+    memory = reinterpret_cast<const char*>(&integer);
+    dtype = type;
+    ndim = 0, strides = nullptr;
+  }
+  // Makes it a value of another dtype, if that means the same numbers; see convert().
+  bool become(DLDataType type) {
+    if (dtype == type) return true;
+    const size_t entries = count();
+    converted.resize(std::max(converted.size(), entries * (type.bits / 8u)));
+    if (!convert(converted.data(), type, memory, dtype, entries)) return false;
+    memory = converted.data(), dtype = type;
+    return true;
   }
 };
 
@@ -41,61 +70,170 @@ inline bool dtype_of_format(const char* format, int64_t item_bytes, DLDataType* 
   return true;
 }
 
+inline char* copy_strides(char* target, const char* source, const Py_buffer& view, int dim) {
+  if (dim == view.ndim) {
+    memcpy(target, source, static_cast<size_t>(view.itemsize));
+    return target + view.itemsize;
+  }
+  for (Py_ssize_t i = 0; i < view.shape[dim]; i++) target = copy_strides(target, source + i * view.strides[dim], view, dim + 1);
+  return target;
+}
+
+static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));
 inline bool read_array(PyObject* value, Given* given) {
   const Py_buffer& view = given->view;
-  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_STRIDES | PyBUF_FORMAT)) {
     PyErr_Clear();
     return false;
   }
-  if (view.ndim > 8 || !dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
+  if (!dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
   given->memory = static_cast<const char*>(view.buf);
   given->ndim = view.ndim;
-  for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
+  given->shape = reinterpret_cast<const int64_t*>(view.shape), given->strides = nullptr;
+  if (!PyBuffer_IsContiguous(&view, 'C')) {
+    given->copy.resize(std::max(given->copy.size(), static_cast<size_t>(view.len)));
+    copy_strides(given->copy.data(), given->memory, view, 0);
+    given->memory = given->copy.data();
+  }
   return true;
 }
 
-// True if the values of a tensor are the negatives of what its memory holds, which DLPack does not report.
-inline bool is_negated(PyObject* tensor) {
-  PyObject* answer = PyObject_CallMethod(tensor, "is_neg", nullptr);
-  if (!answer) PyErr_Clear();
-  const bool negated = answer != Py_False;
-  Py_XDECREF(answer);
-  return negated;
+// True if the memory of a tensor may differ from its values, which DLPack does not report: it may be lazily negated or
+// conjugated. Integers are neither. Except for a single element, a negated tensor is never contiguous.
+inline bool may_be_lazy(const DLTensor& tensor, bool contiguous) {
+  if (tensor.dtype.code == kInt || tensor.dtype.code == kUInt || tensor.dtype.code == kBool) return false;
+  return !contiguous || element_count(tensor) == 1 || tensor.dtype.code == kComplex;
 }
 
-inline bool read_tensor(PyObject* value, Given* given) {
+// What a method of a tensor says, which may be code of the caller's; an error is a yes.
+inline bool says_yes(PyObject* tensor, PyObject* method) {
+  PyObject* answer = PyObject_CallMethodNoArgs(tensor, method);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);
+  return answer != Py_False;
+}
+
+// True if it does.
+inline bool is_lazy(PyObject* value, const DLTensor& tensor) {
+  static PyObject *is_neg = PyUnicode_InternFromString("is_neg"), *is_conj = PyUnicode_InternFromString("is_conj");
+  return says_yes(value, is_neg) || (tensor.dtype.code == kComplex && says_yes(value, is_conj));
+}
+
+// `may_ask`: false if the tensor is known not to be lazy.
+inline bool read_tensor(PyObject* value, Given* given, bool may_ask = true) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || !has_memory(value, tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
-    return false;
-  // The last stride of a lazily negated tensor is 2, even if it has a single element. A number has no strides: it is asked,
-  // and what code of a subclass may have done meanwhile is looked at again.
-  if (tensor.ndim == 0 && (is_negated(value) || exchange->describe(value, &tensor) || !has_memory(value, tensor) || tensor.ndim != 0)) {
-    PyErr_Clear();
-    return false;
-  }
-  if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
+  if (tensor.device.type != kCpu || !has_memory(value, tensor)) return false;
+  const bool contiguous = is_contiguous(tensor);
+  // What was asked may have changed itself meanwhile.
+  if (may_ask && may_be_lazy(tensor, contiguous)) return !is_lazy(value, tensor) && read_tensor(value, given, false);
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
   given->ndim = tensor.ndim;
-  for (int i = 0; i < tensor.ndim; i++) given->shape[i] = tensor.shape[i];
+  given->shape = tensor.shape, given->strides = contiguous ? nullptr : tensor.strides;
   return true;
+}
+
+// The scalars of numpy: np.float64 is a float of Python's, and there is one np.True_ and one np.False_.
+struct NumpyScalars {
+  const PyTypeObject *array, *float32, *integers[8];
+  const PyObject *yes, *no;
+};
+inline NumpyScalars numpy{};
+
+inline void load_numpy() {
+  nb::module_ module = nb::module_::import_("numpy");  // whose types live as long as the process
+  const auto type = [&](const char* name) { return reinterpret_cast<PyTypeObject*>(nb::object(module.attr(name)).ptr()); };
+  numpy.array = type("ndarray"), numpy.float32 = type("float32");
+  numpy.yes = nb::object(module.attr("True_")).ptr(), numpy.no = nb::object(module.attr("False_")).ptr();
+  const char* names[] = {"int64", "int32", "uint8", "int8", "int16", "uint16", "uint32", "uint64"};
+  for (size_t i = 0; i < 8; i++) numpy.integers[i] = type(names[i]);
+}
+
+constexpr DLDataType kAnyBool{kBool, 8, 1}, kAnyInteger{kInt, 64, 1}, kAnyNumber{kFloat, 64, 1};
+
+// Reads a number or a truth value; false for anything else. No code of the caller's runs.
+inline bool read_scalar(PyObject* value, Given* given) {
+  if (PyFloat_Check(value)) {
+    given->number = PyFloat_AS_DOUBLE(value);
+    given->set_scalar(kAnyNumber);
+    return true;
+  }
+  if (value == Py_False || value == Py_True || value == numpy.no || value == numpy.yes) {
+    given->flag = value == Py_True || value == numpy.yes;
+    given->set_scalar(kAnyBool);
+    return true;
+  }
+  const PyTypeObject* type = Py_TYPE(value);
+  if (type == numpy.float32) {
+    given->number = PyFloat_AsDouble(value);
+    given->set_scalar(kAnyNumber);
+    return true;
+  }
+  if (type != &PyLong_Type && std::find(numpy.integers, numpy.integers + 8, type) == numpy.integers + 8) return false;
+  given->integer = type == &PyLong_Type ? PyLong_AsLongLong(value) : PyNumber_AsSsize_t(value, PyExc_OverflowError);
+  given->set_scalar(kAnyInteger);
+  if (given->integer != -1 || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+
+// Reads a list or tuple of numbers or truth values as numpy would.
+inline bool read_list(PyObject* value, Given* given) {
+  const bool is_list = PyList_CheckExact(value);
+  const size_t size = static_cast<size_t>(is_list ? PyList_GET_SIZE(value) : PyTuple_GET_SIZE(value));
+  if (size == 0) return false;
+  given->copy.resize(std::max(given->copy.size(), size * 8));
+  for (int attempt = 0; attempt < 3; attempt++) {
+    // All are truth values, or whole numbers, or numbers: as soon as one is not, everything is read again.
+    static constexpr DLDataType kinds[] = {kAnyBool, kAnyInteger, kAnyNumber};
+    const DLDataType kind = kinds[attempt];
+    size_t i = 0;
+    for (; i < size; i++) {
+      PyObject* item = is_list ? PyList_GET_ITEM(value, i) : PyTuple_GET_ITEM(value, i);
+      if (!read_scalar(item, given)) return false;
+      const size_t bytes = kind.bits / 8;
+      if (!(given->dtype == kind) && !convert(given->copy.data() + i * bytes, kind, given->memory, given->dtype, 1)) break;
+      if (given->dtype == kind) memcpy(given->copy.data() + i * bytes, given->memory, bytes);
+    }
+    if (i < size) continue;
+    given->memory = given->copy.data(), given->dtype = kind, given->ndim = 1, given->length = static_cast<int64_t>(size);
+    given->shape = &given->length;
+    return true;
+  }
+  return false;
 }
 
 // Returns false if the value must be converted first.
 inline bool read_value(PyObject* value, Given* given) {
-  if (PyObject_CheckBuffer(value)) return read_array(value, given);
-  if (PyFloat_CheckExact(value) || PyBool_Check(value)) {
-    given->number = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : static_cast<double>(value == Py_True);
-    given->memory = reinterpret_cast<const char*>(&given->number);
-    given->dtype = DLDataType{kFloat, 64, 1};
-    given->ndim = 0;
-    return true;
+  const PyTypeObject* type = Py_TYPE(value);
+  if (type == numpy.array) return read_array(value, given);
+  if (type == tensor_type) return read_tensor(value, given);
+  if (read_scalar(value, given)) return true;
+  if (type == &PyList_Type || type == &PyTuple_Type) return read_list(value, given);
+  return PyObject_CheckBuffer(value) ? read_array(value, given) : read_tensor(value, given);
+}
+
+// True for a list, tuple or array of `count` objects.
+inline bool read_objects(PyObject* value, size_t count, Given* given) {
+  if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) return static_cast<size_t>(Py_SIZE(value)) == count;
+  if (Py_TYPE(value) != numpy.array) return false;
+  const Py_buffer& view = given->view;
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+    PyErr_Clear();
+    return false;
   }
-  return read_tensor(value, given);
+  return view.format && !strcmp(view.format, "O") && view.ndim == 1 && static_cast<size_t>(view.shape[0]) == count;
+}
+
+// One of these objects, if it is still there.
+inline nb::object object_at(PyObject* value, size_t index, const Given& given) {
+  if (!PyList_CheckExact(value))
+    return nb::borrow(PyTuple_CheckExact(value) ? PyTuple_GET_ITEM(value, index) : static_cast<PyObject**>(given.view.buf)[index]);
+  return index < static_cast<size_t>(PyList_GET_SIZE(value)) ? nb::borrow(PyList_GET_ITEM(value, index)) : nb::object();
 }
 
 // True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); with a single lane its axis may be omitted.

@@ -97,7 +97,7 @@ def values_of(layout: Layout, place: int, value: object) -> tuple:
 
 
 NOT_READY = {
-    "a double": torch.zeros(2, 2, dtype=torch.float64),
+    "a half": torch.zeros(2, 2, dtype=torch.float16),
     "of other lanes": torch.zeros(3, 2),
     "of another shape": torch.zeros(2, 3),
     "without lanes": torch.zeros(2),
@@ -136,7 +136,7 @@ def test_values_without_memory_are_not_ready(place):
         torch.zeros(2, dtype=torch.float16),
         torch.zeros(3, dtype=torch.bool),
         torch.zeros(4, dtype=torch.bool)[::2],
-        [True, False],
+        [[True], [False]],
     ],
     ids=["nan", "float16", "of other lanes", "strided", "list"],
 )
@@ -157,8 +157,8 @@ def test_one_lane_may_come_without_its_axis():
     assert twins.native.blocks[0][0, :2, 0].tolist() == [1.0, 2.0]
 
 
-def test_plain_numbers_are_taken_by_columns_and_by_nothing_else():
-    """Each its own number: two columns given as numbers once shared one place, and a leaf read half a double."""
+def test_plain_numbers_are_each_a_value_of_their_own():
+    """Two columns given as numbers once shared one place, and a leaf read half a double."""
     from replay_rings import Memory
 
     from rlstore.kernels import kernel
@@ -169,9 +169,11 @@ def test_plain_numbers_are_taken_by_columns_and_by_nothing_else():
     assert memory.write((one, one, action, 0.5, False, True, None, None, None))[-1] == -1
     assert memory.columns[1][0, 0].item() == 0.5
     assert memory.columns[0][0, 0].tolist() == [3.0, 4.0]
-    assert memory.ring.write((0.25, one, action, 0.5, False, False, None, None, None)) == 0
-    assert memory.ring.write((one, 0.25, action, 0.5, False, False, None, None, None)) == 1
-    assert memory.ring.write((one, one, action, 0.5, False, False, None, 0.25, None)) == 7
+    assert memory.write((0.25, one, action, 0.75, False, False, None, None, None))[-1] == -1
+    assert memory.blocks[0][0, 1].item() == 0.25
+    assert memory.columns[1][0, 1].item() == 0.75
+    assert memory.write((one, 0.125, action, 0.5, False, True, None, 0.625, None))[-1] == -1
+    assert memory.finals[0][int(memory.episode_of[0, 2])].item() == 0.625
 
 
 def test_without_room_nothing_is_written():
