@@ -143,8 +143,9 @@ class Priorities {
   std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_given, nb::handle priorities_given, double alpha, WindowIndex* windows) {
     Given rows, priorities;
     const DLDataType real{kFloat, 32, 1}, exact{kFloat, 64, 1};
-    if (!read_plain(rows_given, &rows) || rows.ndim != 1 || !(rows.dtype == DLDataType{kInt, 64, 1})) return {kNotRead, 0, 0};
+    // First the priorities: to read floats may run code of the caller's, to read whole numbers does not.
     if (!read_plain(priorities_given, &priorities) || priorities.ndim < 1 || priorities.ndim > 2) return {kNotRead, 0, 0};
+    if (!read_plain(rows_given, &rows) || rows.ndim != 1 || !(rows.dtype == DLDataType{kInt, 64, 1})) return {kNotRead, 0, 0};
     if (priorities.shape[0] != rows.shape[0] || (priorities.ndim == 2 && priorities.shape[1] != 1)) return {kNotRead, 0, 0};
     if (!(priorities.dtype == real) && !(priorities.dtype == exact)) return {kNotRead, 0, 0};
     return set(reinterpret_cast<const int64_t*>(rows.memory), priorities, rows.count(), static_cast<float>(alpha), windows);
@@ -169,10 +170,9 @@ class Priorities {
     return tree;
   }
 
-  // Values of these types are read without running code of anybody's.
   static bool read_plain(nb::handle value, Given* given) {
-    return Py_TYPE(value.ptr()) == tensor_type ? read_tensor(value.ptr(), given)
-                                               : Py_TYPE(value.ptr()) == numpy.array && read_array(value.ptr(), given);
+    if (Py_TYPE(value.ptr()) == numpy.array) return read_array(value.ptr(), given);
+    return Py_TYPE(value.ptr()) == tensor_type && read_tensor(value.ptr(), given) && !given->strides;
   }
 
   std::tuple<int64_t, int64_t, int64_t> set(const int64_t* rows, const Given& priorities, size_t count, float alpha, WindowIndex* windows) {

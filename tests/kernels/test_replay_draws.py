@@ -259,6 +259,7 @@ FINE = [
     (torch.tensor([1, 3]), torch.tensor([0.25, 4.0], requires_grad=True)),
     (torch.tensor([1, 3]), torch.tensor([0.25, 4.0], dtype=torch.float64)),
     (np.array([1, 3]), np.array([0.25, 4.0], np.float32)),
+    (np.array([1, 3]), np.array([0.25, 0.0, 4.0])[::2]),
 ]
 ODD = [
     (torch.tensor([1, 3], dtype=torch.int32), torch.ones(2)),
@@ -296,6 +297,8 @@ def test_a_double_above_zero_stays_so():
     assert mine.tree.update(torch.arange(4), given, 1.0, None) == (NOT_A_PRIORITY, 2, 0)
     assert mine.tree.update(torch.arange(2), given[:2], 1.0, None) == (0, 0, 0)
     assert mine.leaves[:3].tolist() == [TINY, 0.0, 1.0]
+    assert mine.tree.update(torch.tensor([2]), torch.tensor([9.0]), 0.5, None) == (0, 0, 0)
+    assert mine.leaves[2] == 3.0
 
 
 @given(st.integers(0, 10**7))

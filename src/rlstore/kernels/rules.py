@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.kernels._native import is_in_memory
+
 # Pairs (low, high) of whole numbers: one for all entries of a lane, or one for each. Without pairs: any finite number.
 Rule = tuple[tuple[int, int], ...]
 FINITE: Rule = ()
@@ -19,13 +21,16 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch cannot com
 
 def are_priorities(rows: Any, priorities: Any, device: torch.device) -> bool:
     """True for rows int64 ``[n]`` and priorities float32 ``[n]`` or ``[n, 1]`` that can be used as they are."""
-    if not all(
-        type(value) is Tensor and value.device == device and value.is_contiguous() for value in (rows, priorities)
-    ):
+    if not (_is_plain(rows, torch.int64, device) and _is_plain(priorities, torch.float32, device)):
         return False
-    is_apart = not (priorities.requires_grad or priorities.is_neg() or rows.is_neg())
-    shapes = ((len(rows),), (len(rows), 1)) if rows.dim() == 1 else ()
-    return is_apart and rows.dtype == torch.int64 and priorities.dtype == torch.float32 and priorities.shape in shapes
+    shape, count = priorities.shape, len(rows)
+    return rows.dim() == 1 and (shape == (count,) or shape == (count, 1))
+
+
+def _is_plain(given: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    if type(given) is not Tensor or given.dtype is not dtype or given.device != device or given.dim() == 0:
+        return False
+    return given.is_contiguous() and not given.is_neg() and not given.requires_grad and is_in_memory(given)
 
 
 def obeys(values: Tensor, rule: Rule) -> Tensor:
