@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.kernels._native import is_in_memory
-
 # Pairs (low, high) of whole numbers: one for all entries of a lane, or one for each. Without pairs: any finite number.
 Rule = tuple[tuple[int, int], ...]
 FINITE: Rule = ()
@@ -30,7 +28,8 @@ def are_priorities(rows: Any, priorities: Any, device: torch.device) -> bool:
 def _is_plain(given: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if type(given) is not Tensor or given.dtype is not dtype or given.device != device or given.dim() == 0:
         return False
-    return given.is_contiguous() and not given.is_neg() and not given.requires_grad and is_in_memory(given)
+    is_apart = not (given.is_neg() or given.requires_grad)
+    return is_apart and given.is_contiguous() and given.untyped_storage().data_ptr() != 0
 
 
 def obeys(values: Tensor, rule: Rule) -> Tensor:
