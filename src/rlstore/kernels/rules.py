@@ -22,14 +22,15 @@ def are_priorities(rows: Any, priorities: Any, device: torch.device) -> bool:
     if not (_is_plain(rows, torch.int64, device) and _is_plain(priorities, torch.float32, device)):
         return False
     shape, count = priorities.shape, len(rows)
-    return rows.dim() == 1 and (shape == (count,) or shape == (count, 1))
+    return bool(rows.dim() == 1 and (shape == (count,) or shape == (count, 1)))
 
 
 def _is_plain(given: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if type(given) is not Tensor or given.dtype is not dtype or given.device != device or given.dim() == 0:
         return False
     is_apart = not (given.is_neg() or given.requires_grad)
-    return is_apart and given.is_contiguous() and given.untyped_storage().data_ptr() != 0
+    has_memory = given.numel() == 0 or given.untyped_storage().data_ptr() != 0
+    return is_apart and has_memory and given.is_contiguous()
 
 
 def obeys(values: Tensor, rule: Rule) -> Tensor:
