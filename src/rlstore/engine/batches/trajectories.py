@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import GroupAllocator, Pieces, allocate, allocate_empty, allocate_group, pieces_for
+from rlstore.engine.memory.tensors import GroupAllocator, allocate, allocate_empty, allocate_group
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
+from rlstore.kernels.pieces import Pieces, pieces_for
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,8 @@ class TabulatedTrajectories:
         for index, count in enumerate(self._counts):
             if count not in self._layouts:
                 forms = batch_forms(self._steps, count, self._width, observations, states, others)
-                self._layouts[count] = pieces_for(*forms)
-            (pieces,) = self._layouts[count].empty(self._table.device)
-            tensors = self._layouts[count].cut(pieces)
+                self._layouts[count] = pieces_for(*forms, self._table.device)
+            tensors = self._layouts[count].tensors()
             targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
             fill(observations, states, others, self._table, self._totals, index, self._width, targets, mask)
             yield TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : behind], tensors[behind:])
