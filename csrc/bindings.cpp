@@ -363,7 +363,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::object, nb::tuple, int64_t, double>())
       .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none())
       .def("sample", &ReplayGather::sample)
-      .def("sample_by_priority", &ReplayGather::sample_by_priority);
+      .def("sample_by_priority", &ReplayGather::sample_by_priority)
+      .def("sample_windows", &ReplayGather::sample_windows, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<WindowIndex>(m, "WindowIndex")
       .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
       .def("follow", &WindowIndex::follow)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.schema import as_tensor, is_in_memory
+from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.kernels import kernel, protocol
 
@@ -171,26 +171,18 @@ class Priorities:
             rows: Row ids, int64 ``[n]``.
             priorities: Finite and not negative, ``[n]`` or ``[n, 1]``.
         """
-        if self._is_ready(rows, torch.int64) and self._is_ready(priorities, torch.float32, len(rows)):
-            ids, values, given = rows, priorities, priorities
-        else:
-            ids, values, given = self._fitted(rows, priorities)
         windows = None if self._windows is None else self._windows.kernel
-        refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
+        refused, index, stale = self.kernel.update(rows, priorities, self.alpha, windows)
         if refused:
-            self._refuse(refused, index, ids, given.flatten())
+            ids, given, values = self._converted(rows, priorities)
+            if refused == protocol.NOT_READ:
+                refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
+            if refused:
+                self._refuse(refused, index, ids, given)
         self._stale += stale
 
-    def _is_ready(self, given: Any, dtype: torch.dtype, count: int | None = None) -> bool:
-        """True for a tensor that a kernel can read as it is: ``[n]`` or, with a count, that ``[count, 1]`` too."""
-        if type(given) is not Tensor or given.dtype is not dtype or given.device != self._ring.device:
-            return False
-        shape = given.shape
-        fits = len(shape) == 1 if count is None else shape == (count,) or shape == (count, 1)
-        return fits and given.is_contiguous() and not given.is_neg() and is_in_memory(given)
-
-    def _fitted(self, rows: Any, priorities: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Row ids and priorities as a kernel reads them, and the priorities as they were given; or an error."""
+    def _converted(self, rows: Any, priorities: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, int64 ``[n]``, and priorities, ``[n]``, as given and as float32."""
         ids = as_tensor(rows, "rows").flatten()
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise InvalidInputError(f"rows are {ids.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
@@ -201,11 +193,11 @@ class Priorities:
                 f"{_UNCHANGED}"
             )
         ids = ids.to(self._ring.device, torch.int64).contiguous()
-        given = given.to(self._ring.device)
-        values = given.flatten().to(torch.float32).contiguous()
+        given = given.to(self._ring.device).flatten()
+        values = given.to(torch.float32).contiguous()
         if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
-            values = torch.where(given.flatten() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
-        return ids, values, given
+            values = torch.where(given > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
+        return ids, given, values
 
     def _refuse(self, reason: int, index: int, rows: Tensor, priorities: Tensor) -> None:
         row, count = int(rows[index]), len(rows)

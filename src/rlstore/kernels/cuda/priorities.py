@@ -25,7 +25,9 @@ from torch import Tensor
 from rlstore.kernels.cuda.draws import units
 from rlstore.kernels.cuda.launch import Fixed, Launcher, next_power_of_2
 from rlstore.kernels.cuda.ring import EpisodeRing
+from rlstore.kernels.protocol import NOT_READ
 from rlstore.kernels.ring_memory import as_float32
+from rlstore.kernels.rules import are_priorities
 
 SUPER = tl.constexpr(32)  # blocks that are summed where they are needed
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
@@ -428,15 +430,15 @@ class Priorities:
         if self._is_behind and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # else nothing ran yet
             self._is_behind = False
 
-    def update(self, rows: Tensor, priorities: Tensor, alpha: float, windows: Any) -> tuple[int, int, int]:
+    def update(self, rows: Any, priorities: Any, alpha: float, windows: Any) -> tuple[int, int, int]:
         """Set priorities, but for those that are dropped; see :meth:`dropped`.
 
         Returns:
-            (0, 0, 0): what was refused, where, and how many were dropped is not known yet.
+            (0, 0, 0): what was refused, where, and how many were dropped is not known yet; or that they are not read.
         """
+        if not are_priorities(rows, priorities, self._ring.device):
+            return NOT_READ, 0, 0
         count = rows.numel()
-        if count != priorities.numel():
-            raise ValueError("update: a priority for each row")
         if count >= _MOST_UPDATED:
             raise ValueError(f"update: {count} priorities at once; at most one less than {_MOST_UPDATED}")
         self.settle()

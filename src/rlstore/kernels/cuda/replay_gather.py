@@ -310,6 +310,9 @@ class ReplayGather:
         self._launch(plan, outputs, rows, generator, unfinished, count, as_float32(beta))
         return outputs, weights, rows
 
+    def sample_windows(self, windows: object, priorities: object, generator: Tensor, beta: float, count: int) -> None:
+        """None: drawing windows and gathering are two calls here."""
+
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones.
 
