@@ -236,7 +236,12 @@ class EpisodeRing {
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
     if (length >= static_cast<size_t>(kCountLimit)) throw nb::value_error("a window is shorter");
-    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
+    expand(typed<int64_t>(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
+  }
+
+  void expand(const int64_t* starts, size_t count, size_t length, bool across, int64_t* rows) const {
+    require_tables();
+    if (!expand_windows(lanes_, starts, count, length, across, rows)) throw nb::index_error("a row is not held");
   }
 
   const int64_t* held_rows(nb::handle rows, size_t count) const {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import repeat
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 from rlstore.engine.memory.tensors import (
     Allocator,
     GroupAllocator,
-    Pieces,
     ahead_bytes,
     allocate_empty,
     allocate_group,
 )
 from rlstore.kernels import kernel
+from rlstore.kernels.pieces import pieces_for
 from rlstore.kernels.protocol import Gather
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
@@ -129,18 +129,14 @@ def gather_ahead(
         most_bytes: The most that is gathered in one launch.
     """
     size = rows.shape[0] // count
-    layout = _batch_layout(size, tuple([source.shape for source in sources]), tuple(dtypes))
+    shapes = tuple([(size, *source.shape[2:]) for source in sources])
+    layout = pieces_for(shapes, tuple(dtypes), rows.device)
     most = min(max(1, most_bytes // max(layout.nbytes, 1)), MOST_AHEAD)
+    gather = kernel("gather_batches", rows.device.type)
     for first in range(0, count, most):
         last = min(first + most, count)
-        pieces = layout.empty(rows.device, last - first)
+        pieces = [layout.empty() for _ in range(first, last)]
         group = rows if last - first == count else rows[first * size : last * size]
-        kernel("gather_batches", rows.device.type)(sources, group, layout.places, tuple(zip(*pieces, strict=True)))
+        gather(sources, group, layout.places, tuple(zip(*pieces, strict=True)))
         while pieces:
             yield layout.cut(pieces.pop(0))
-
-
-@lru_cache(64)
-def _batch_layout(size: int, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> Pieces:
-    """How ``size`` rows of blocks ``[steps, lanes, *shape]`` are arranged in memory."""
-    return Pieces([(size, *shape[2:]) for shape in shapes], dtypes)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Arena, Pieces, allocate, allocate_empty, pieces_for
+from rlstore.engine.memory.tensors import Allocator, Arena, allocate, allocate_empty
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
+from rlstore.kernels.pieces import Pieces, pieces_for
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,7 @@ class TabulatedTrajectories:
         for index, count in enumerate(self._counts):
             if count not in self._layouts:
                 self._layouts[count] = self._layout(count, observations, states, others)
-            (pieces,) = self._layouts[count].empty(self._table.device)
-            tensors = self._layouts[count].cut(pieces)
+            tensors = self._layouts[count].tensors()
             targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
             fill(observations, states, others, self._table, self._totals, index, self._width, targets, mask)
             yield TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : behind], tensors[behind:])
@@ -201,7 +201,7 @@ class TabulatedTrajectories:
         first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]
         copied = [((steps, self._width, *source.shape[2:]), source.dtype) for source in others]
         shapes, dtypes = zip(*padded, ((steps, count), torch.bool), *first, *copied, strict=True)
-        return pieces_for(shapes, dtypes)
+        return pieces_for(shapes, dtypes, self._table.device)
 
 
 def find_trajectories(dones: Tensor, count: int, room: int | None) -> SplitTrajectories | TabulatedTrajectories:
