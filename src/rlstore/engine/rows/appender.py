@@ -251,9 +251,10 @@ class Appender:
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # The kernel cannot read it: convert it if possible, else refuse it.
-                found = find_final(infos) if outcome == self._columns_end + 3 else None
+                is_final = outcome == self._columns_end + 3 and self.fields.structure.is_leaf  # nests are fitted
+                found = find_final(infos) if is_final else None
                 if found is not None:
-                    values, infos = self._with_fitted_final(values, found), None
+                    values, infos, fitted = self._with_fitted_final(values, found), None, -1
                     outcome = kernel.write(values)
                     continue
                 if outcome == fitted:
