@@ -34,8 +34,8 @@ from rlstore.ray.calls import Deadline
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.shard import Shard, packed_factory
+from rlstore.ray.steps import StepBuffer
 from rlstore.ray.wire import join
-from rlstore.ray.writer import StepBuffer
 
 
 class FakeMethod:

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlstore import InvalidInputError
+from rlstore.ray.steps import Chunk, StepBuffer
 from rlstore.ray.wire import join, pack
-from rlstore.ray.writer import StepBuffer, each_step
 
 
 def plain(shape, dtype):
@@ -87,7 +87,7 @@ def test_steps_come_out_as_they_were_added_and_are_copies():
     buffer.add(sample(2.0, masks=torch.tensor([True, False])))
     buffer.add(sample(3.0, hidden_states=(torch.full((1, 2, 4), 3.0), None)))
     assert (buffer.steps, buffer.transitions, buffer.is_full) == (3, 5, False)
-    steps = list(each_step(sent(buffer.packed())))
+    steps = list(Chunk.of(sent(buffer.packed())).each())
     assert [count for _, count in steps] == [2, 1, 2]
     assert [float(step["observations"][1, 2]) for step, _ in steps] == [1, 2, 3]
     assert [sorted(step) for step, _ in steps] == [
@@ -99,7 +99,7 @@ def test_steps_come_out_as_they_were_added_and_are_copies():
     assert steps[2][0]["hidden_states"][0].shape == (1, 2, 4)
     buffer.clear()
     buffer.add(sample(5.0))
-    ((only, _),) = each_step(buffer.packed())
+    ((only, _),) = Chunk.of(buffer.packed()).each()
     assert sorted(only) == ["observations", "rewards"]
 
 
@@ -120,12 +120,12 @@ def test_a_refused_step_changes_nothing(bad, says):
     with pytest.raises(InvalidInputError, match=says):
         buffer.add(bad)
     buffer.add(sample(2.0))
-    assert [float(step["rewards"][0]) for step, _ in each_step(buffer.packed())] == [1, 2]
+    assert [float(step["rewards"][0]) for step, _ in Chunk.of(buffer.packed()).each()] == [1, 2]
 
 
 def test_final_observations_with_gaps_are_filled_with_what_the_environment_showed():
     buffer = StepBuffer(2, 2)
     final = np.array([None, np.full(3, 7.0)], dtype=object)
     buffer.add(sample(1.0, next_observations=np.full((2, 3), 5.0), final_observations=final))
-    ((step, _),) = each_step(buffer.packed())
+    ((step, _),) = Chunk.of(buffer.packed()).each()
     assert step["final_observations"].tolist() == [[5.0] * 3, [7.0] * 3]

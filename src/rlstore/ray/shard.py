@@ -29,8 +29,8 @@ from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
+from rlstore.ray.steps import Chunk, Steps
 from rlstore.ray.wire import Array, Packed, pack
-from rlstore.ray.writer import Steps, each_step
 from rlstore.storage import BatchDict, Sample, Storage
 
 # The delay of a heartbeat after an insert: one heartbeat covers many inserts. If the process dies in the meantime, the
@@ -216,7 +216,7 @@ class Shard:
         try:
             with self._lock:
                 self._assign_lanes(storage, writer, place)
-            for sample, count in each_step(steps):
+            for sample, count in Chunk.of(steps).each():
                 with self._lock:
                     self._writers[writer].insert(sample)
                     self._state.inserted += count

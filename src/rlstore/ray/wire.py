@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,16 +84,22 @@ def build(form: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _as_array(tensor: Tensor) -> Array:
-    return _bits_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    return bits_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def _bits_of(tensor: Tensor) -> Array:
+def bits_of(tensor: Tensor) -> Array:
     """The memory of a tensor as a numpy array; as integers where numpy does not know the dtype (bfloat16)."""
     try:
         array: Array = tensor.numpy()
     except TypeError:
         array = tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
     return array
+
+
+@lru_cache
+def bits_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype of :func:`bits_of`."""
+    return bits_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def join(parts: Sequence[Packed], allocate: Allocator, axis: int = 0) -> Any:
@@ -132,7 +139,7 @@ def _concatenate(arrays: Sequence[Array], dtype: torch.dtype, axis: int, allocat
     axis = min(axis, len(shape) - 1)
     shape[axis] = sum(array.shape[axis] for array in arrays)
     joined = allocate(shape, dtype)
-    np.concatenate(arrays, axis=axis, out=_bits_of(joined))
+    np.concatenate(arrays, axis=axis, out=bits_of(joined))
     return joined
 
 
