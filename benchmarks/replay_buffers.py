@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import count, cycle, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,15 @@ class AddableBuffer(Buffer):
     """A buffer whose adds are also timed."""
 
     @abstractmethod
-    def adding(self, steps: Steps, calls: int) -> Loop:
-        """A loop of this many calls that appends the steps one by one, repeatedly."""
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
+        """A loop of this many calls that appends the steps one by one, repeatedly.
+
+        ``infos`` are given to buffers that take them, and are empty otherwise.
+        """
+
+    def adding_at_once(self, steps: Steps) -> Loop | None:
+        """A call that appends all steps, where a buffer has one."""
+        return None
 
 
 class SavableBuffer(AddableBuffer):
@@ -107,54 +116,52 @@ def calling(add: Callable[..., object], arguments: list[tuple[Any, ...]], calls:
 
 
 class Rlstore(SavableBuffer):
-    """One of our storages, given tensors ``[envs, ...]``.
+    """One of our storages, given what Gymnasium returns: arrays, rewards in float64, and numbers of one environment.
 
-    With ``from_gymnasium`` it is given what Gymnasium returns: arrays, and from a single environment plain numbers.
+    With ``tensors`` it is given tensors ``[envs, ...]``.
     """
 
     role = "ours"
 
     def __init__(
-        self,
-        source: Source,
-        capacity: int,
-        storage: str = "ReplayStorage",
-        *,
-        from_gymnasium: bool = False,
-        **options: Any,
+        self, source: Source, capacity: int, storage: str = "ReplayStorage", *, tensors: bool = False, **options: Any
     ) -> None:
         import rlstore
 
         super().__init__(source, capacity)
-        self._from_gymnasium = from_gymnasium
-        self.storage: Any = getattr(rlstore, storage)(
-            source.observation_space,
-            source.action_space,
-            "cpu",
-            capacity,
-            source.envs,
-            seed=0,
-            **options,
-        )
+        self._tensors = tensors
+        spaces = source.observation_space, source.action_space
+        self.storage: Any = getattr(rlstore, storage)(*spaces, "cpu", capacity, source.envs, seed=0, **options)
         self.sample = self.storage.sample
 
     def fill(self) -> None:
         for steps in self.source.fill(self.capacity):
             self.storage.insert_data_slice({name: torch.from_numpy(values) for name, values in vars(steps).items()})
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
-        return calling(self.storage.add, [self.step_arguments(step) for step in steps.each()], calls)
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
+        given = steps.infos() if infos else [{}] * len(steps.rewards)
+        if not self._tensors:
+            steps = replace(steps, rewards=steps.rewards.astype(np.float64))
+        if infos and self.source.envs > 1:
+            steps = steps.after_reset()
+        arguments = [self.step_arguments(step, info) for step, info in zip(steps.each(), given, strict=True)]
+        return calling(self.storage.add, arguments, calls)
 
-    def step_arguments(self, step: Steps) -> tuple[Any, ...]:
+    def adding_at_once(self, steps: Steps) -> Loop:
+        data = {name: torch.from_numpy(values) for name, values in vars(steps).items()}
+        return partial(self.storage.insert_data_slice, data)
+
+    def step_arguments(self, step: Steps, infos: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of ``add`` for a step."""
         values = (step.observations, step.actions, step.rewards, step.terminated, step.truncated)
-        infos: dict[str, object] = {}
-        if not self._from_gymnasium:
+        if self._tensors:
             return *map(torch.from_numpy, values), infos, torch.from_numpy(step.next_observations)
         if self.source.envs > 1:
             return *values, infos, step.next_observations
         observation, action, reward, terminated, truncated = (value[0] for value in values)
-        return observation, action, float(reward), bool(terminated), bool(truncated), infos, step.next_observations[0]
+        # As of MuJoCo, a number of numpy; as of CartPole, which has no infos, one of Python.
+        reward = reward if infos else float(reward)
+        return observation, action, reward, bool(terminated), bool(truncated), infos, step.next_observations[0]
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         batch = {name: getattr(drawn, name) for name in ("observations", "actions", "next_observations")}
@@ -196,17 +203,11 @@ class Sb3(SavableBuffer):
             at = rows.stop
         buffer.pos, buffer.full = 0, True
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
+        empty = [[{"TimeLimit.truncated": True} if cut else {} for cut in row] for row in steps.truncated]
         arguments = [
-            (
-                step.observations,
-                step.next_observations,
-                step.actions,
-                step.rewards,
-                step.terminated | step.truncated,
-                [{"TimeLimit.truncated": True} if truncated else {} for truncated in step.truncated],
-            )
-            for step in steps.each()
+            (s.observations, s.next_observations, s.actions, s.rewards, s.terminated | s.truncated, info)
+            for s, info in zip(steps.each(), steps.listed_infos() if infos else empty, strict=True)
         ]
         return calling(self.buffer.add, arguments, calls)
 
@@ -280,7 +281,7 @@ class Cpprb(SavableBuffer):
             if (steps.terminated | steps.truncated)[-1].all():
                 self.buffer.on_episode_end()
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
         add = self.buffer.add
         given = list(islice(cycle([self._fields(step) for step in steps.each()]), calls))
 
@@ -289,6 +290,9 @@ class Cpprb(SavableBuffer):
                 add(**fields)
 
         return loop
+
+    def adding_at_once(self, steps: Steps) -> Loop:
+        return partial(self.buffer.add, **self._fields(steps.flat()))
 
     def save(self, path: Path) -> None:
         path.mkdir()
@@ -340,10 +344,13 @@ class Rlox(AddableBuffer):
         flags = bool(step.terminated[0]), bool(step.truncated[0])
         return step.observations[0], step.actions[0], float(step.rewards[0]), *flags, step.next_observations[0]
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
         if self.source.envs == 1:
             return calling(self.buffer.push, [self.single(step) for step in steps.each()], calls)
         return calling(self.buffer.push_batch, [self._flat(step) for step in steps.each()], calls)
+
+    def adding_at_once(self, steps: Steps) -> Loop:
+        return partial(self.buffer.push_batch, *self._flat(steps))
 
     def batch(self, drawn: Any) -> dict[str, torch.Tensor]:
         names = {"obs": "observations", "actions": "actions", "rewards": "rewards", "next_obs": "next_observations"}
@@ -391,7 +398,7 @@ class Tianshou(AddableBuffer):
             for step in steps.each():
                 self.buffer.add(self._batch(step), envs)
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
         if self.source.envs == 1:
             return calling(self.buffer.add, [(self._single(step),) for step in steps.each()], calls)
         envs = np.arange(self.source.envs)
@@ -437,10 +444,13 @@ class TorchRl(SavableBuffer):
         for steps in self.source.fill(self.capacity):
             self.buffer.extend(self.data(steps.flat()))
 
-    def adding(self, steps: Steps, calls: int) -> Loop:
+    def adding(self, steps: Steps, calls: int, *, infos: bool = False) -> Loop:
         if self.source.envs == 1:
             return calling(self.buffer.add, [(self.data(step)[0],) for step in steps.each()], calls)
         return calling(self.buffer.extend, [(self.data(step),) for step in steps.each()], calls)
+
+    def adding_at_once(self, steps: Steps) -> Loop:
+        return partial(self.buffer.extend, self.data(steps.flat()))
 
     def save(self, path: Path) -> None:
         self.buffer.dumps(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,51 @@ class Steps:
     def flat(self) -> Steps:
         """The same, with steps and environments flattened to one axis."""
         return Steps(*(values.reshape(-1, *values.shape[2:]) for values in vars(self).values()))
+
+    def shuffled(self) -> Steps:
+        """The same in random order, so that no observation follows on the step before, as in offline data."""
+        order = np.random.default_rng(0).permutation(len(self.rewards))
+        return Steps(*(values[order] for values in vars(self).values()))
+
+    def infos(self) -> list[dict[str, Any]]:
+        """For each step the infos of a MuJoCo environment of Gymnasium, or of a vector of them.
+
+        A vector has arrays, and a mask beside each. Where an episode ended it has the final observation, because it
+        has been reset: ``after_reset`` gives what it returns as the next observation.
+        """
+        return [self._vector_infos(t) if self.rewards.shape[1] > 1 else _infos(t) for t in range(len(self.rewards))]
+
+    def _vector_infos(self, t: int) -> dict[str, Any]:
+        envs = self.rewards.shape[1]
+        infos: dict[str, Any] = {}
+        for key, value in _infos(t).items():
+            infos |= {key: np.full(envs, value), f"_{key}": np.ones(envs, dtype=bool)}
+        ended = self.terminated[t] | self.truncated[t]
+        if ended.any():
+            final = np.full(envs, None, dtype=object)
+            for env in np.flatnonzero(ended):
+                final[env] = self.next_observations[t, env].copy()
+            infos |= {"final_obs": final, "_final_obs": ended, "final_info": {}, "_final_info": ended}
+        return infos
+
+    def listed_infos(self) -> list[list[dict[str, Any]]]:
+        """The same infos as Stable-Baselines3 has them: a dict for each environment."""
+        return [
+            [_infos(t) | ({"TimeLimit.truncated": True} if cut else {}) for cut in self.truncated[t]]
+            for t in range(len(self.rewards))
+        ]
+
+    def after_reset(self) -> Steps:
+        """The same, with the observation that the next episode begins with where one ended."""
+        ended = (self.terminated | self.truncated)[..., None]
+        following = np.where(ended, np.roll(self.observations, -1, axis=0), self.next_observations)
+        return replace(self, next_observations=following)
+
+
+def _infos(t: int) -> dict[str, Any]:
+    """What Hopper says of a step."""
+    names = ("x_position", "z_distance_from_origin", "x_velocity", "reward_forward", "reward_ctrl", "reward_survive")
+    return {name: np.float64(0.01 * t + i) for i, name in enumerate(names)}
 
 
 class Source(ABC):

@@ -134,7 +134,7 @@ def _warm(nbytes: int) -> None:
 
 def _pixels(capacity: int, **options: Any) -> Rlstore:
     """A full storage of pixels, whose steps are repeated."""
-    made = Rlstore(replay_pixels.source(), capacity, frame_stack=replay_pixels.STACK, **options)
+    made = Rlstore(replay_pixels.source(), capacity, tensors=True, frame_stack=replay_pixels.STACK, **options)
     made.adding(made.source.loop(), capacity)()
     return made
 
@@ -265,7 +265,7 @@ def pauses(rounds: int = 7) -> Figures:
     """How long a thread that adds as fast as it can is held back by a save in the background, and without one."""
     result = Figures("pauses", f"Adding during a save of {PAUSED:,} transitions of 4 x 84 x 84", rounds)
     ours = _pixels(PAUSED)
-    given = cycle([ours.step_arguments(step) for step in ours.source.loop().each()])
+    given = cycle([ours.step_arguments(step, {}) for step in ours.source.loop().each()])
     gaps: dict[str, list[Any]] = {"a save": [], "nothing": []}
     calls, lengths = [], []
     with _scratch() as folder:
@@ -357,7 +357,7 @@ def journaling(kind: str, rounds: int = 5) -> Figures:
 def _journaling_storage(kind: str, **options: Any) -> Rlstore:
     if kind == "pixels":
         return _pixels(replay_pixels.CAPACITY, **options)
-    made = Rlstore(replay_vector.source(replay_vector.ENVS), replay_vector.CAPACITY, **options)
+    made = Rlstore(replay_vector.source(replay_vector.ENVS), replay_vector.CAPACITY, tensors=True, **options)
     steps = made.source.loop()
     made.adding(steps, replay_vector.CAPACITY // replay_vector.ENVS // len(steps.rewards) * len(steps.rewards))()
     return made

@@ -15,6 +15,7 @@
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
+#include "bindings_outputs.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -327,6 +328,7 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
       .def("allow", &EpisodeRing::allow)
       .def(
@@ -373,6 +375,11 @@ NB_MODULE(_native, m) {
       .def("settle", &Priorities::settle)
       .def("dropped", &Priorities::dropped)
       .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  nb::class_<OutputPool>(m, "OutputPool")
+      .def(nb::init<size_t>())
+      .def("begin", &OutputPool::begin)
+      .def("empty", &OutputPool::empty)
+      .def_prop_ro("idle_bytes", &OutputPool::idle_bytes);
   nb::class_<SlotTableObject>(m, "SlotTable")
       .def(nb::init<nb::object>())
       .def("take", &SlotTableObject::take)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings_row_field.h"
+#include "bindings_values.h"
 
 namespace rlstore {
 
@@ -32,7 +33,8 @@ class RowChecker {
       DLTensor tensor;
       if (!field.describe_fitting(value, &tensor)) return nb::int_(i);
       const bool contiguous = is_contiguous(tensor);
-      if ((!contiguous && !has_plain_entries(tensor)) || is_lazy(value, tensor)) return nb::int_(~static_cast<int64_t>(i));
+      const bool lazy = may_be_lazy(tensor, contiguous) && is_lazy(value, tensor);
+      if ((!contiguous && !has_plain_entries(tensor)) || lazy) return nb::int_(~static_cast<int64_t>(i));
       kinds_[i] = Kind{tensor.dtype.code, tensor.dtype.bits, contiguous ? -1 : tensor.strides[0]};
     }
     return nb::bytes(kinds_.data(), kinds_.size() * sizeof(Kind));

@@ -17,13 +17,6 @@ inline bool can_be_flag(const DLDataType& dtype) {
   return dtype.bits == 8 && (dtype.code == kUInt || dtype.code == kBool);
 }
 
-// True for a tensor whose memory differs from its values, which DLPack does not report: a lazily negated or conjugated one.
-// Except for a single element, a negated tensor is never contiguous, and only complex tensors are conjugated.
-inline bool is_lazy(nb::handle value, const DLTensor& tensor) {
-  if ((!is_contiguous(tensor) || element_count(tensor) == 1) && nb::cast<bool>(value.attr("is_neg")())) return true;
-  return tensor.dtype.code == kComplex && nb::cast<bool>(value.attr("is_conj")());
-}
-
 // One field of a time row, from (block, lead, is_flag, optional): a value given for row t is written to block[t + lead].
 struct RowField {
   DLDevice device;
@@ -60,17 +53,17 @@ struct RowField {
     }
     const bool type_fits = is_flag ? can_be_flag(tensor->dtype) : tensor->dtype == dtype;
     const bool same_device = tensor->device.type == device.type && tensor->device.id == device.id;
-    return same_device && type_fits && same_shape(*tensor) && has_memory(value, *tensor);
+    return same_device && type_fits && has_shape(tensor->shape, tensor->ndim) && has_memory(value, *tensor);
+  }
+
+  // True if the shape is that of a row, or if both are rows of scalars, (n,) or (n, 1).
+  bool has_shape(const int64_t* given, int ndim) const {
+    const size_t dims = static_cast<size_t>(ndim);
+    if (is_scalar_row(given, dims) && is_scalar_row(shape.data(), shape.size())) return given[0] == shape[0];
+    return dims == shape.size() && std::equal(shape.begin(), shape.end(), given);
   }
 
  private:
-  // True if equal, or if both are rows of scalars, (n,) or (n, 1).
-  bool same_shape(const DLTensor& tensor) const {
-    const size_t given = static_cast<size_t>(tensor.ndim);
-    if (is_scalar_row(tensor.shape, given) && is_scalar_row(shape.data(), shape.size())) return tensor.shape[0] == shape[0];
-    return given == shape.size() && std::equal(shape.begin(), shape.end(), tensor.shape);
-  }
-
   static bool is_scalar_row(const int64_t* shape, size_t ndim) { return ndim == 1 || (ndim == 2 && shape[1] == 1); }
 };
 

@@ -12,12 +12,15 @@
 
 namespace rlstore {
 
-// A given value as plain memory: its own, or a copy. An array may lend its memory only until its view is released.
+// A given value as plain memory: its own, or a copy. An array may lend its memory only until its view is released; the shape and
+// the strides of a tensor are its own, and last until it is changed.
 struct Given {
   const char* memory = nullptr;
   DLDataType dtype{};
   int ndim = 0;
-  int64_t shape[8] = {};
+  const int64_t* shape = nullptr;
+  const int64_t* strides = nullptr;  // of a tensor that is not contiguous, in elements
+  int64_t length = 0;                // of a list
   union {
     double number;
     int64_t integer;
@@ -40,7 +43,7 @@ struct Given {
   void set_scalar(DLDataType type) {
     memory = reinterpret_cast<const char*>(&integer);
     dtype = type;
-    ndim = 0;
+    ndim = 0, strides = nullptr;
   }
   // Makes it a value of another dtype, if that means the same numbers; see convert().
   bool become(DLDataType type) {
@@ -76,16 +79,17 @@ inline char* copy_strides(char* target, const char* source, const Py_buffer& vie
   return target;
 }
 
+static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));
 inline bool read_array(PyObject* value, Given* given) {
   const Py_buffer& view = given->view;
   if (PyObject_GetBuffer(value, &given->view, PyBUF_STRIDES | PyBUF_FORMAT)) {
     PyErr_Clear();
     return false;
   }
-  if (view.ndim > 8 || !dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
+  if (!dtype_of_format(view.format, view.itemsize, &given->dtype)) return false;
   given->memory = static_cast<const char*>(view.buf);
   given->ndim = view.ndim;
-  for (int i = 0; i < view.ndim; i++) given->shape[i] = view.shape[i];
+  given->shape = reinterpret_cast<const int64_t*>(view.shape), given->strides = nullptr;
   if (!PyBuffer_IsContiguous(&view, 'C')) {
     given->copy.resize(std::max(given->copy.size(), static_cast<size_t>(view.len)));
     copy_strides(given->copy.data(), given->memory, view, 0);
@@ -94,34 +98,42 @@ inline bool read_array(PyObject* value, Given* given) {
   return true;
 }
 
-// True if the values of a tensor are the negatives of what its memory holds, which DLPack does not report.
-inline bool is_negated(PyObject* tensor) {
-  PyObject* answer = PyObject_CallMethod(tensor, "is_neg", nullptr);
-  if (!answer) PyErr_Clear();
-  const bool negated = answer != Py_False;
-  Py_XDECREF(answer);
-  return negated;
+// True if the memory of a tensor may differ from its values, which DLPack does not report: it may be lazily negated or
+// conjugated. Integers are neither. Except for a single element, a negated tensor is never contiguous.
+inline bool may_be_lazy(const DLTensor& tensor, bool contiguous) {
+  if (tensor.dtype.code == kInt || tensor.dtype.code == kUInt || tensor.dtype.code == kBool) return false;
+  return !contiguous || element_count(tensor) == 1 || tensor.dtype.code == kComplex;
 }
 
-inline bool read_tensor(PyObject* value, Given* given) {
+// What a method of a tensor says, which may be code of the caller's; an error is a yes.
+inline bool says_yes(PyObject* tensor, PyObject* method) {
+  PyObject* answer = PyObject_CallMethodNoArgs(tensor, method);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);
+  return answer != Py_False;
+}
+
+// True if it does.
+inline bool is_lazy(PyObject* value, const DLTensor& tensor) {
+  static PyObject *is_neg = PyUnicode_InternFromString("is_neg"), *is_conj = PyUnicode_InternFromString("is_conj");
+  return says_yes(value, is_neg) || (tensor.dtype.code == kComplex && says_yes(value, is_conj));
+}
+
+// `may_ask`: false if the tensor is known not to be lazy.
+inline bool read_tensor(PyObject* value, Given* given, bool may_ask = true) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || !has_memory(value, tensor) || tensor.ndim > 8 || tensor.dtype.code == kComplex || !is_contiguous(tensor))
-    return false;
-  // The last stride of a lazily negated tensor is 2, even if it has a single element. A number has no strides: it is asked,
-  // and what code of a subclass may have done meanwhile is looked at again.
-  if (tensor.ndim == 0 && (is_negated(value) || exchange->describe(value, &tensor) || !has_memory(value, tensor) || tensor.ndim != 0)) {
-    PyErr_Clear();
-    return false;
-  }
-  if (tensor.ndim > 0 && tensor.strides && element_count(tensor) == 1 && tensor.strides[tensor.ndim - 1] != 1) return false;
+  if (tensor.device.type != kCpu || !has_memory(value, tensor)) return false;
+  const bool contiguous = is_contiguous(tensor);
+  // What was asked may have changed itself meanwhile.
+  if (may_ask && may_be_lazy(tensor, contiguous)) return !is_lazy(value, tensor) && read_tensor(value, given, false);
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
   given->ndim = tensor.ndim;
-  for (int i = 0; i < tensor.ndim; i++) given->shape[i] = tensor.shape[i];
+  given->shape = tensor.shape, given->strides = contiguous ? nullptr : tensor.strides;
   return true;
 }
 
@@ -188,7 +200,8 @@ inline bool read_list(PyObject* value, Given* given) {
       if (given->dtype == kind) memcpy(given->copy.data() + i * bytes, given->memory, bytes);
     }
     if (i < size) continue;
-    given->memory = given->copy.data(), given->dtype = kind, given->ndim = 1, given->shape[0] = static_cast<int64_t>(size);
+    given->memory = given->copy.data(), given->dtype = kind, given->ndim = 1, given->length = static_cast<int64_t>(size);
+    given->shape = &given->length;
     return true;
   }
   return false;
@@ -202,6 +215,25 @@ inline bool read_value(PyObject* value, Given* given) {
   if (read_scalar(value, given)) return true;
   if (type == &PyList_Type || type == &PyTuple_Type) return read_list(value, given);
   return PyObject_CheckBuffer(value) ? read_array(value, given) : read_tensor(value, given);
+}
+
+// True for a list, tuple or array of `count` objects.
+inline bool read_objects(PyObject* value, size_t count, Given* given) {
+  if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) return static_cast<size_t>(Py_SIZE(value)) == count;
+  if (Py_TYPE(value) != numpy.array) return false;
+  const Py_buffer& view = given->view;
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+    PyErr_Clear();
+    return false;
+  }
+  return view.format && !strcmp(view.format, "O") && view.ndim == 1 && static_cast<size_t>(view.shape[0]) == count;
+}
+
+// One of these objects, if it is still there.
+inline nb::object object_at(PyObject* value, size_t index, const Given& given) {
+  if (!PyList_CheckExact(value))
+    return nb::borrow(PyTuple_CheckExact(value) ? PyTuple_GET_ITEM(value, index) : static_cast<PyObject**>(given.view.buf)[index]);
+  return index < static_cast<size_t>(PyList_GET_SIZE(value)) ? nb::borrow(PyList_GET_ITEM(value, index)) : nb::object();
 }
 
 // True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); with a single lane its axis may be omitted.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "frames.h"
 #include "random.h"
 #include "rows.h"
 #include "simd.h"
@@ -286,44 +287,47 @@ class Gather {
   }
 
   void write_stack(const Found& f, const Output& output, const Observation& leaf, char* target, int64_t time, bool is_final) {
-    const int64_t depth = static_cast<int64_t>(leaf.stack);
-    const size_t bytes = leaf.frame_bytes(), frame_out = bytes_out(output, leaf.block, bytes);
-    const bool in_a_row = leaf.outer == 1;
-    if (!in_a_row) scratch_.resize(leaf.stack_bytes());
-    for (int64_t j = 0; j < depth;) {
-      const int64_t at = time - (depth - 1 - j);
-      int64_t run = 1;  // contiguous frames
-      const char* frame;
-      if (at < f.start) {
-        frame = padding_frame(f, leaf, at);
-      } else if (is_final && at == time) {
-        frame = leaf.finals + f.slot * bytes;
-      } else {
-        const int64_t place = place_of(f, at);
-        frame = leaf.block.at(f.lane, place);
-        const int64_t last = is_final ? time - 1 : time;
-        if (in_a_row && leaf.block.row_stride == bytes) run = std::min(last - at + 1, lanes_.rows - place);
-      }
-      if (in_a_row)
-        copy_out(output, target + static_cast<size_t>(j) * frame_out, frame, leaf.block, bytes * static_cast<size_t>(run));
+    frames_.resize(leaf.stack);
+    for (size_t j = 0; j < leaf.stack; j++) {
+      const int64_t at = time - static_cast<int64_t>(leaf.stack - 1 - j);
+      if (at < f.start)
+        frames_[j] = padding_frame(lanes_, leaf, f.lane, f.slot, f.episode->padding, f.start, at);
+      else if (is_final && at == time)
+        frames_[j] = leaf.finals + f.slot * leaf.frame_bytes();
       else
-        put_frame(scratch_.data(), frame, leaf, static_cast<size_t>(j));
-      j += run;
+        frames_[j] = leaf.block.at(f.lane, place_of(f, at));
     }
-    if (!in_a_row) copy_out(output, target, scratch_.data(), leaf.block, leaf.stack_bytes());
+    if (is_interleaved(leaf))
+      write_interleaved(output, leaf, target);
+    else
+      write_pieces(output, leaf, target);
   }
 
-  // The frame before the first frame of the episode, at time `at` < start.
-  const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
-    const size_t bytes = leaf.frame_bytes();
-    if (f.episode->padding == kKept && leaf.starts) {
-      // The first stack was [starts..., first frame]: start - 1 is the newest of them.
-      const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
-      return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.start - 1 - at)) * static_cast<int64_t>(bytes);
+  // The stack of `frames_`, a block at a time.
+  void write_interleaved(const Output& output, const Observation& leaf, char* target) {
+    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner, width_out = bytes_out(output, leaf.block, width);
+    const bool as_is = !output.as_float && !output.streamed;
+    for (size_t first = 0; first < leaf.outer; first += most) {
+      const size_t count = std::min(most, leaf.outer - first);
+      char* out = target + first * width_out;
+      interleave(as_is ? out : block_, frames_.data(), leaf, first, count);
+      if (!as_is) copy_out(output, out, block_, leaf.block, count * width);
     }
-    if (f.episode->padding == kRepeated) return leaf.block.at(f.lane, place_of(f, f.start));
-    if (zeros_.size() < bytes) zeros_.assign(bytes, 0);
-    return zeros_.data();
+  }
+
+  // The same, a piece of a frame at a time, or several that are one after another in memory.
+  void write_pieces(const Output& output, const Observation& leaf, char* target) {
+    for (size_t o = 0; o < leaf.outer; o++)
+      for (size_t j = 0, run; j < leaf.stack; j += run) {
+        const char* piece = frames_[j];
+        for (run = 1; piece && leaf.outer == 1 && j + run < leaf.stack && frames_[j + run] == piece + run * leaf.inner;) run++;
+        const size_t bytes = run * leaf.inner, bytes_there = bytes_out(output, leaf.block, bytes);
+        if (piece)
+          copy_out(output, target, piece + o * leaf.inner, leaf.block, bytes);
+        else
+          memset(target, 0, bytes_there);
+        target += bytes_there;
+      }
   }
 
   const Lanes& lanes_;
@@ -333,7 +337,8 @@ class Gather {
   const Fold& fold_;
   bool all_held_ = true;
   std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
-  std::vector<char> scratch_, zeros_;
+  std::vector<const char*> frames_;  // of the stack that is being written
+  char block_[kFrameBlock];
 };
 
 }  // namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -86,36 +87,86 @@ def test_a_shape_and_a_dtype_have_memory_of_their_own():
 
 def test_what_an_update_did_not_use_is_let_go():
     recycler = Recycler()
-    recycler.empty((100,), torch.float32, CPU)
+    recycler.empty((128,), torch.float32, CPU)
     recycler.begin()
-    assert recycler._bytes == 400  # used in the update before
+    assert recycler.idle_bytes == 512  # used in the update before
     recycler.begin()
-    assert recycler._bytes == 0
-    assert recycler._spares == {}
+    assert recycler.idle_bytes == 0
 
 
-def test_no_more_is_remembered_than_the_bound(monkeypatch):
-    monkeypatch.setattr(memory, "KEEP_BYTES", 1000)
+def test_an_update_that_held_many_tensors_once_does_not_keep_their_memory():
     recycler = Recycler()
-    held = [recycler.empty((100,), torch.float32, CPU) for _ in range(5)]
-    assert recycler._bytes == 800
-    places = {address(tensor) for tensor in held[:2]}
-    del held
-    again = [recycler.empty((100,), torch.float32, CPU) for _ in range(5)]
-    assert {address(tensor) for tensor in again} >= places
-    assert len({address(tensor) for tensor in again}) == 5
-    assert recycler._bytes == 800
+    held = [recycler.empty((256,), torch.float32, CPU) for _ in range(100)]
+    assert recycler.idle_bytes == 0  # they are their holder's
+    held.clear()
+    for idle in (100, 2, 2):  # one update may hold as many again; then there is what the last one used
+        recycler.begin()
+        assert recycler.idle_bytes == idle * 1024
+        first = recycler.empty((256,), torch.float32, CPU)
+        second = recycler.empty((256,), torch.float32, CPU)
+        del first, second
 
 
-def test_where_users_of_memory_cannot_be_counted_all_memory_is_new(monkeypatch):
-    monkeypatch.setattr(memory, "_CAN_COUNT", False)
+def test_tensors_that_outlive_an_update_come_back_to_the_next():
     recycler = Recycler()
+    held = recycler.empty((256,), torch.float32, CPU)
+    place = address(held)
     for _ in range(3):
         recycler.begin()
-        first, second = recycler.empty_group([(100,), (100,)], [torch.float32, torch.uint8], CPU)
-        assert (first.dtype, second.dtype) == (torch.float32, torch.uint8)
-    assert recycler._spares == {}
-    assert recycler._bytes == 0
+    del held
+    recycler.begin()
+    assert address(recycler.empty((256,), torch.float32, CPU)) == place
+
+
+def test_no_more_lies_idle_than_the_bound(monkeypatch):
+    monkeypatch.setattr(memory, "KEEP_BYTES", 1100)
+    recycler = Recycler()
+    held = [recycler.empty((128,), torch.float32, CPU) for _ in range(5)]
+    places = {address(tensor) for tensor in held[:2]}
+    for tensor in held:
+        tensor.fill_(1.0)
+    del held[0], held[0], tensor
+    assert recycler.idle_bytes == 1024
+    held.clear()
+    assert recycler.idle_bytes == 1024
+    again = [recycler.empty((128,), torch.float32, CPU) for _ in range(5)]
+    assert {address(tensor) for tensor in again} >= places
+    assert len({address(tensor) for tensor in again}) == 5
+
+
+def test_tensors_outlive_the_recycler():
+    tensor = Recycler().empty((1 << 20,), torch.float32, CPU).fill_(7.0)  # with it goes only what lies idle
+    assert tensor.data_ptr() % (2 << 20) == 0  # a huge page, where there are any
+    assert (tensor == 7.0).all()
+
+
+def test_memory_is_given_back_by_whichever_thread_drops_the_last_tensor():
+    recycler = Recycler()
+    made = [[recycler.empty((256,), torch.float32, CPU).fill_(float(n))] for n in range(8)]
+    places = {address(held[0]) for held in made}
+    threads = [threading.Thread(target=held.clear) for held in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recycler.idle_bytes == 8 * 1024
+    assert {address(tensor) for tensor in [recycler.empty((256,), torch.float32, CPU) for _ in range(8)]} == places
+
+
+def test_memory_that_went_to_another_process_is_not_the_recyclers_any_more():
+    recycler = Recycler()
+    tensor = recycler.empty((256,), torch.float32, CPU).fill_(5.0)
+    tensor.share_memory_()  # moves the values to shared memory: the old place is free
+    assert recycler.idle_bytes == 1024
+    recycler.empty((256,), torch.float32, CPU).fill_(-1.0)
+    assert (tensor == 5.0).all()
+
+
+@pytest.mark.parametrize("dtype", [*memory._DLPACK_TYPES, torch.float8_e5m2], ids=str)
+def test_every_dtype(dtype):
+    made = Recycler().empty((3, 5), dtype, CPU)
+    assert (made.dtype, tuple(made.shape), made.is_contiguous(), made._version) == (dtype, (3, 5), True, 0)
+    assert not made.is_inference()
 
 
 def test_a_group_is_several_tensors_at_once():
@@ -146,8 +197,7 @@ def test_a_copy_makes_outputs_of_its_own(twin_of):
     recycler = Recycler()
     place = address(recycler.empty((100,), torch.float32, CPU))
     twin = twin_of(recycler)
-    assert twin._bytes == 0  # nor is what was remembered copied or saved
-    assert twin._spares == {}
+    assert twin.idle_bytes == 0  # nor is what was kept copied or saved
     ours, theirs = recycler.empty((100,), torch.float32, CPU), twin.empty((100,), torch.float32, CPU)
     assert address(ours) == place
     assert address(theirs) != place

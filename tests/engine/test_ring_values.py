@@ -12,6 +12,7 @@ from rlstore.engine.rows import ring as ring_module
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field
 from rlstore.errors import InvalidInputError
+from rlstore.kernels.rules import FINITE
 
 CPU = torch.device("cpu")
 LANES = 3
@@ -103,6 +104,88 @@ def test_a_view_of_the_very_row_is_written_as_it_was(view):
     expected = value.tolist()
     ring.write((value,))
     assert ring.blocks["square"][0].tolist() == expected
+
+
+def outcome(write):
+    """What a call returns, bit for bit, or what it says when it refuses."""
+    try:
+        return write().clone().view(torch.uint8).tolist()
+    except InvalidInputError as error:
+        return str(error)
+
+
+NUMBERS = [0, 1, -1, 2, 127, 128, -129, 255, 256, 2**24, 2**24 + 1, -(2**24) - 2, 2**31, 2**53 + 1, -(2**63), 2**63]
+REALS = [0.5, -0.0, 0.1, 1e-46, 3e38, 1e300, np.inf, np.nan]
+GIVEN = ["b1", "u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ">f4", "c8"]
+HELD = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("held", [*HELD, "flag", "rule"], ids=str)
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_the_writer_converts_is_what_fit_makes_of_it(given, held):
+    """The same numbers or the same refusal, one number at a time: of arrays, of tensors, and of views of either."""
+    dtype = held if isinstance(held, torch.dtype) else torch.uint8 if held == "flag" else torch.float32
+    target = Field("x", (), dtype, "the test", is_flag=held == "flag", rule=FINITE if held == "rule" else None)
+    ring = Ring([Column(target, "x")], 1, LANES, CPU)
+    limits = np.iinfo(given) if given[0] in "ui" else None
+    for number in [*NUMBERS, *([] if limits else REALS)]:
+        if limits and not limits.min <= number <= limits.max:
+            continue
+        with np.errstate(over="ignore"):
+            array = np.array([1, number, 0], object).astype(given)
+        views = [array, np.stack([array, array], 1)[:, 1], array.reshape(LANES, 1), array[::-1]]
+        if given != ">f4":
+            views.extend([torch.from_numpy(array), torch.from_numpy(views[1])])
+        for value in views:
+
+            def written(value=value):
+                ring.restart()
+                ring.write((value,))
+                return ring.blocks["x"][0]
+
+            assert outcome(written) == outcome(lambda value=value: target.fit(value, LANES, CPU)), number
+
+
+def test_what_environments_return_is_written_in_one_call(monkeypatch):
+    """Arrays, of another width too, need no detour through tensors."""
+    types = {"obs": torch.float32, "pixels": torch.uint8, "rewards": torch.float32, "actions": torch.float32}
+    columns = [Column(Field(name, (2,), dtype, "the test"), name) for name, dtype in types.items()]
+    flags = Column(Field("dones", (1,), torch.uint8, "the test", is_flag=True), "dones")
+    ring = Ring([*columns, flags], 2, LANES, CPU)
+    monkeypatch.setattr(Field, "fit", None)
+    numbers = np.arange(2 * LANES).reshape(LANES, 2)
+    pixels = np.stack([numbers, numbers]).astype(np.uint8)[:, ::-1][1]
+    pixels.flags.writeable = False
+    ring.write(
+        (numbers + 0.1, pixels, numbers.astype(np.float32), torch.from_numpy(numbers), np.array([True, False, True]))
+    )
+    found = {name: block[0].tolist() for name, block in ring.blocks.items()}
+    assert found.pop("dones") == [[1], [0], [1]]
+    tenth = [[float(np.float32(number + 0.1)) for number in row] for row in numbers.tolist()]
+    assert found == {
+        "obs": tenth,
+        "pixels": [[4, 5], [2, 3], [0, 1]],
+        "rewards": numbers.tolist(),
+        "actions": numbers.tolist(),
+    }
+
+
+def test_an_array_that_moves_while_another_value_is_read_is_written_as_it_is_then():
+    """The tensor of a caller's class is asked whether it is negated, and may do anything."""
+    array = np.zeros((LANES, 2), np.float32)
+
+    class Meddling(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            array.resize((LANES * 10000, 2), refcheck=False)
+            array.resize((LANES, 2), refcheck=False)
+            array[:] = 7.0
+            ring.write((np.full((LANES, 2), 5.0), torch.ones(LANES, 2)))  # and another row before this one
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    ring = Ring([Column(field("a", (2,)), "a"), Column(field("b", (2,)), "b")], 4, LANES, CPU)
+    ring.write((array, torch.zeros(2, LANES).t().as_subclass(Meddling)))
+    assert ring.blocks["a"][:, 0, 0].tolist() == [7.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("width", [32767, 32768, 40001])

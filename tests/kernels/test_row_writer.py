@@ -43,7 +43,7 @@ def fitting_value(rng: np.random.Generator, name: str, choice: int) -> torch.Ten
 def misfit_value(rng: np.random.Generator, name: str, kind: str):
     row_shape, _, _, is_flag, _ = FIELDS[name]
     good = fitting_value(rng, name, 0)
-    other = torch.float16 if is_flag else torch.int32
+    other = torch.float16 if is_flag else torch.complex64
     if kind == "nan" and is_flag:
         return torch.tensor([0.0, math.nan, 1.0]).reshape(good.shape)
     if kind in ("dtype", "nan"):
@@ -55,7 +55,7 @@ def misfit_value(rng: np.random.Generator, name: str, kind: str):
     if kind == "strided":
         # Only flags must be contiguous. What else is strided is written as it is, see below.
         return torch.stack([good, good], dim=-1)[..., 0] if is_flag else good.to(other)
-    others = {"none": None, "list": good.tolist(), "number": 1.0, "array": good.float().numpy(), "text": "no"}
+    others = {"none": None, "list": good.tolist(), "number": 1.0, "array": np.empty(good.shape, object), "text": "no"}
     return others[kind]
 
 
@@ -153,7 +153,7 @@ def test_row_writer_writes_on_after_what_it_refuses():
         blocks = [torch.zeros(3, 2), torch.zeros(3, 2)]
         writer, good = make([(block, 0, False, False) for block in blocks]), torch.ones(2)
         assert writer.write(0, (good, good)) == -1
-        for misfit in (good.double(), torch.ones(3), None, [1.0, 2.0]):
+        for misfit in (good.cfloat(), torch.ones(3), None, [1.0, 2.0]):
             assert writer.write(1, (good, misfit)) == 1
         for row, values, error in [(3, (good, good), IndexError), (1, (good,), ValueError)]:
             with pytest.raises(error):

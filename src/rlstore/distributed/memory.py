@@ -14,7 +14,7 @@ from rlstore.engine.batches.gather import gather_slots
 from rlstore.engine.guard import guarded, new_guard
 from rlstore.engine.memory.capacity import require_memory
 from rlstore.engine.memory.shared_memory import SharedMemory
-from rlstore.engine.memory.tensors import Recycler, allocate_huge
+from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.processes.handoff import Handoff, Member
 
 _LINE = 64  # bytes; two slots never share a cache line, so two actors never write the same one
@@ -110,7 +110,7 @@ class RolloutGather:
 
     def __init__(self, memory: RolloutMemory, *, pin_memory: bool = False) -> None:
         self._memory, self._pin_memory = memory, pin_memory
-        self._outputs, self._calls, self._guard = Recycler(allocate_huge), 0, new_guard()
+        self._outputs, self._calls, self._guard = Recycler(), 0, new_guard()
 
     @guarded
     def __call__(self, slots: Sequence[int]) -> Gathered:

@@ -4,9 +4,9 @@ Every operation of :mod:`rlstore.kernels.protocol` exists in plain torch (``port
 have a native version, on CUDA most have one in Triton; all have the signature of the protocol.
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
-operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, ``is_in_memory``, which is
-False for a tensor that has elements but no memory, ``restore_tables``, which reads what came from a disk, and
-``crc32``, the same checksum as that of zlib.
+operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
+that serves again once no tensor uses it, ``is_in_memory``, which is False for a tensor that has elements but no memory,
+``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlstore.kernels import _native, portable, protocol
 from rlstore.kernels._native import (
     Guard,
     Limiter,
+    OutputPool,
     SlotTable,
     add_to_word,
     await_event,
@@ -36,6 +37,7 @@ from rlstore.kernels._native import (
 __all__ = [
     "Guard",
     "Limiter",
+    "OutputPool",
     "SlotTable",
     "add_to_word",
     "await_event",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,12 +73,14 @@ class RowWriter(Protocol):
 
     def __init__(self, targets: Sequence[Target], rules: Mapping[int, Rule] = NO_RULES) -> None: ...
 
-    def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
-        """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing.
+    def write(self, row: int, values: tuple[Any, ...]) -> int:
+        """Write, and return -1; or the index of the first value that does not fit, having written nothing.
 
         A value fits if it is on the block's device, has the block's dtype (a flag: any of ``FLAG_DTYPES``, without NaN)
         and the shape of a row, and obeys its rule; rows of scalars are ``[n]`` or ``[n, 1]``. None leaves an optional
         field's row as it is. On CUDA a NaN among flags counts as True, and what breaks a rule is written and counted.
+        A version may also take numpy arrays, and numbers of another dtype if it holds them: integers exactly, floats
+        rounded.
 
         Raises:
             ValueError: If there is not one value for each field.
@@ -320,7 +322,8 @@ class EpisodeRing(Protocol):
         Args:
             values: Observation leaves, next observation leaves, columns; terminated and truncated ``[lanes]``; which
                 lanes take part (None: all); final observation leaves, each None if there are none, and which lanes have
-                one (None: all that end).
+                one (None: all that end). In C++ values may be anything that means the same numbers, and a single leaf
+                of final observations a list with None for lanes that have none.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations do not continue it,
@@ -328,6 +331,23 @@ class EpisodeRing(Protocol):
             written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
             more episode indices are needed (on CUDA asked for ahead of the need), ``NEEDS_STARTS`` if tables of
             starts are, or ``NEEDS_ROOM`` if no step may be written before the next :meth:`allow`.
+        """
+
+    def write_steps(
+        self, values: tuple[Tensor | None, ...], steps: int, begin: int, end: int, resumed: bool
+    ) -> tuple[int, int]:
+        """Write the steps from ``begin`` to before ``end``, or the first of them.
+
+        Args:
+            values: Those of :meth:`write`, of ``steps`` steps one after another: ``[steps * lanes, ...]``.
+            steps: The steps that there are.
+            begin: The first to write.
+            end: One past the last.
+            resumed: None of them is a reset step, and none need continue what is held.
+
+        Returns:
+            The first step that was not written, and what :meth:`write` returns: ``WRITTEN_WITH_BREAK`` if any step did,
+            or if none was written why not. A value that has to be converted or refused is found before any is.
         """
 
     def guard_with(

@@ -24,7 +24,7 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
+from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
@@ -618,11 +618,7 @@ class ReplayCore(Storage):
         values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
         ring.require_room(steps)
         before = ring.total_written
-        for step in range(steps):
-            row = tuple(None if value is None else value[step] for value in values)
-            # None of these is a reset step, and they need not continue what is held.
-            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = RESUMED
-            self._appender.write((*row, *row[count : 2 * count], None))
+        self._appender.write_steps((*values, *values[count : 2 * count], None), steps, resumed=True)
         ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import fit_final
-from rlstore.engine.rows.schema import Field, as_tensor
+from rlstore.engine.rows.schema import Field, Structure, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
 from rlstore.storage import Sample
@@ -71,6 +72,32 @@ def fit_steps(
     if not lead and data.get("final_observations") is not None:
         fit_final("final_observations", data["final_observations"], fields.structure, fields.observations, lanes)
     return (*leaves, *columns, flag("terminated"), flag("truncated"), masks)
+
+
+def fit_finals(
+    data: Sample, has_final: Tensor | None, fields: StepFields, lead: tuple[int, ...], lanes: int, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """What follows the mask of :func:`fit_steps`: final observations ``[*lead, lanes, ...]``, and where they are given.
+
+    Args:
+        data: Steps, which may hold ``final_observations`` of all lanes.
+        has_final: The steps whose final observations count, bool ``[*lead]``; None for all.
+        fields: What a step consists of.
+        lead: The steps.
+        lanes: The number of lanes.
+        device: Where they are needed.
+    """
+    given = data.get("final_observations")
+    if given is None:
+        return (None,) * (len(fields.observations) + 1)
+    structure = Structure(fields.structure.paths, "final_observations")
+    leaves = zip(fields.observations, structure.leaves(given), strict=True)
+    finals = [
+        fit(replace(field, name=name), leaf, (*lead, lanes), device)
+        for name, (field, leaf) in zip(structure.names, leaves, strict=True)
+    ]
+    where = None if has_final is None else has_final.to(device).unsqueeze(-1).expand(*lead, lanes)
+    return (*finals, where)
 
 
 def _without(column: Field, value: Any, masks: Tensor) -> Any:

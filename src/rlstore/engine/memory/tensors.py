@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import mmap
-import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-# The most memory that a Recycler holds back for later outputs.
-KEEP_BYTES = 256 << 20
-_HUGE_PAGE = 2 << 20
+from rlstore.kernels import OutputPool
+
+# The most memory that a Recycler keeps while nobody uses it.
+KEEP_BYTES = 512 << 20
 # The part of a CUDA device's memory that is gathered in one launch, at most.
 _CUDA_AHEAD_PART = 256
 
@@ -46,21 +44,6 @@ def allocate_group(
     return tuple([allocate_empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
 
 
-def allocate_huge(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As :func:`allocate_empty`, in pages of 2 MiB where the system has them: for large outputs that are recycled."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE_PAGE or device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return allocate_empty(shape, dtype, device)
-    # One page more than needed: the tensor starts at the first page boundary.
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    with torch.inference_mode(False):
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        first = -whole.data_ptr() % _HUGE_PAGE
-        made = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=first)
-        return made.view(tuple(shape)).data  # not a view of another tensor, which would count as a user of the memory
-
-
 @cache
 def ahead_bytes(device: torch.device) -> int:
     """The most that is gathered ahead on a CUDA device, in one launch."""
@@ -70,48 +53,31 @@ def ahead_bytes(device: torch.device) -> int:
 class Recycler:
     """Allocates CPU tensors in memory of earlier ones that no tensor, view, array or graph uses any more.
 
-    New memory costs a page fault for every four kilobytes, which takes longer than gathering into it: without recycling
-    a cycle of 24 steps of 512 environments (observations of 48 and 235 floats, 5 epochs of 4 mini-batches) takes 27 ms
-    of CPU time instead of 19.
-
-    Args:
-        allocate: Allocates new memory.
+    New memory costs a page fault for every four kilobytes, which takes longer than gathering into it. Memory of 2 MiB
+    and more is in huge pages where the system has them. Each tensor tells when its memory is free again, whoever drops
+    it, in whichever thread; what serves next is what came back last, and may still be in the cache.
     """
 
-    def __init__(self, allocate: Allocator = allocate_empty) -> None:
-        self._allocate = allocate
-        self._spares: dict[tuple[torch.Size, torch.dtype], deque[Tensor]] = {}
-        self._used: set[int] = set()  # ids of the spares that were used since begin()
-        self._addresses: dict[int, int] = {}  # of each spare; one that moved is shared with another process
-        self._bytes = 0
+    def __init__(self) -> None:
+        self._pool = OutputPool(KEEP_BYTES)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that is kept and used by nobody."""
+        return self._pool.idle_bytes
 
     def begin(self) -> None:
         """Begin an update: memory that the one before it did not use is released."""
-        used = [spare for spares in self._spares.values() for spare in spares if id(spare) in self._used]
-        self._spares, self._used, self._bytes = {}, set(), sum(spare.nbytes for spare in used)
-        self._addresses = {id(spare): self._addresses[id(spare)] for spare in used}
-        for spare in used:
-            self._spares.setdefault((spare.shape, spare.dtype), deque()).append(spare)
+        self._pool.begin()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with whatever was in its memory before."""
-        if device.type != "cpu" or not _CAN_COUNT:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty(shape, dtype, device)
+        if device.type != "cpu" or dtype not in _DLPACK_TYPES:
             return allocate_empty(shape, dtype, device)
-        spares = self._spares.setdefault((torch.Size(shape), dtype), deque())
-        for _ in range(len(spares)):
-            spare = spares[0]
-            spares.rotate(-1)  # the one that was used longest ago is the likeliest to be free
-            if spare.data_ptr() == self._addresses[id(spare)] and _count_holders(spare) == _UNHELD:
-                self._used.add(id(spare))
-                return spare.detach()  # another tensor on the same memory: as long as it exists, the count differs
-        fresh = self._allocate(shape, dtype, device)
-        if self._bytes + fresh.nbytes > KEEP_BYTES:
-            return fresh
-        spares.append(fresh)
-        self._addresses[id(fresh)] = fresh.data_ptr()
-        self._used.add(id(fresh))
-        self._bytes += fresh.nbytes
-        return fresh.detach()
+        return self._pool.empty(tuple(shape), *_DLPACK_TYPES[dtype])
 
     def empty_group(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
@@ -119,8 +85,28 @@ class Recycler:
         """:meth:`empty` for several tensors."""
         return tuple([self.empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
 
-    def __getstate__(self) -> dict[str, object]:
-        return Recycler(self._allocate).__dict__  # a copy shares no memory
+    def __reduce__(self) -> tuple[type[Recycler], tuple[()]]:
+        return Recycler, ()  # a copy shares no memory
+
+
+# The code of each dtype in DLPack, and its bits.
+_DLPACK_TYPES = {
+    torch.bool: (6, 8),
+    torch.bfloat16: (4, 16),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.uint16: (1, 16),
+    torch.uint32: (1, 32),
+    torch.uint64: (1, 64),
+}
 
 
 class Arena:
@@ -262,20 +248,3 @@ def _find_autograd() -> torch._C.DispatchKeySet | None:
 
 
 _AUTOGRAD = _find_autograd()
-
-# Private, and not in every torch; without it no memory is recycled. What it saves: see Recycler.
-_CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
-
-
-def _count_holders(tensor: Tensor) -> tuple[int, int]:
-    """The tensors that use a tensor's memory, and the references to the Python object of its storage."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-def _count_when_unheld() -> tuple[int, int]:
-    tensor = torch.empty(1)
-    return _count_holders(tensor) if _CAN_COUNT else (0, 0)
-
-
-_UNHELD = _count_when_unheld()
