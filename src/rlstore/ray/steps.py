@@ -1,4 +1,4 @@
-"""Steps on their way from a writer to a shard: stacked ``[steps, envs, ...]``, in few pieces; large ones are sent once."""
+"""Steps on their way from a writer to a shard: stacked ``[steps, envs, ...]``, in few pieces, and large ones once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlstore.engine.rows.finals import fit_final
 from rlstore.engine.rows.schema import as_tensor, can_hold, dtype_name, fields_of_example
 from rlstore.errors import InvalidInputError
-from rlstore.ray.wire import Array, Packed, bits_dtype, bits_of, build, own_tensors
+from rlstore.ray.wire import Array, Packed, bits_dtype, bits_of, build, own_tensors, read_only
 from rlstore.storage import Sample
 
 # Ray moves tensors of this size without a copy; smaller ones travel together, which costs less than one object each.
@@ -102,10 +102,23 @@ class Chunk(NamedTuple):
             fields["next_observations"] = chain._replace(arrays=_following(chain.arrays, sent))
         return cls(fields, sent.present, header.steps, header.num_envs)
 
-    def each(self, first: int = 0) -> Iterator[tuple[Sample, int]]:
-        """The samples from the step ``first`` on, in memory of their own, and the number of transitions in each."""
+    @property
+    def transitions(self) -> int:
+        """The number of transitions, if all samples have masks or none has."""
+        masks = self.fields.get("masks")
+        return self.steps * self.num_envs if masks is None else int(np.count_nonzero(masks.arrays[0]))
+
+    def whole(self) -> Sample:
+        """The entries as one sample, ``[steps, ...]``; its tensors must not be written."""
+        return {
+            name: build(packed.form, (read_only(*part) for part in zip(packed.arrays, packed.dtypes, strict=True)))
+            for name, packed in self.fields.items()
+        }
+
+    def each(self) -> Iterator[tuple[Sample, int]]:
+        """The samples, in memory of their own, and the number of transitions in each."""
         columns = {name: _unstack(packed, self.steps) for name, packed in self.fields.items()}
-        for step in range(first, self.steps):
+        for step in range(self.steps):
             has = {name for name in columns if name not in self.present or self.present[name][step]}
             sample = {name: column[step] for name, column in columns.items() if name in has}
             masks = sample.get("masks")

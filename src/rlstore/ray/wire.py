@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -149,6 +150,17 @@ def own_tensors(packed: Packed) -> list[Tensor]:
         _concatenate([array], dtype, 0, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
         for array, dtype in zip(packed.arrays, packed.dtypes, strict=True)
     ]
+
+
+with warnings.catch_warnings():
+    # Of arrays that may not be written torch warns once; from here on it does not.
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
+
+
+def read_only(array: Array, dtype: torch.dtype) -> Tensor:
+    """A tensor in the memory of an array; the memory may be one that nobody may write."""
+    return torch.from_numpy(array).view(dtype)
 
 
 class Output:
