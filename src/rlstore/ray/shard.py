@@ -36,7 +36,7 @@ from rlstore.storage import BatchDict, Sample, Storage
 
 # The delay of a heartbeat after an insert: one heartbeat covers many inserts. If the process dies in the meantime, the
 # writers forward the state that they know.
-_HEARTBEAT_SECONDS = 0.02
+_HEARTBEAT_SECONDS = 0.1
 
 _ANNOUNCE_SECONDS = 120.0
 

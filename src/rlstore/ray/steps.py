@@ -22,7 +22,13 @@ from rlstore.storage import Sample
 _LARGE_BYTES = 1 << 15
 
 # To compare smaller observations takes longer than to send them twice.
-_CHAINED_BYTES = 1 << 10
+_SHARED_BYTES = 1 << 10
+
+# An axis of observations that is longer is none of frames.
+_MOST_FRAMES = 16
+
+# The memory that steps may take so that more of them are sent in one call.
+_CALL_BYTES = 4 << 20
 
 _ALIGNMENT = 16
 
@@ -33,19 +39,36 @@ class Steps(NamedTuple):
     Attributes:
         header: A pickled :class:`_Header`, which is the same for many calls.
         small: The stacks of small tensors, one after another.
-        large: Those of large tensors.
+        large: Those of large tensors, and frames.
+        places: For each tensor of observations that is sent as frames: at which frame its observations begin, and at
+            which its next observations, int64 ``[2, steps]``.
         present: Of entries that some of the samples lack, the steps that have it, bool ``[steps]``.
-        breaks: If next observations are not sent: the steps whose next observations are not the observations of the
-            step after it.
-        broken: The next observations of these steps, for each tensor ``[breaks, envs, ...]``.
     """
 
     header: bytes
     small: bytes
     large: list[Array]
+    places: list[Array]
     present: dict[str, Array]
-    breaks: list[int]
-    broken: list[Array]
+
+
+class _Form(NamedTuple):
+    """One tensor of an entry.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Its shape at one step.
+        depth: 0, or the frames of which it consists: then it is sent as frames, together with next observations.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    depth: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The size of a value."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Header(NamedTuple):
@@ -54,14 +77,12 @@ class _Header(NamedTuple):
     Attributes:
         steps: The number of steps.
         num_envs: The environments of each.
-        chained: If True there is one observation more than steps, and no next observations: they are those that follow.
-        entries: Of each entry its form, and the dtype and the shape of each of its tensors at one step.
+        entries: Of each entry the form of the nest, and of each of its tensors.
     """
 
     steps: int
     num_envs: int
-    chained: bool
-    entries: dict[str, tuple[Any, list[tuple[torch.dtype, tuple[int, ...]]]]]
+    entries: dict[str, tuple[Any, list[_Form]]]
 
 
 class Chunk(NamedTuple):
@@ -83,23 +104,25 @@ class Chunk(NamedTuple):
     def of(cls, sent: Steps) -> Chunk:
         """What was sent."""
         header: _Header = pickle.loads(sent.header)
-        large, offset, fields = iter(sent.large), 0, {}
+        large, places, offset, fields = iter(sent.large), iter(sent.places), 0, {}
+        following: list[Array] = []  # the next observations that come with frames of observations
         for name, (form, tensors) in header.entries.items():
-            rows = header.steps + (header.chained and name == "observations")
             arrays: list[Array] = []
-            for dtype, shape in tensors:
-                size = rows * math.prod(shape) * dtype.itemsize
-                if size >= _LARGE_BYTES:
+            for tensor in tensors:
+                size = header.steps * tensor.bytes
+                if tensor.depth and name == "observations":
+                    observations, after = _stacked(next(large), next(places), tensor.depth)
+                    arrays.append(observations)
+                    following.append(after)
+                elif tensor.depth:
+                    arrays.append(following.pop(0))
+                elif size >= _LARGE_BYTES:
                     arrays.append(next(large))
                 else:
-                    bits = np.frombuffer(sent.small, np.uint8, size, offset).view(bits_dtype(dtype))
-                    arrays.append(bits.reshape(rows, *shape))
+                    bits = np.frombuffer(sent.small, np.uint8, size, offset).view(bits_dtype(tensor.dtype))
+                    arrays.append(bits.reshape(header.steps, *tensor.shape))
                     offset += _padded(size)
-            fields[name] = Packed(form, [dtype for dtype, _ in tensors], arrays)
-        if header.chained:
-            chain = fields["observations"]
-            fields["observations"] = chain._replace(arrays=[array[:-1] for array in chain.arrays])
-            fields["next_observations"] = chain._replace(arrays=_following(chain.arrays, sent))
+            fields[name] = Packed(form, [tensor.dtype for tensor in tensors], arrays)
         return cls(fields, sent.present, header.steps, header.num_envs)
 
     @property
@@ -129,14 +152,21 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _following(chains: Sequence[Array], sent: Steps) -> list[Array]:
-    """The next observations of steps whose observations are ``[steps + 1, ...]`` with the last of the next ones."""
-    following = [chain[1:] for chain in chains]
-    if sent.breaks:
-        following = [array.copy() for array in following]
-        for array, broken in zip(following, sent.broken, strict=True):
-            array[sent.breaks] = broken
-    return following
+def _stacked(frames: Array, places: Array, depth: int) -> tuple[Array, Array]:
+    """The observations and the next observations ``[steps, envs, ...]`` that begin at these places of frames."""
+
+    def stacks(at: Array) -> Array:
+        if depth > 1:
+            return np.ascontiguousarray(frames[at[:, None] + np.arange(depth)].swapaxes(1, 2))
+        first, last = int(at[0]), int(at[-1])
+        is_range = last - first == len(at) - 1 and bool((np.diff(at) == 1).all())
+        return frames[first : last + 1] if is_range else frames[at]
+
+    at, after = places
+    if (at[1:] != after[:-1]).any():
+        return stacks(at), stacks(after)
+    chain = stacks(np.append(at, after[-1]))
+    return chain[:-1], chain[1:]
 
 
 def _unstack(packed: Packed, steps: int) -> Sequence[Any]:
@@ -161,77 +191,159 @@ def _describe(nest: Any, name: str, leaves: list[tuple[str, Any]]) -> Any:
     return ("tensor",)
 
 
+class _Stack:
+    """The values of one tensor, ``[steps, ...]``.
+
+    Args:
+        form: The tensor.
+        steps: The steps for which there is memory.
+    """
+
+    def __init__(self, form: _Form, steps: int) -> None:
+        self.form = form
+        self._stack = torch.empty((steps, *form.shape), dtype=form.dtype)
+        self.bits = bits_of(self._stack)
+
+    def write(self, step: int, value: Array | Tensor) -> None:
+        """Write a value that fits."""
+        if isinstance(value, np.ndarray):
+            self.bits[step] = value
+        else:
+            self._stack[step].copy_(value)
+
+
+class _Frames:
+    """One tensor of large observations and next observations: what is the same, bit for bit, is held and sent once.
+
+    Observations that are the next ones of the step before are those. Where an observation consists of frames, and the
+    next one of all but the first of these and a new one, only the new one is appended.
+
+    Args:
+        form: The tensor.
+        steps: The steps for which there is memory.
+    """
+
+    def __init__(self, form: _Form, steps: int) -> None:
+        self.form, self._used = form, 0
+        envs, *rest = form.shape
+        frame = rest[1:] if form.depth > 1 else rest
+        # Memory that is not written takes no space.
+        self._frames = bits_of(torch.empty((2 * steps * form.depth, envs, *frame), dtype=form.dtype))
+        self._places = np.zeros((2, steps), np.int64)
+
+    def write(self, step: int, value: Array | Tensor) -> None:
+        """Write the observations of a step."""
+        frames, before = self._frames_of(value), int(self._places[1, step - 1])
+        if step == 0 or not _same_bits(self._frames[before : before + self.form.depth], frames):
+            before = self._append(frames)
+        self._places[:, step] = before
+
+    def write_next(self, step: int, value: Array | Tensor) -> None:
+        """Write the next observations of a step, after its observations."""
+        frames, depth, at = self._frames_of(value), self.form.depth, int(self._places[0, step])
+        if at + depth == self._used and _same_bits(self._frames[at + 1 : at + depth], frames[:-1]):
+            self._append(frames[-1:])
+            self._places[1, step] = at + 1
+        else:
+            self._places[1, step] = self._append(frames)
+
+    def _frames_of(self, value: Array | Tensor) -> Array:
+        bits = value if isinstance(value, np.ndarray) else bits_of(value.cpu().to(self.form.dtype).contiguous())
+        return bits.swapaxes(0, 1) if self.form.depth > 1 else bits[None]
+
+    def _append(self, frames: Array) -> int:
+        first, self._used = self._used, self._used + len(frames)
+        self._frames[first : self._used] = frames
+        return first
+
+    def packed(self, steps: int) -> tuple[Array, Array]:
+        """The frames and the places of the first steps."""
+        return self._frames[: self._used], self._places[:, :steps]
+
+    def clear(self) -> None:
+        """Discard all frames."""
+        self._used = 0
+
+
 class _Entry:
-    """One entry of the samples, stacked ``[rows, ...]``. The first sample that has it fixes its form.
+    """One entry of the samples. The first sample that has it fixes its form.
 
     Args:
         name: The name of the entry.
         value: The first value.
-        rows: The number of values for which there is memory.
-        chain: The observations, if these are next observations: their memory is that of the observations one step
-            later, where both have the same form and are large.
+        steps: The steps for which there is memory.
     """
 
-    def __init__(self, name: str, value: Any, rows: int, chain: _Entry | None = None) -> None:
-        self._name = name
-        leaves: list[tuple[str, Any]] = []
-        self.form = _describe(value, name, leaves)
+    def __init__(self, name: str, value: Any, steps: int) -> None:
+        self._name, leaves = name, list[tuple[str, Any]]()
+        self.nest = _describe(value, name, leaves)
         self._parts = [part for part, _ in leaves]
         tensors = [as_tensor(leaf, part) for part, leaf in leaves]
-        self.tensors = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-        self.is_chained = chain is not None and self._can_share(chain)
-        self._stacks: list[Tensor]
-        if chain is not None and self.is_chained:
-            self._stacks = [stack[1:] for stack in chain._stacks]
-        else:
-            self._stacks = [torch.empty((rows, *shape), dtype=dtype) for dtype, shape in self.tensors]
-        self.bits = [bits_of(stack) for stack in self._stacks]
+        self.tensors: list[_Stack | _Frames] = [
+            _Stack(_Form(tensor.dtype, tuple(tensor.shape)), steps) for tensor in tensors
+        ]
+        self._write = [tensor.write for tensor in self.tensors]
         # The array that is copied as it is; there is none of dtypes that numpy does not know.
-        is_plain = self.form == ("tensor",) and torch.from_numpy(self.bits[0]).dtype == tensors[0].dtype
-        self._plain = (self.bits[0].dtype, self.tensors[0][1]) if is_plain else None
-        self.present = np.zeros(rows, dtype=bool)
+        bits = bits_dtype(tensors[0].dtype) if self.nest == ("tensor",) else None
+        is_plain = bits is not None and torch.from_numpy(np.empty(0, bits)).dtype == tensors[0].dtype
+        self._plain = (bits, self.forms[0].shape) if is_plain else None
+        self.present = np.zeros(steps, dtype=bool)
 
-    def _can_share(self, chain: _Entry) -> bool:
-        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors)
-        return (self.form, self.tensors) == (chain.form, chain.tensors) and size >= _CHAINED_BYTES
+    @property
+    def forms(self) -> list[_Form]:
+        """Its tensors at one step."""
+        return [tensor.form for tensor in self.tensors]
+
+    def is_like(self, other: _Entry) -> bool:
+        """Whether two entries have the same form."""
+        return (self.nest, self.forms) == (other.nest, other.forms)
+
+    def share(self, following: _Entry, observations: Any, next_observations: Any) -> None:
+        """Hold large observations, and next observations of the same form, as frames; these are the first ones."""
+        steps, fitted = len(self.present), zip(self.fit(observations), following.fit(next_observations), strict=True)
+        for i, (one, other) in enumerate(fitted):
+            form = self.forms[i]
+            if form.bytes >= _SHARED_BYTES:
+                frames = _Frames(form._replace(depth=_depth(one, other)), steps)
+                self.tensors[i] = following.tensors[i] = frames
+                self._write[i], following._write[i] = frames.write, frames.write_next
 
     def fit(self, value: Any) -> Sequence[Array | Tensor]:
         """The tensors of a value as :meth:`write` takes them, or an error; nothing is written."""
         if type(value) is np.ndarray and self._plain == (value.dtype, value.shape):
             return (value,)  # the usual case, on every add
         leaves: list[tuple[str, Any]] = []
-        if _describe(value, self._name, leaves) != self.form:
+        if _describe(value, self._name, leaves) != self.nest:
             raise InvalidInputError(
                 f"{self._name} consists of {[part for part, _ in leaves]}; this writer sends {self._parts}, fixed by "
                 "its first sample. Nothing was added."
             )
         fitted = []
-        for (dtype, shape), (part, leaf) in zip(self.tensors, leaves, strict=True):
+        for form, (part, leaf) in zip(self.forms, leaves, strict=True):
             given = as_tensor(leaf, part)
-            if given.shape != shape or not can_hold(given, dtype):
+            if given.shape != form.shape or not can_hold(given, form.dtype):
                 raise InvalidInputError(
                     f"{part} is {tuple(given.shape)} {dtype_name(given.dtype)}; this writer sends "
-                    f"{shape} {dtype_name(dtype)}, fixed by its first sample. Nothing was added."
+                    f"{form.shape} {dtype_name(form.dtype)}, fixed by its first sample. Nothing was added."
                 )
             fitted.append(given)
         return fitted
 
-    def write(self, row: int, fitted: Sequence[Array | Tensor]) -> None:
+    def write(self, step: int, fitted: Sequence[Array | Tensor]) -> None:
         """Write a value that fits."""
-        for stack, bits, value in zip(self._stacks, self.bits, fitted, strict=True):
-            if isinstance(value, np.ndarray):
-                bits[row] = value
-            else:
-                stack[row].copy_(value)
-        self.present[row] = True
+        for write, value in zip(self._write, fitted, strict=True):
+            write(step, value)
+        self.present[step] = True
 
-    def holds(self, row: int, fitted: Sequence[Array | Tensor]) -> bool:
-        """True if the memory of a row holds a value that fits, bit for bit."""
-        for bits, (dtype, _), value in zip(self.bits, self.tensors, fitted, strict=True):
-            given = value if isinstance(value, np.ndarray) else bits_of(value.cpu().to(dtype))
-            if not _same_bits(bits[row], given):
-                return False
-        return True
+
+def _depth(observation: Array | Tensor, following: Array | Tensor) -> int:
+    """The frames of observations ``[envs, frames, ...]`` if the next ones are the same frames and a new one, else 1."""
+    one, other = (
+        part if isinstance(part, np.ndarray) else bits_of(part.cpu().contiguous()) for part in (observation, following)
+    )
+    if one.ndim < 3 or one.shape[1] > _MOST_FRAMES or not _same_bits(one[:, 1:], other[:, :-1]):
+        return 1
+    return int(one.shape[1])
 
 
 def _same_bits(one: Array, other: Array) -> bool:
@@ -244,19 +356,16 @@ def _same_bits(one: Array, other: Array) -> bool:
 class StepBuffer:
     """Memory for some steps of a writer.
 
-    Where large observations continue those of the step before, only one of the two is sent.
-
     Args:
         capacity: The number of steps.
         num_envs: The environments of each; None takes the number from the first sample.
+        growth: It may hold up to so many times as many steps, if they are small.
     """
 
-    def __init__(self, capacity: int, num_envs: int | None) -> None:
+    def __init__(self, capacity: int, num_envs: int | None, growth: int = 1) -> None:
         self.steps, self.num_envs, self.transitions = 0, num_envs, 0
-        self._capacity = capacity
+        self._capacity, self._growth = capacity, growth
         self._entries: dict[str, _Entry] = {}
-        self._breaks: list[int] = []
-        self._broken: list[list[Array]] = []
         self._headers: dict[tuple[int, int], bytes] = {}
 
     @property
@@ -275,14 +384,10 @@ class StepBuffer:
         if "final_observations" in given:
             given["final_observations"] = _without_gaps(given, num_envs)
         entries = self._entries if given.keys() <= self._entries.keys() else self._with_new(given)
-        fitted = {name: entries[name].fit(value) for name, value in given.items()}
-        if self._continues(entries, fitted["observations"]):
-            entries["observations"].present[self.steps] = True
-        else:
-            entries["observations"].write(self.steps, fitted["observations"])
+        fitted = {"observations": entries["observations"].fit(given.pop("observations"))}  # written first
+        fitted |= {name: entries[name].fit(value) for name, value in given.items()}
         for name, values in fitted.items():
-            if name != "observations":
-                entries[name].write(self.steps, values)
+            entries[name].write(self.steps, values)
         masks = fitted.get("masks")
         self.transitions += num_envs if masks is None else int((masks[0] != 0).sum())
         self._entries, self.num_envs = entries, num_envs
@@ -303,69 +408,53 @@ class StepBuffer:
         return int(shape[0])
 
     def _with_new(self, given: Sample) -> dict[str, _Entry]:
-        """The entries, with those that these samples are the first to have."""
-        rows = self._capacity + 1  # that of the last next observation
-        entries = dict(self._entries)
-        for name in sorted(given.keys() - entries.keys(), key=list(given).index):
-            if name != "next_observations":
-                entries[name] = _Entry(name, given[name], rows)
-        if "next_observations" in given and "next_observations" not in entries:
-            # Only from the first step on: earlier observations were written without regard to next ones.
-            chain = None if self._entries else entries["observations"]
-            entries["next_observations"] = _Entry("next_observations", given["next_observations"], rows, chain)
-        return entries
-
-    def _continues(self, entries: dict[str, _Entry], observations: Sequence[Array | Tensor]) -> bool:
-        """Whether observations are the next ones of the step before, and so are in their place already.
-
-        If they are not, these next ones are set aside.
-        """
-        following = entries.get("next_observations")
-        if following is None or not following.is_chained or self.steps == 0:
-            return False
-        if entries["observations"].holds(self.steps, observations):
-            return True
-        self._breaks.append(self.steps - 1)
-        self._broken.append([bits[self.steps - 1].copy() for bits in following.bits])
-        return False
+        """The entries, with those that this sample is the first to have."""
+        if not self._entries:
+            step = sum(form.bytes for name, value in given.items() for form in _Entry(name, value, 0).forms)
+            self._capacity *= min(max(_CALL_BYTES // max(self._capacity * step, 1), 1), self._growth)
+        new = {name: _Entry(name, given[name], self._capacity) for name in given if name not in self._entries}
+        # Observations without next ones before them are held by themselves.
+        observations, following = new.get("observations"), new.get("next_observations")
+        if observations is not None and following is not None and observations.is_like(following):
+            observations.share(following, given["observations"], given["next_observations"])
+        return {**self._entries, **new}
 
     def packed(self) -> Steps:
         """The steps for Ray."""
-        following = self._entries.get("next_observations")
-        chained = following is not None and following.is_chained
-        small, large, steps = [], [], self.steps
+        small: list[bytes] = []
+        large: list[Array] = []
+        places: list[Array] = []
         for name, entry in self._entries.items():
-            if chained and name == "next_observations":
-                continue
-            rows = steps + (chained and name == "observations")
-            for bits in entry.bits:
-                if rows * bits[0].nbytes >= _LARGE_BYTES:
-                    large.append(bits[:rows])
-                else:
-                    small.append(bits[:rows].tobytes())
-                    small.append(bytes(_padded(len(small[-1])) - len(small[-1])))
-        present = {name: entry.present[:steps] for name, entry in self._entries.items()}
-        lacking = {name: steps_of for name, steps_of in present.items() if not steps_of.all()}
-        broken = [np.stack(rows) for rows in zip(*self._broken, strict=True)]
-        return Steps(self._header(chained=chained), b"".join(small), large, lacking, self._breaks, broken)
+            for tensor in entry.tensors:
+                if isinstance(tensor, _Stack):
+                    bits = tensor.bits[: self.steps]
+                    if bits.nbytes >= _LARGE_BYTES:
+                        large.append(bits)
+                    else:
+                        small += bits.tobytes(), bytes(_padded(bits.nbytes) - bits.nbytes)
+                elif name == "observations":
+                    frames, at = tensor.packed(self.steps)
+                    large.append(frames)
+                    places.append(at)
+        present = {name: entry.present[: self.steps] for name, entry in self._entries.items()}
+        lacking = {name: has for name, has in present.items() if not has.all()}
+        return Steps(self._header(), b"".join(small), large, places, lacking)
 
-    def _header(self, *, chained: bool) -> bytes:
+    def _header(self) -> bytes:
         key = self.steps, len(self._entries)  # entries are only added
         if key not in self._headers:
-            entries = {
-                name: (entry.form, entry.tensors)
-                for name, entry in self._entries.items()
-                if not (chained and name == "next_observations")
-            }
-            self._headers = {key: pickle.dumps(_Header(self.steps, self.num_envs or 0, chained, entries))}
+            entries = {name: (entry.nest, entry.forms) for name, entry in self._entries.items()}
+            self._headers = {key: pickle.dumps(_Header(self.steps, self.num_envs or 0, entries))}
         return self._headers[key]
 
     def clear(self) -> None:
         """Discard the steps; the form of the samples stays fixed."""
         for entry in self._entries.values():
             entry.present[:] = False
+            for tensor in entry.tensors:
+                if isinstance(tensor, _Frames):
+                    tensor.clear()
         self.steps = self.transitions = 0
-        self._breaks, self._broken = [], []
 
 
 def _without_gaps(given: Sample, num_envs: int) -> Any:

@@ -17,13 +17,17 @@ from rlstore.ray.places import Place
 from rlstore.ray.steps import StepBuffer
 from rlstore.storage import Sample
 
+# How many times as many steps as asked for may be sent in one call.
+_GROWTH = 8
+
 
 class ServedWriter:
     """Appends the steps of some environments to one shard; created by ``served.writer()``, for one process.
 
-    Steps are copied by ``add`` and sent ``batch_steps`` at a time. At most ``max_in_flight`` calls are open; then
-    ``add`` waits for the oldest. If the shard dies, the steps in flight are lost and counted (:attr:`lost`,
-    ``served.report()``), and the writer continues when the shard is back.
+    Steps are copied by ``add`` and sent ``batch_steps`` at a time; while an earlier call is not answered (the shard has
+    more to do than it can) up to eight times as many go into the next, which costs less for each. At most
+    ``max_in_flight`` calls are open; then ``add`` waits for the oldest. If the shard dies, the steps in flight are lost
+    and counted (:attr:`lost`, ``served.report()``), and the writer continues when the shard is back.
 
     Attributes:
         added: Transitions added to this writer.
@@ -41,7 +45,7 @@ class ServedWriter:
         self._batch_steps, self._max_in_flight = batch_steps, max_in_flight
         self._place: Place = connection.ask_ledger("place", self._name, num_envs, connection.deadline)
         self._shard, self._who = connection.shards[self._place.shard], connection.who(self._place.shard)
-        self._buffer = StepBuffer(batch_steps, self._place.stop - self._place.first or None)
+        self._buffer = StepBuffer(batch_steps, self._place.stop - self._place.first or None, _GROWTH)
         self._spares: list[StepBuffer] = []
         # One thread sends in order, each call when the ledger permits it; the caller of add() takes the answers.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rlstore-writer")
@@ -70,10 +74,12 @@ class ServedWriter:
             PeerLostError: (a ConnectionError) if the shard died and was not back within the deadline.
         """
         self._check_open()
+        if self._buffer.is_full:  # an error was raised before it was sent
+            self._post()
         before = self._buffer.transitions
         self._buffer.add(sample)
         self.added += self._buffer.transitions - before
-        if self._buffer.is_full:
+        if self._buffer.is_full or (self._buffer.steps % self._batch_steps == 0 and self._is_shard_idle()):
             self._post()
 
     def flush(self) -> None:
@@ -110,13 +116,19 @@ class ServedWriter:
         if self._closed:
             raise StorageClosedError("this writer is closed; make a new one with served.writer()")
 
+    def _is_shard_idle(self) -> bool:
+        """Whether the shard has answered all calls, or larger ones could be more than a rate limit tolerates."""
+        while self._open and not self._limited and self._is_answered():
+            self._take_answer()
+        return self._limited or not self._open
+
     def _post(self) -> None:
         """Pass the buffer to the sending thread, and continue with an empty one."""
         while self._open and (len(self._open) >= self._max_in_flight or self._is_answered()):
             self._take_answer()
         full = self._buffer
         self._open.append((full, self._sender.submit(self._send, full)))
-        self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs)
+        self._buffer = self._spares.pop() if self._spares else StepBuffer(self._batch_steps, full.num_envs, _GROWTH)
 
     def _send(self, buffer: StepBuffer) -> tuple[Any, bool]:
         """Send a buffer; with a rate limit only after a permit of the ledger. The call, and whether it had a permit."""
