@@ -116,7 +116,7 @@ class Shard:
         self._journal: RunningJournal | None = None
         self._save_turn = threading.Lock()  # taken before the other, never by a thread that has it
         self._backup: tuple[int, Any] = (0, None)
-        self._limited = True  # until the ledger sends that there is no rate limit
+        self._inserts_limited = self._draws_limited = True  # until the ledger sends that there is no rate limit
         self._pending: set[str] | None = None  # the writers since the last heartbeat; None if nothing has changed
         self._state = ShardState(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
         self._storage: Storage | None = None
@@ -235,7 +235,7 @@ class Shard:
         if every is not None and since >= every and not self._save_turn.locked():
             self._saved_at = self._state.inserted
             threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
-        return Stored(stored, refused, self.ready(), self._limited)
+        return Stored(stored, refused, self.ready(), self._inserts_limited)
 
     def _count_inserted(self, count: int, permitted: bool) -> None:
         self._state.inserted += count
@@ -293,7 +293,7 @@ class Shard:
             self._state.sampled_freely += 0 if permitted else count
         parts = [pack(batch) for batch in batches]
         generation = self._state.generation
-        return Draw(parts, axis, rows.cpu().numpy(), generation, priorities, total, beta, self._limited)
+        return Draw(parts, axis, rows.cpu().numpy(), generation, priorities, total, beta, self._draws_limited)
 
     @ray.method(concurrency_group="draw")
     def update(self, rows: Array, generations: Array, priorities: Array) -> None:
@@ -366,10 +366,11 @@ class Shard:
         return self.ready(), self._late + stale, self._saved
 
     @ray.method(concurrency_group="draw")
-    def store_backup(self, version: int, backup: Any, limited: bool) -> None:
-        """Store the newest state of the ledger, in case that it dies; and whether there is a rate limit."""
+    def store_backup(self, version: int, backup: Any, inserts_limited: bool, draws_limited: bool) -> None:
+        """Store the newest state of the ledger, in case that it dies; and what there is a rate limit for."""
         if version > self._backup[0]:
-            self._backup, self._limited = (version, backup), limited
+            self._backup = (version, backup)
+            self._inserts_limited, self._draws_limited = inserts_limited, draws_limited
 
     @ray.method(concurrency_group="draw")
     def get_backup(self) -> tuple[Any, ShardState]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,6 +294,12 @@ class _Entry:
         """Its tensors at one step."""
         return [tensor.form for tensor in self.tensors]
 
+    @property
+    def step_bytes(self) -> int:
+        """What is sent of a usual step; of next observations nothing, where they are those that follow."""
+        is_next = self._name == "next_observations"
+        return sum(form.bytes if not form.depth else 0 if is_next else form.bytes // form.depth for form in self.forms)
+
     def is_like(self, other: _Entry) -> bool:
         """Whether two entries have the same form."""
         return (self.nest, self.forms) == (other.nest, other.forms)
@@ -353,6 +359,16 @@ def _same_bits(one: Array, other: Array) -> bool:
     return bool((words == others).all())
 
 
+def _new_entries(given: Sample, names: Iterable[str], steps: int) -> dict[str, _Entry]:
+    """The entries of a sample, which is the first to have them."""
+    new = {name: _Entry(name, given[name], steps) for name in names}
+    # Observations without next ones before them are held by themselves.
+    observations, following = new.get("observations"), new.get("next_observations")
+    if observations is not None and following is not None and observations.is_like(following):
+        observations.share(following, given["observations"], given["next_observations"])
+    return new
+
+
 class StepBuffer:
     """Memory for some steps of a writer.
 
@@ -410,14 +426,10 @@ class StepBuffer:
     def _with_new(self, given: Sample) -> dict[str, _Entry]:
         """The entries, with those that this sample is the first to have."""
         if not self._entries:
-            step = sum(form.bytes for name, value in given.items() for form in _Entry(name, value, 0).forms)
+            step = sum(entry.step_bytes for entry in _new_entries(given, given, 0).values())
             self._capacity *= min(max(_CALL_BYTES // max(self._capacity * step, 1), 1), self._growth)
-        new = {name: _Entry(name, given[name], self._capacity) for name in given if name not in self._entries}
-        # Observations without next ones before them are held by themselves.
-        observations, following = new.get("observations"), new.get("next_observations")
-        if observations is not None and following is not None and observations.is_like(following):
-            observations.share(following, given["observations"], given["next_observations"])
-        return {**self._entries, **new}
+        new = [name for name in given if name not in self._entries]
+        return {**self._entries, **_new_entries(given, new, self._capacity)}
 
     def packed(self) -> Steps:
         """The steps for Ray."""
