@@ -16,6 +16,7 @@
 #include "bindings_gather.h"
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
+#include "bindings_pieces.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -309,11 +310,18 @@ NB_MODULE(_native, m) {
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
-  nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
+  nb::class_<Cutter>(m, "Cutter")
+      .def(nb::init<nb::object, nb::object, nb::sequence, nb::sequence>())
+      .def("empty", &Cutter::empty)
+      .def("cut", &Cutter::cut)
+      .def("tensors", &Cutter::tensors);
+  nb::class_<Fixed>(m, "Fixed").def(nb::init<nb::tuple>()).def_prop_ro("arguments", &Fixed::arguments);
+  fixed_type = reinterpret_cast<PyTypeObject*>(nb::type<Fixed>().ptr());
   nb::class_<BoundKernel>(m, "BoundKernel")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("device_type") = static_cast<int32_t>(kCuda))
       .def("launch", &BoundKernel::launch);
+  nb::class_<RowLauncher>(m, "RowLauncher").def(nb::init<nb::sequence>()).def("write", &RowLauncher::write).def("bind", &RowLauncher::bind);
   nb::class_<Guard>(m, "Guard", nb::is_weak_referenceable(), nb::type_slots(guard_slots))
       .def(nb::init<>())
       .def("enter", &Guard::enter)
@@ -355,7 +363,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::object, nb::tuple, int64_t, double>())
       .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none())
       .def("sample", &ReplayGather::sample)
-      .def("sample_by_priority", &ReplayGather::sample_by_priority);
+      .def("sample_by_priority", &ReplayGather::sample_by_priority)
+      .def("sample_windows", &ReplayGather::sample_windows, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<WindowIndex>(m, "WindowIndex")
       .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
       .def("follow", &WindowIndex::follow)
