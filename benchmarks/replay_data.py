@@ -104,7 +104,7 @@ class Source(ABC):
         self.envs = envs
         self._chunk = chunk
         self.episode_length = episode_length
-        self._ahead = np.arange(envs) * (episode_length // envs)
+        self._ahead = np.arange(envs) * episode_length // envs
 
     @abstractmethod
     def observations(self, ids: Array) -> Array:

@@ -133,6 +133,7 @@ class Gather {
 
  private:
   Gathered outcome(const int64_t* rows, size_t count) const {
+    end_streams();
     if (lanes_.written_now && was_overrun(rows, count)) return Gathered::kOverrun;
     return all_held_ ? Gathered::kAll : Gathered::kNotHeld;
   }
@@ -323,9 +324,20 @@ class Gather {
     }
   }
 
+  static void convert_out(const Output& output, float* target, const char* source, const DLDataType& dtype, size_t count) {
+    if (!output.streamed) return convert_row(target, source, dtype, count);
+    constexpr size_t kBlock = 1024;  // stays in the nearest cache
+    float block[kBlock];
+    for (size_t first = 0; first < count; first += kBlock) {
+      const size_t width = std::min(kBlock, count - first);
+      convert_row(block, source + first * dtype.bits / 8, dtype, width);
+      copy_streamed(reinterpret_cast<char*>(target + first), reinterpret_cast<const char*>(block), width * sizeof(float));
+    }
+  }
+
   static RLSTORE_INLINE void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
     if (output.as_float)
-      convert_row(reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
+      convert_out(output, reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
     else if (output.streamed)
       copy_streamed(target, source, bytes);
     else
@@ -396,13 +408,17 @@ class Gather {
 
   // The stack of `frames_`, a block at a time.
   void write_interleaved(const Output& output, const Observation& leaf, char* target) {
-    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner, width_out = bytes_out(output, leaf.block, width);
-    const bool as_is = !output.as_float && !output.streamed;
+    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner;
     for (size_t first = 0; first < leaf.outer; first += most) {
-      const size_t count = std::min(most, leaf.outer - first);
-      char* out = target + first * width_out;
-      interleave(as_is ? out : block_, frames_.data(), leaf, first, count);
-      if (!as_is) copy_out(output, out, block_, leaf.block, count * width);
+      const size_t count = std::min(most, leaf.outer - first), bytes = count * width;
+      if (output.as_float) {
+        char block[kFrameBlock];
+        interleave(block, frames_.data(), leaf, first, count, false);
+        copy_out(output, target, block, leaf.block, bytes);
+      } else {
+        interleave(target, frames_.data(), leaf, first, count, output.streamed);
+      }
+      target += bytes_out(output, leaf.block, bytes);
     }
   }
 
@@ -432,7 +448,6 @@ class Gather {
   std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
   std::vector<char> zeros_;
   std::vector<const char*> frames_;  // of the stack that is being written
-  char block_[kFrameBlock];
 };
 
 }  // namespace
