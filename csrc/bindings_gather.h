@@ -147,7 +147,7 @@ class ReplayGather {
     return lanes;
   }
 
-  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; too large to stay in a cache
+  static constexpr size_t kStreamed = 512 << 10, kLongRow = 2048;  // bytes; too large to stay in a cache
 
   // Bytes of one row of an output.
   size_t row_bytes(const Output& output) const {

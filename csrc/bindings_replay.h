@@ -136,14 +136,14 @@ class EpisodeRing {
   // of the first value that must be converted or refused, or what is needed first.
   int64_t write(nb::tuple values) {
     const Writing writing(this);
-    const int64_t misfit = find_values(values, 1);
+    const int64_t misfit = find_values(values, 0);
     return misfit >= 0 ? misfit : write_found(0);
   }
 
-  // Writes the steps from `begin` to before `end` of values that are those of `steps` steps, one after another. All values are
+  // Writes the steps from `begin` to before `end` of values that are those of `steps` steps: [steps, lanes, ...]. All values are
   // checked before anything is written. `resumed`: none is a reset step, and none need continue what is held. Returns the first
   // step that was not written, and what write() returns: of a break in any step, or if none was written why not.
-  std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed) {
+  std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed, bool /*checked*/) {
     if (steps < 1 || begin < 0 || begin > end || end > steps || steps >= kCountLimit / lanes_.lanes) throw nb::value_error("there are no such steps");
     const Writing writing(this);
     const int64_t misfit = find_values(values, static_cast<size_t>(steps));
@@ -218,13 +218,8 @@ class EpisodeRing {
   }
 
   void draw_into(nb::handle generator, int64_t* rows, size_t count) const {
-    bool any = false;
-    for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
-      check_counts(lane);
-      any = any || lanes_.written[lane] > lanes_.begun[lane];
-    }
-    if (!any) throw nb::value_error("draw: there are no rows");
-    draw_rows(lanes_, typed<int64_t>(generator, 2), rows, count);
+    if (!counts_can_be(lanes_)) throw nb::value_error(kNoCount);
+    if (!draw_rows(lanes_, typed<int64_t>(generator, 2), rows, count)) throw nb::value_error("draw: there are no rows");
   }
 
   void bounds(nb::handle rows, nb::handle first, nb::handle stop) const {
@@ -256,9 +251,12 @@ class EpisodeRing {
   }
 
  private:
-  // Finds the memory of all values of so many steps; returns -1, or the index of the first that must be converted or refused.
+  // Finds the memory of all values of so many steps, or (0) of a step without an axis for steps; returns -1, or the index of the
+  // first value that must be converted or refused.
   int64_t find_values(nb::tuple values, size_t steps) {
-    const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns, lanes = moves_.size() * steps;
+    const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
+    const size_t lanes = moves_.size() * std::max<size_t>(steps, 1);
+    steps_ = static_cast<int64_t>(steps);
     if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
     check_counters();
     PyObject* tuple = values.ptr();
@@ -266,7 +264,7 @@ class EpisodeRing {
     for (size_t i = 0; i < flags; i++) {
       const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
       const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(value(i), lanes, shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
+      if (!find(value(i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
     }
     if (!find_flags(value(flags), lanes, &terminated_)) return static_cast<int64_t>(flags);
     if (!find_flags(value(flags + 1), lanes, &truncated_)) return static_cast<int64_t>(flags + 1);
@@ -277,8 +275,8 @@ class EpisodeRing {
     if (some_final_ && !find_flags(where, lanes, &has_final_)) return static_cast<int64_t>(flags + 3 + leaves);
     for (size_t k = 0; has_finals_ && k < leaves; k++) {
       PyObject* final = value(flags + 3 + k);
-      if (leaves == 1 && !some_final_ && find_listed_finals(final, lanes)) break;
-      if (!find(final, lanes, leaf_shapes_[k], leaves_[k].block.dtype, &givens_[flags + k])) return static_cast<int64_t>(flags + 3 + k);
+      if (leaves == 1 && steps == 0 && !some_final_ && find_listed_finals(final)) break;
+      if (!find(final, leaf_shapes_[k], leaves_[k].block.dtype, &givens_[flags + k])) return static_cast<int64_t>(flags + 3 + k);
     }
     for (const Rule& rule : rules_)
       if (!obeys(rule, lanes)) return static_cast<int64_t>(leaves * 2 + rule.field);
@@ -300,7 +298,7 @@ class EpisodeRing {
 
   void check_counts(int64_t lane) const {
     if (lanes_.begun[lane] < 0 || lanes_.written[lane] < lanes_.begun[lane] || lanes_.written[lane] >= kCountLimit)
-      throw nb::value_error("a lane has written fewer rows than none, or more than can be");
+      throw nb::value_error(kNoCount);
   }
 
   // Checks the table indices that a write uses, which are in the caller's memory.
@@ -344,15 +342,19 @@ class EpisodeRing {
     if (!fills(leaf_shapes_.back(), leaf.block.dtype, leaf.stack_bytes())) throw nb::value_error("a leaf's shape is a stack of frames");
   }
 
-  static bool find(PyObject* value, size_t lanes, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) {
-    return read_value(value, given) && !given->strides && has_shape(*given, static_cast<int64_t>(lanes), shape) && given->become(dtype);
+  bool fits_step(const Given& given, const std::vector<int64_t>& shape) const {
+    return steps_ ? has_steps(given, steps_, lanes_.lanes, shape) : has_shape(given, lanes_.lanes, shape);
+  }
+
+  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
+    return read_value(value, given) && !given->strides && fits_step(*given, shape) && given->become(dtype);
   }
 
   bool find_flags(PyObject* value, size_t lanes, std::vector<uint8_t>* flags) {
     static const std::vector<int64_t> scalar;
     Given& given = flag_;
     given.release();
-    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !has_shape(given, static_cast<int64_t>(lanes), scalar)) return false;
+    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !fits_step(given, scalar)) return false;
     if (!is_nan_free(given.memory, given.dtype, lanes)) return false;
     flags->resize(lanes);
     write_flags(flags->data(), given.memory, given.dtype, lanes);
@@ -360,18 +362,20 @@ class EpisodeRing {
   }
 
   // Reads a list of final observations, as vector environments give it: None for lanes without one. False if it is none.
-  bool find_listed_finals(PyObject* value, size_t lanes) {
+  bool find_listed_finals(PyObject* value) {
+    const size_t lanes = moves_.size(), bytes = leaves_[0].stack_bytes();
     Given &list = flag_, &finals = givens_.back();
     list.release();
     if (!read_objects(value, lanes, &list)) return false;
-    const size_t bytes = leaves_[0].stack_bytes();
     finals.copy.resize(std::max(finals.copy.size(), lanes * bytes));
     has_final_.assign(lanes, 0);
     for (size_t lane = 0; lane < lanes; lane++) {
       const nb::object entry = object_at(value, lane, list);
       if (entry.is_none()) continue;
       entry_.release();
-      if (!entry.is_valid() || !find(entry.ptr(), 1, leaf_shapes_[0], leaves_[0].block.dtype, &entry_)) return false;
+      if (!entry.is_valid() || !read_value(entry.ptr(), &entry_) || entry_.strides || !has_shape(entry_, 1, leaf_shapes_[0]) ||
+          !entry_.become(leaves_[0].block.dtype))
+        return false;
       memcpy(finals.copy.data() + lane * bytes, entry_.memory, bytes);
       has_final_[lane] = 1;
     }
@@ -422,6 +426,8 @@ class EpisodeRing {
     ~Exit() { guard->exit(); }
   };
 
+  static constexpr const char* kNoCount = "a lane has written fewer rows than none, or more than can be";
+
   Lanes lanes_;
   std::vector<Observation> leaves_;
   std::vector<Block> columns_;
@@ -433,6 +439,7 @@ class EpisodeRing {
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
   bool has_mask_ = false, has_finals_ = false, some_final_ = false;  // of the values that were found
+  int64_t steps_ = 0;  // their first axis, or 0 if they have none for steps
   std::vector<Given> givens_;
   Given flag_, entry_;
   std::vector<Rule> rules_;

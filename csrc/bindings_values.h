@@ -250,4 +250,13 @@ inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64
   return lanes == 1 && (same(given.shape, ndim) || (scalar && ndim == 0));
 }
 
+// True if the value is [steps, lanes] entries of `shape`; scalars may have an axis of 1.
+inline bool has_steps(const Given& given, int64_t steps, int64_t lanes, const std::vector<int64_t>& shape) {
+  if (given.ndim < 2 || given.shape[0] != steps || given.shape[1] != lanes) return false;
+  const size_t ndim = static_cast<size_t>(given.ndim - 2);
+  const bool scalar = shape.empty() || (shape.size() == 1 && shape[0] == 1);
+  if (scalar) return ndim == 0 || (ndim == 1 && given.shape[2] == 1);
+  return ndim == shape.size() && std::equal(shape.begin(), shape.end(), given.shape + 2);
+}
+
 }  // namespace rlstore

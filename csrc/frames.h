@@ -17,12 +17,15 @@ inline bool is_interleaved(const Observation& leaf) {
   return leaf.outer > 1 && width > 0 && width <= kWidestPiece;
 }
 
-// How many pieces of each frame are in a block.
-inline size_t pieces_in_block(const Observation& leaf) { return kFrameBlock / (leaf.inner * leaf.stack); }
+// How many pieces of each frame are in a block: whole cache lines of them, if they are short.
+inline size_t pieces_in_block(const Observation& leaf) {
+  const size_t most = kFrameBlock / (leaf.inner * leaf.stack);
+  return most > 64 ? most / 64 * 64 : most;
+}
 
 // Writes pieces of a stack to `target`: those from `first` on of its frames, `count` of each, at most pieces_in_block(). A null frame is
-// zeros.
-void interleave(char* target, const char* const* frames, const Observation& leaf, size_t first, size_t count);
+// zeros. Streamed: with non-temporal stores, which the caller ends (end_streams).
+void interleave(char* target, const char* const* frames, const Observation& leaf, size_t first, size_t count, bool streamed);
 
 // Copies the frame at position `index` out of a stack.
 void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index);

@@ -133,6 +133,7 @@ class Gather {
 
  private:
   Gathered outcome(const int64_t* rows, size_t count) const {
+    end_streams();
     if (lanes_.written_now && was_overrun(rows, count)) return Gathered::kOverrun;
     return all_held_ ? Gathered::kAll : Gathered::kNotHeld;
   }
@@ -323,9 +324,20 @@ class Gather {
     }
   }
 
+  static void convert_out(const Output& output, float* target, const char* source, const DLDataType& dtype, size_t count) {
+    if (!output.streamed) return convert_row(target, source, dtype, count);
+    constexpr size_t kBlock = 1024;  // stays in the nearest cache
+    float block[kBlock];
+    for (size_t first = 0; first < count; first += kBlock) {
+      const size_t width = std::min(kBlock, count - first);
+      convert_row(block, source + first * dtype.bits / 8, dtype, width);
+      copy_streamed(reinterpret_cast<char*>(target + first), reinterpret_cast<const char*>(block), width * sizeof(float));
+    }
+  }
+
   static RLSTORE_INLINE void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
     if (output.as_float)
-      convert_row(reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
+      convert_out(output, reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
     else if (output.streamed)
       copy_streamed(target, source, bytes);
     else
@@ -396,13 +408,17 @@ class Gather {
 
   // The stack of `frames_`, a block at a time.
   void write_interleaved(const Output& output, const Observation& leaf, char* target) {
-    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner, width_out = bytes_out(output, leaf.block, width);
-    const bool as_is = !output.as_float && !output.streamed;
+    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner;
     for (size_t first = 0; first < leaf.outer; first += most) {
-      const size_t count = std::min(most, leaf.outer - first);
-      char* out = target + first * width_out;
-      interleave(as_is ? out : block_, frames_.data(), leaf, first, count);
-      if (!as_is) copy_out(output, out, block_, leaf.block, count * width);
+      const size_t count = std::min(most, leaf.outer - first), bytes = count * width;
+      if (output.as_float) {
+        char block[kFrameBlock];
+        interleave(block, frames_.data(), leaf, first, count, false);
+        copy_out(output, target, block, leaf.block, bytes);
+      } else {
+        interleave(target, frames_.data(), leaf, first, count, output.streamed);
+      }
+      target += bytes_out(output, leaf.block, bytes);
     }
   }
 
@@ -432,7 +448,6 @@ class Gather {
   std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
   std::vector<char> zeros_;
   std::vector<const char*> frames_;  // of the stack that is being written
-  char block_[kFrameBlock];
 };
 
 }  // namespace
@@ -470,27 +485,60 @@ void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64
   }
 }
 
-void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
-  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
-  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));  // rows held by this lane and all lanes before it
-  int64_t total = 0, oldest = lanes.oldest(0);
-  bool alike = true;
+RLSTORE_CLONES
+bool counts_can_be(const Lanes& lanes) {
+  uint64_t wrong = 0;  // the sign bit is set if any is; differences wrap around
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    alike = alike && lanes.oldest(lane) == oldest && lanes.written[lane] == lanes.written[0];
-    total += lanes.written[lane] - lanes.oldest(lane);
-    ends[static_cast<size_t>(lane)] = total;
+    const uint64_t begun = static_cast<uint64_t>(lanes.begun[lane]), written = static_cast<uint64_t>(lanes.written[lane]);
+    wrong |= begun | written | (written - begun) | (static_cast<uint64_t>(kCountLimit) - 1 - written);
   }
+  return static_cast<int64_t>(wrong) >= 0;
+}
+
+namespace {
+
+// What lanes have in common: then the lane of a row that is drawn is known without counting the rows of every lane.
+enum class Alike { kNot, kFull, kSameTimes };
+
+RLSTORE_CLONES
+Alike lanes_alike(const Lanes& lanes) {
+  int64_t differs = 0, is_short = 0;  // negative if any is short
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.begun[lane] ^ lanes.begun[0]);
+    is_short |= lanes.written[lane] - lanes.begun[lane] - lanes.steps;
+  }
+  return differs == 0 ? Alike::kSameTimes : is_short >= 0 ? Alike::kFull : Alike::kNot;
+}
+
+}  // namespace
+
+bool draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
+  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
+  const Alike alike = lanes_alike(lanes);
+  std::vector<int64_t> ends;  // rows held by this lane and all lanes before it
+  int64_t total = (lanes.written[0] - lanes.oldest(0)) * lanes.lanes;
+  if (alike == Alike::kNot) {
+    total = 0;
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) ends.push_back(total += lanes.written[lane] - lanes.oldest(lane));
+  }
+  if (total == 0) return false;
   for (size_t i = 0; i < count; i++) {
     const int64_t drawn = random_below(seed, counter + i, total);
-    if (alike) {
-      rows[i] = oldest * lanes.lanes + drawn;
+    if (alike == Alike::kSameTimes) {
+      rows[i] = lanes.oldest(0) * lanes.lanes + drawn;
       continue;
     }
-    const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
-    const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
-    rows[i] = (lanes.oldest(lane) + drawn - before) * lanes.lanes + lane;
+    int64_t lane, after;  // the row of its lane, counted from the oldest
+    if (alike == Alike::kFull) {
+      after = lanes.by_steps.remainder(drawn, &lane);
+    } else {
+      lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
+      after = drawn - (lane ? ends[static_cast<size_t>(lane - 1)] : 0);
+    }
+    rows[i] = (lanes.oldest(lane) + after) * lanes.lanes + lane;
   }
   advance(generator, count);
+  return true;
 }
 
 bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {

@@ -18,14 +18,14 @@ def stacked(twins: Twins, steps: int) -> tuple[torch.Tensor | None, ...]:
     mask = 2 * len(layout.leaves) + len(layout.columns) + 2
     ones = torch.ones(layout.lanes, dtype=torch.bool)
     columns[mask] = [ones if value is None else value for value in columns[mask]]
-    return tuple(None if any(v is None for v in values) else torch.cat(values) for values in columns)
+    return tuple(None if any(v is None for v in values) else torch.stack(values) for values in columns)
 
 
 def write_steps(memory: Memory, values: tuple, steps: int, *, resumed: bool) -> bool:
     """Write all; returns whether an episode was broken off."""
     done, broken = 0, False
     while done < steps:
-        done, outcome = memory.ring.write_steps(values, steps, done, steps, resumed)
+        done, outcome = memory.ring.write_steps(values, steps, done, steps, resumed, True)
         broken |= outcome == -4
         assert outcome in (-1, -2, -3, -4)
         if outcome in (-2, -3):
@@ -48,32 +48,31 @@ def test_several_steps_are_one_step_after_another(layout, counts, resumed):
 def test_a_value_that_does_not_fit_is_found_before_anything_is_written():
     twins = Twins(PLAIN)
     values = list(stacked(twins, 4))
-    values[3] = torch.cat([values[3][:-1], torch.tensor([1.0])]).reshape(-1)
     values[5] = values[5].float()
-    values[5][-1] = torch.nan
-    assert twins.native.ring.write_steps(tuple(values), 4, 0, 4, False) == (0, 5)
+    values[5][-1, -1] = torch.nan
+    assert twins.native.ring.write_steps(tuple(values), 4, 0, 4, False, True) == (0, 5)
     assert int(twins.native.counters[0].sum()) == 0
 
 
 def test_steps_stop_where_there_is_no_room():
     ring = Twins(PLAIN).native
     ring.grow(), ring.grow()
-    zeros = torch.zeros(8, 2)
-    flags = torch.zeros(8, dtype=torch.bool)
-    values = (zeros, zeros, torch.zeros(8, 2).long(), torch.zeros(8), flags, flags, None, None, None)
+    zeros = torch.zeros(4, 2, 2)
+    flags = torch.zeros(4, 2, dtype=torch.bool)
+    values = (zeros, zeros, zeros.long(), torch.zeros(4, 2, 1), flags, flags, None, None, None)
     ring.ring.allow(3)
-    assert ring.ring.write_steps(values, 4, 0, 4, False) == (3, -1)
-    assert ring.ring.write_steps(values, 4, 3, 4, False) == (3, -6)
+    assert ring.ring.write_steps(values, 4, 0, 4, False, True) == (3, -1)
+    assert ring.ring.write_steps(values, 4, 3, 4, False, True) == (3, -6)
     assert ring.counters[0].tolist() == [3, 3]
     ring.ring.allow(3)
-    assert ring.ring.write_steps(values, 4, 3, 4, False) == (4, -1)
+    assert ring.ring.write_steps(values, 4, 3, 4, False, True) == (4, -1)
     assert ring.counters[0].tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(("steps", "begin", "end"), [(0, 0, 0), (2, -1, 1), (2, 1, 0), (2, 0, 3), (2**52, 0, 1)])
 def test_steps_that_are_not_there_are_refused(steps, begin, end):
     with pytest.raises(ValueError, match="no such steps"):
-        Twins(PLAIN).native.ring.write_steps((), steps, begin, end, False)
+        Twins(PLAIN).native.ring.write_steps((), steps, begin, end, False, True)
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array"])

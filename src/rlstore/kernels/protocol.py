@@ -335,16 +335,18 @@ class EpisodeRing(Protocol):
         """
 
     def write_steps(
-        self, values: tuple[Tensor | None, ...], steps: int, begin: int, end: int, resumed: bool
+        self, values: tuple[object, ...], steps: int, begin: int, end: int, resumed: bool, checked: bool
     ) -> tuple[int, int]:
         """Write the steps from ``begin`` to before ``end``, or the first of them.
 
         Args:
-            values: Those of :meth:`write`, of ``steps`` steps one after another: ``[steps * lanes, ...]``.
+            values: Those of :meth:`write`, of ``steps`` steps: ``[steps, lanes, ...]``.
             steps: The steps that there are.
             begin: The first to write.
             end: One past the last.
             resumed: None of them is a reset step, and none need continue what is held.
+            checked: Whether all values are tensors that fit. If not, a version that does not check all of them before
+                it writes one says that the first does not fit.
 
         Returns:
             The first step that was not written, and what :meth:`write` returns: ``WRITTEN_WITH_BREAK`` if any step did,

@@ -36,7 +36,7 @@ from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import View
-from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, whole_data
+from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
@@ -612,13 +612,14 @@ class ReplayCore(Storage):
         steps = len(rewards)
         if self._rows is None:
             self.init_tensors({name: at_step(value, 0, steps, name) for name, value in new_data.items()})
-        ring, count = self._ring_of(), len(self._fields.observations)
+        ring = self._ring_of()
         if self._sharing is not None:
             self._sharing.require_no_writers()
-        values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
+        data = {**new_data, "final_observations": new_data["next_observations"]}
+        given, fit = steps_at_once(data, self._fields, steps, ring)
         ring.require_room(steps)
         before = ring.total_written
-        self._appender.write_steps((*values, *values[count : 2 * count], None), steps, resumed=True)
+        self._appender.write_steps(given, steps, fit, resumed=True)
         ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)

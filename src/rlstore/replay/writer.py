@@ -19,7 +19,7 @@ from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, StorageClosedError, WaitTimeoutError
-from rlstore.replay.vocabulary import check_sample, fit_finals, fit_steps, step_arguments
+from rlstore.replay.vocabulary import check_sample, step_arguments, steps_at_once
 
 _LOOK_SECONDS = 1.0  # between two looks at whether the process that made the storage lives
 
@@ -116,17 +116,18 @@ class ReplayWriter:
         Returns:
             The transitions that were stored. Reset steps are none.
         """
-        part, lead, lanes = self._part, (steps,), len(self.lanes)
+        part, lanes = self._part, len(self.lanes)
         check_sample(samples, part.fields, self._kind)
-        place = (part.fields, lead, lanes, part.ring.device)
-        values = (*fit_steps(samples, *place), *fit_finals(samples, has_final, *place))
-        at_once = 1 if self._control.limiter.is_on else steps  # each waits for the limit
-        stored, masks = 0, samples.get("masks")
-        for first in range(0, steps, at_once):
-            some = slice(first, first + at_once)
-            count = count_of(None if masks is None else masks[some], at_once * lanes)
-            step = tuple(None if value is None else value[some] for value in values)
-            stored += self._append(count, partial(part.append_steps, step, at_once))
+        given, fit = steps_at_once(samples, part.fields, steps, part.ring, has_final)
+        if not self._control.limiter.is_on:
+            return self._append(
+                count_of(samples.get("masks"), steps * lanes), partial(part.append_steps, given, steps, fit)
+            )
+        stored, values = 0, fit()
+        for step in range(steps):  # each waits for the limit
+            row = tuple(None if value is None else value[step : step + 1] for value in values)
+            mask = row[-len(part.fields.observations) - 2]
+            stored += self._append(count_of(mask, lanes), partial(part.append_steps, None, 1, partial(tuple, row)))
         return stored
 
     def _append(self, count: int, append: Callable[[], None]) -> int:

@@ -15,7 +15,6 @@ KEEP_BYTES = 512 << 20
 # The part of a CUDA device's memory that is gathered in one launch, at most.
 _CUDA_AHEAD_PART = 256
 
-Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 GroupAllocator = Callable[[Sequence[Sequence[int]], Sequence[torch.dtype], torch.device], tuple[Tensor, ...]]
 
 
@@ -71,18 +70,18 @@ class Recycler:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with whatever was in its memory before."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.empty(shape, dtype, device)
-        if device.type != "cpu" or dtype not in _DLPACK_TYPES:
-            return allocate_empty(shape, dtype, device)
-        return self._pool.empty(tuple(shape), *_DLPACK_TYPES[dtype])
+        return self.empty_group((shape,), (dtype,), device)[0]
 
     def empty_group(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> tuple[Tensor, ...]:
-        """:meth:`empty` for several tensors."""
-        return tuple([self.empty(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
+        """:meth:`empty` for several tensors; those of less than 256 KiB share memory."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty_group(shapes, dtypes, device)
+        if device.type != "cpu" or not _DLPACK_TYPES.keys() >= set(dtypes):
+            return allocate_group(shapes, dtypes, device)
+        return tuple(self._pool.empty(shapes, [_DLPACK_TYPES[dtype] for dtype in dtypes]))
 
     def __reduce__(self) -> tuple[type[Recycler], tuple[()]]:
         return Recycler, ()  # a copy shares no memory
@@ -106,41 +105,3 @@ _DLPACK_TYPES = {
     torch.uint32: (1, 32),
     torch.uint64: (1, 64),
 }
-
-
-class Arena:
-    """Tensors cut from one piece of memory, for a batch of many tensors whose shapes change from update to update.
-
-    Args:
-        nbytes: Bytes of all tensors together.
-        count: How many there will be.
-        device: The device.
-        empty: Allocates the piece.
-    """
-
-    def __init__(self, nbytes: int, count: int, device: torch.device, empty: Allocator) -> None:
-        # Rounded up to an eighth of its power of two, so that a piece is recycled if the next size differs a little.
-        needed = nbytes + count * _ALIGNMENT
-        grain = max(1 << max(needed.bit_length() - 4, 0), _ALIGNMENT)
-        self.piece = empty((-(-needed // grain) * grain,), torch.uint8, device)
-        self._typed: dict[torch.dtype, Tensor] = {}  # the whole piece, seen as each dtype
-        self._used = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next tensor."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.empty(shape, dtype, device)
-        if dtype not in self._typed:
-            self._typed[dtype] = self.piece.view(dtype)
-        strides, count = [], 1
-        for size in reversed(shape):
-            strides.append(count)
-            count *= size
-        first = self._used
-        self._used += -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        # Through .data, so that each has a version counter of its own: for autograd they are independent.
-        return self._typed[dtype].as_strided(tuple(shape), strides[::-1], first // dtype.itemsize).data
-
-
-_ALIGNMENT = 64

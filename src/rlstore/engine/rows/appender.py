@@ -20,6 +20,7 @@ from rlstore.kernels import Guard, protocol
 from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
+Fit = Callable[[], tuple[Tensor | None, ...]]
 
 
 class Follower(Protocol):
@@ -127,11 +128,11 @@ class Appender:
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self._warn_of_break()
 
-    def append_steps(self, values: tuple[Tensor | None, ...], steps: int) -> None:
-        """Append several steps, the values of which fit: see :meth:`write_steps`."""
+    def append_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit) -> None:
+        """Append several steps: see :meth:`write_steps`."""
         with self._guard:
             self.ring.require_room(steps)
-            outcome = self.write_steps(values, steps, resumed=False)
+            outcome = self.write_steps(values, steps, fit, resumed=False)
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self._warn_of_break()
 
@@ -189,31 +190,35 @@ class Appender:
         self._follow(1)
         return outcome
 
-    def write_steps(self, values: tuple[Tensor | None, ...], steps: int, *, resumed: bool) -> int:
-        """Write several steps, for a caller that has the guard and has checked that all values fit.
+    def write_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit, *, resumed: bool) -> int:
+        """Write several steps, for a caller that has the guard; all values fit, or nothing is written.
 
         Args:
-            values: Those of :meth:`write` as the ring holds them, ``[steps, lanes, ...]``.
+            values: Those of :meth:`write`, ``[steps, lanes, ...]``; None to let them be fitted.
             steps: The number of steps.
+            fit: Checks all values, and returns them as the ring takes them, if a kernel cannot read them.
             resumed: None of them is a reset step, and none need continue what is held.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off.
         """
-        flat = tuple(None if value is None else value.flatten(0, 1) for value in values)
-        done, result = 0, WRITTEN
+        done, result, checked = 0, WRITTEN, values is None
+        values = fit() if values is None else values
         while done < steps:
             if self.settle is not None:
                 self.settle()
             # What is kept elsewhere is kept step by step, before anything of it can be overwritten.
             end = steps if self.keep is None else done + 1
-            before = done
-            done, outcome = (self._kernel or self._bind()).write_steps(flat, steps, done, end, resumed)
-            self._follow(done - before)
+            before, kernel = done, self._kernel or self._bind()
+            done, outcome = kernel.write_steps(values, steps, done, end, resumed, checked)
+            if done > before:
+                self._follow(done - before)
             if outcome == WRITTEN_WITH_BREAK:
                 result = outcome
             elif outcome >= 0:
-                raise RuntimeError(f"{self._place(outcome).name} was checked and does not fit its block")
+                if checked:
+                    raise RuntimeError(f"{self._place(outcome).name} was checked and does not fit its block")
+                values, checked = fit(), True
             elif outcome != WRITTEN:
                 self._make_room(outcome)
         return result
@@ -246,9 +251,10 @@ class Appender:
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
                 # The kernel cannot read it: convert it if possible, else refuse it.
-                found = find_final(infos) if outcome == self._columns_end + 3 else None
+                is_final = outcome == self._columns_end + 3 and self.fields.structure.is_leaf  # nests are fitted
+                found = find_final(infos) if is_final else None
                 if found is not None:
-                    values, infos = self._with_fitted_final(values, found), None
+                    values, infos, fitted = self._with_fitted_final(values, found), None, -1
                     outcome = kernel.write(values)
                     continue
                 if outcome == fitted:
