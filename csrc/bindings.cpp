@@ -16,6 +16,7 @@
 #include "bindings_gather.h"
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
+#include "bindings_reader.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
@@ -309,6 +310,7 @@ NB_MODULE(_native, m) {
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
+  nb::class_<RowReader>(m, "RowReader").def(nb::init<nb::tuple, nb::tuple, nb::tuple>()).def("read", &RowReader::read);
   nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
   nb::class_<BoundKernel>(m, "BoundKernel")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
