@@ -56,7 +56,7 @@ torture: $(VENV)/ready
 # The C++ with sanitizers of GCC: the tests that reach most of it, with random and hostile input; those in which threads use it;
 # and, in threads and without Python, what processes share without a lock.
 HOSTILE := $(wildcard tests/replay/test_*_machine.py tests/test_*forged*.py tests/*/test_*mutants*.py)
-LOCKLESS := $(addprefix csrc/,episodes.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
+LOCKLESS := $(addprefix csrc/,episodes.cpp frames.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
 
 sanitize: $(VENV)/ready
 	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup \

@@ -75,7 +75,8 @@ class Phase:
 class Target:
     """In ``phase``, take at most ``ratio`` of the time of the fastest of ``peers``, or so many ``microseconds``.
 
-    It applies to all our contenders, or to those that ``ours`` names. ``row`` names it in the summary.
+    No peers are all that take part. It applies to all our contenders, or to those that ``ours`` names. ``row`` names
+    it in the summary.
     """
 
     phase: str
@@ -94,7 +95,12 @@ class Target:
         """What was aimed at, in words."""
         if self.microseconds is not None:
             return f"{self.microseconds:g} us"
-        return f"{self.ratio:g} x {' or '.join(self.peers)}"
+        return f"{self.ratio:g} x {' or '.join(self.peers) or 'the fastest peer'}"
+
+    def is_against(self, timing: Timing) -> bool:
+        """Whether this timing is one of those that the ratio is to."""
+        peer = timing.contender in self.peers if self.peers else timing.role == "peer"
+        return peer and timing.phase == self.phase
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Result:
     def outcomes(self) -> Iterator[Outcome]:
         """What became of each target, for each of our contenders that it applies to."""
         for target in self.targets:
-            peers = [t.median for t in self.timings if t.phase == target.phase and t.contender in target.peers]
+            peers = [timing.median for timing in self.timings if target.is_against(timing)]
             for timing in self.timings:
                 if not target.concerns(timing):
                     continue

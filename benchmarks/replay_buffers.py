@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -55,14 +56,15 @@ class Buffer(ABC):
         """The arguments of ``sample`` for each of these calls."""
         return repeat((batch_size,), calls)
 
-    def sampling(self, batch_size: int, calls: int) -> Loop:
-        """A loop that draws batches and keeps each until the next one is returned."""
+    def sampling(self, batch_size: int, calls: int, held: int = 1) -> Loop:
+        """A loop that draws batches, each while the ``held`` newest are kept, and returns the last."""
+        kept: deque[Any] = deque(maxlen=held)
 
         def draw() -> object:
-            sample, drawn = self.sample, None
+            sample, keep = self.sample, kept.append
             for arguments in self.arguments(batch_size, calls):
-                drawn = sample(*arguments)
-            return drawn
+                keep(sample(*arguments))
+            return kept[-1]
 
         return draw
 

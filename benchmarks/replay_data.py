@@ -104,7 +104,7 @@ class Source(ABC):
         self.envs = envs
         self._chunk = chunk
         self.episode_length = episode_length
-        self._ahead = np.arange(envs) * (episode_length // envs)
+        self._ahead = np.arange(envs) * episode_length // envs
 
     @abstractmethod
     def observations(self, ids: Array) -> Array:
@@ -215,13 +215,19 @@ class VectorSource(Source):
 class PixelSource(Source):
     """Frame stacks, ``(stack * channels, 84, 84)`` uint8; an episode begins with its first frame repeated.
 
-    ``actions`` is the length of a float32 vector, or 0 for 18 discrete actions.
+    ``actions`` is the length of a float32 vector, or 0 for 18 discrete actions. With ``last`` the frames are the last
+    axis, ``(84, 84, stack)``.
     """
 
     SIDE = 84
 
-    def __init__(self, stack: int, channels: int, actions: int, episode_length: int = 200) -> None:
+    def __init__(
+        self, stack: int, channels: int, actions: int, episode_length: int = 200, *, last: bool = False
+    ) -> None:
+        self._last = last
         pixels = Box(0, 255, (stack * channels, self.SIDE, self.SIDE), np.uint8)
+        if last:
+            pixels = Box(0, 255, (self.SIDE, self.SIDE, stack), np.uint8)
         super().__init__(
             pixels, unbounded(actions) if actions else Discrete(18), 1, episode_length, chunk=episode_length
         )
@@ -236,6 +242,8 @@ class PixelSource(Source):
     def observations(self, ids: Array) -> Array:
         place = self.place(ids)
         frames = [self._frames(ids - np.minimum(place, back)) for back in range(self.stack - 1, -1, -1)]
+        if self._last:
+            return np.stack(frames, axis=-1).reshape(*ids.shape, *self.obs_shape)
         return np.concatenate(frames, axis=-1).reshape(*ids.shape, *self.obs_shape)
 
     def _frames(self, ids: Array) -> Array:

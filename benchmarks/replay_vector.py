@@ -18,10 +18,11 @@ BATCH = 256
 OBS, ACTIONS = 17, 6
 ENVS = 16
 EPISODE = 200
-ADDS, SAMPLES = 400, 100
+ADDS, SAMPLES = 200, 100
 # Steps that are added repeatedly: twice as many, half a megabyte with 16 environments.
 LOOP = 100
-OFFLINE = 50 * ADDS
+SLICE = 1000
+OFFLINE = 100 * ADDS
 # Bytes of a transition as it is appended, with two flags, and as it is served, with a discount.
 GIVEN = 4 * (2 * OBS + ACTIONS + 1) + 2
 SERVED = 4 * (2 * OBS + ACTIONS + 2)
@@ -47,7 +48,7 @@ PHASES = (
     ("add broken", "add 1, observations that do not follow on", ADDS, GIVEN),
     ("add", "add 1, empty infos", ADDS, GIVEN),
     ("add 16", "add 16, empty infos", ADDS, ENVS * GIVEN),
-    ("slice", "a row of 200 added in one call", 2 * LOOP, GIVEN),
+    ("slice", "a row of 1000 added in one call", SLICE, GIVEN),
     ("sample", "sample 256 of one environment", SAMPLES, BATCH * SERVED),
     ("sample 16", "sample 256 of 16 environments", SAMPLES, BATCH * SERVED),
 )
@@ -62,7 +63,7 @@ class Uniform(Sampling):
         super().__init__(name, lambda: single, {"sample": (BATCH, SAMPLES)})
         self._shared.fill()
         steps, shared_steps = source().loop(LOOP), source(ENVS).loop(LOOP)
-        at_once = single.adding_at_once(steps)
+        at_once = single.adding_at_once(next(source().fill(SLICE)))
         self._loops = {
             "add infos": single.adding(steps, ADDS, infos=True),
             "add 16 infos": self._shared.adding(shared_steps, ADDS, infos=True),
@@ -97,7 +98,7 @@ def workload() -> Workload:
         phases=tuple(Phase(name, label, calls) for name, label, calls, _ in PHASES),
         contenders={name: partial(Uniform, name, make) for name, make in BUFFERS.items()} | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (BATCH,), 1),
-        rounds=15,
+        rounds=10,
         targets=(
             Target("add infos", ("SB3",), 0.35, ours, "replay add 1, infos of MuJoCo"),
             Target("add 16 infos", ("SB3",), 0.45, ours, "replay add 16, infos of MuJoCo"),
@@ -106,6 +107,6 @@ def workload() -> Workload:
             Target("add 16", ("rlox",), 1.5, ours, "replay add 16, empty infos"),
             Target("sample", ("rlox",), 0.35, ours, "sample 256 of 1M, 1 environment"),
             Target("sample 16", ("rlox",), 0.45, ours, "sample 256 of 1M, 16 environments"),
-            Target("slice", ours=ours, row="insert_data_slice, a row", microseconds=0.3),
+            Target("slice", ours=ours, row="insert_data_slice, a row of 1000", microseconds=0.3),
         ),
     )

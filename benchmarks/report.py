@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -100,35 +100,59 @@ def _ratio(timing: Timing, other: Timing | None) -> str:
 
 
 def _targets(result: Result, timing: Timing) -> str:
-    return ", ".join(outcome_text(outcome) for outcome in result.outcomes() if outcome.timing is timing)
+    return ", ".join(_words(aim) for aim in aims([result]) if aim.timing is timing)
 
 
-def outcome_text(outcome: Outcome) -> str:
-    """A target with what was measured: ``0.41, at most 0.5 x SB3: met``."""
-    return f"{outcome.measured:.3g}, at most {outcome.target.aim()}: {'met' if outcome.met else 'missed'}"
+@dataclass(frozen=True)
+class Aim:
+    """What became of a target, with the fastest peer of its phase, whoever that is."""
+
+    row: str
+    timing: Timing
+    peer: Timing | None
+    aim: str
+    measured: float
+    met: bool
+
+
+def aims(results: list[Result]) -> list[Aim]:
+    """All targets of all workloads."""
+    return [
+        Aim(
+            _row(result, outcome),
+            outcome.timing,
+            result.best(outcome.timing.phase, "peer"),
+            outcome.target.aim(),
+            outcome.measured,
+            outcome.met,
+        )
+        for result in results
+        for outcome in result.outcomes()
+    ]
+
+
+def _row(result: Result, outcome: Outcome) -> str:
+    row = outcome.target.row or f"{result.title}: {result.labels[outcome.timing.phase]}"
+    variant = outcome.timing.contender.partition(", ")[2]
+    return f"{row}, {variant}" if variant and len(outcome.target.ours) != 1 else row
+
+
+def _words(aim: Aim) -> str:
+    return f"{aim.measured:.3g}, at most {aim.aim}: {'met' if aim.met else 'missed'}"
 
 
 def summary(results: list[Result]) -> Table:
-    """All targets of all workloads: a line each, beside the fastest peer, whoever that is."""
+    """All aims: a line each."""
     drawn = Table(title="All aims", title_justify="left")
     drawn.add_column("row")
     for heading in ("rlstore", "fastest peer", "ratio"):
         drawn.add_column(heading, justify="right")
     drawn.add_column("aim")
-    for result in results:
-        for outcome in result.outcomes():
-            timing, peer = outcome.timing, result.best(outcome.timing.phase, "peer")
-            fastest = "-" if peer is None else f"{_microseconds(peer.median)} ({peer.contender})"
-            row = outcome.target.row or f"{result.title}: {result.labels[timing.phase]}"
-            variant = timing.contender.partition(", ")[2]
-            drawn.add_row(
-                f"{row}, {variant}" if variant and len(outcome.target.ours) != 1 else row,
-                _microseconds(timing.median),
-                fastest,
-                _ratio(timing, peer),
-                outcome_text(outcome),
-                style=None if outcome.met else "yellow",
-            )
+    for aim in aims(results):
+        fastest = "-" if aim.peer is None else f"{_microseconds(aim.peer.median)} ({aim.peer.contender})"
+        style = None if aim.met else "yellow"
+        ours = _microseconds(aim.timing.median)
+        drawn.add_row(aim.row, ours, fastest, _ratio(aim.timing, aim.peer), _words(aim), style=style)
     return drawn
 
 
@@ -166,9 +190,22 @@ def as_json(results: list[Result], saves: list[Figures], footprints: list[Footpr
     return {
         "machine": machine(),
         "versions": versions(),
+        "aims": [_aim_json(aim) for aim in aims(results)],
         "workloads": [_workload_json(result) for result in results],
         "saving": [asdict(result) for result in saves],
         "bytes_a_transition": [asdict(result) for result in footprints],
+    }
+
+
+def _aim_json(aim: Aim) -> dict[str, Any]:
+    return {
+        "row": aim.row,
+        "us": aim.timing.median * 1e6,
+        "peer": aim.peer.contender if aim.peer else None,
+        "peer_us": aim.peer.median * 1e6 if aim.peer else None,
+        "aim": aim.aim,
+        "measured": aim.measured,
+        "met": aim.met,
     }
 
 
@@ -178,32 +215,18 @@ def _workload_json(result: Result) -> dict[str, Any]:
         "title": result.title,
         "rounds": result.rounds,
         "clock": result.clock,
+        "labels": result.labels,
         "calls": result.calls,
         "load": result.load,
         "missing": result.missing,
-        "timings": [_timing_json(result, timing) for timing in result.timings],
-    }
-
-
-def _timing_json(result: Result, timing: Timing) -> dict[str, Any]:
-    best, floor = result.best(timing.phase, "peer"), result.best(timing.phase, "floor")
-    return {
-        "contender": timing.contender,
-        "role": timing.role,
-        "phase": timing.phase,
-        "label": result.labels.get(timing.phase),
-        "median_us": timing.median * 1e6,
-        "quartiles_us": [edge * 1e6 for edge in timing.quartiles],
-        "ratio_to_best_peer": timing.median / best.median if best else None,
-        "ratio_to_memcpy": timing.median / floor.median if floor else None,
-        "targets": [
+        "timings": [
             {
-                "row": outcome.target.row,
-                "aim": outcome.target.aim(),
-                "measured": outcome.measured,
-                "met": outcome.met,
+                "contender": timing.contender,
+                "role": timing.role,
+                "phase": timing.phase,
+                "median_us": timing.median * 1e6,
+                "quartiles_us": [edge * 1e6 for edge in timing.quartiles],
             }
-            for outcome in result.outcomes()
-            if outcome.timing is timing
+            for timing in result.timings
         ],
     }

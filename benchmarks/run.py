@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from rich.console import Console
 from rich.table import Table
@@ -32,12 +33,12 @@ from benchmarks.harness import Workload, run_alone
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ppo": ppo.workload,
-    "rollout": rollout.workload,
-    "recurrent": rollout.recurrent,
-    "decoupled": decoupled.workload,
     "replay_vector": replay_vector.workload,
     "prioritized_1M": partial(replay_prioritized.workload, 1_000_000),
     "prioritized_100k": partial(replay_prioritized.workload, 100_000),
+    "rollout": rollout.workload,
+    "recurrent": rollout.recurrent,
+    "decoupled": decoupled.workload,
     "replay_sequences": replay_sequences.workload,
     "replay_pixels": replay_pixels.workload,
     "replay_nstep_pixels": replay_nstep_pixels.workload,
@@ -75,7 +76,7 @@ def main() -> None:
     console.print("  ".join(f"{package} {number}" for package, number in report.versions().items()))
     if os.getloadavg()[0] > 1:
         console.print("[yellow]The machine is busy. Peers that move more memory suffer more: the ratios flatter us.")
-    results = []
+    results, begun = [], perf_counter()
     for name in names:
         if name in WORKLOADS:
             result = run_alone(WORKLOADS[name], given.rounds)
@@ -95,7 +96,7 @@ def main() -> None:
     show(console, report.summary(results), {})
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(report.as_json(results, saves, footprints), indent=2) + "\n")
-    console.print(f"\nWritten to {OUTPUT}")
+    console.print(f"\nWritten to {OUTPUT} after {(perf_counter() - begun) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@
 #include "bindings_gather.h"
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
+#include "bindings_pieces.h"
 #include "bindings_reader.h"
 #include "bindings_rollouts.h"
 #include "bindings_slots.h"
@@ -311,11 +312,18 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
   nb::class_<RowReader>(m, "RowReader").def(nb::init<nb::tuple, nb::tuple, nb::tuple>()).def("read", &RowReader::read);
-  nb::class_<RowChecker>(m, "RowChecker").def(nb::init<nb::sequence>()).def("look", &RowChecker::look);
+  nb::class_<Cutter>(m, "Cutter")
+      .def(nb::init<nb::object, nb::object, nb::sequence, nb::sequence>())
+      .def("empty", &Cutter::empty)
+      .def("cut", &Cutter::cut)
+      .def("tensors", &Cutter::tensors);
+  nb::class_<Fixed>(m, "Fixed").def(nb::init<nb::tuple>()).def_prop_ro("arguments", &Fixed::arguments);
+  fixed_type = reinterpret_cast<PyTypeObject*>(nb::type<Fixed>().ptr());
   nb::class_<BoundKernel>(m, "BoundKernel")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, unsigned, unsigned, std::string, int32_t, int32_t>(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("device_type") = static_cast<int32_t>(kCuda))
       .def("launch", &BoundKernel::launch);
+  nb::class_<RowLauncher>(m, "RowLauncher").def(nb::init<nb::sequence>()).def("write", &RowLauncher::write).def("bind", &RowLauncher::bind);
   nb::class_<Guard>(m, "Guard", nb::is_weak_referenceable(), nb::type_slots(guard_slots))
       .def(nb::init<>())
       .def("enter", &Guard::enter)
@@ -330,6 +338,7 @@ NB_MODULE(_native, m) {
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("set_tables", &EpisodeRing::set_tables)
       .def("write", &EpisodeRing::write)
+      .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
       .def("allow", &EpisodeRing::allow)
       .def(
@@ -356,7 +365,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::object, nb::tuple, int64_t, double>())
       .def("gather", &ReplayGather::gather, nb::arg(), nb::arg().none())
       .def("sample", &ReplayGather::sample)
-      .def("sample_by_priority", &ReplayGather::sample_by_priority);
+      .def("sample_by_priority", &ReplayGather::sample_by_priority)
+      .def("sample_windows", &ReplayGather::sample_windows, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<WindowIndex>(m, "WindowIndex")
       .def(nb::init<nb::object, int64_t, int64_t, bool, nb::tuple>())
       .def("follow", &WindowIndex::follow)

@@ -35,13 +35,18 @@ class WindowIndex {
   int64_t count() const { return windows_.count(ring_->lanes()); }
   void draw(nb::handle generator, nb::handle rows) const {
     const size_t count = element_count(describe(rows));
+    draw_into(generator, typed<int64_t>(rows, count), count);
+  }
+  void draw_into(nb::handle generator, int64_t* rows, size_t count) const {
     if (this->count() == 0) throw nb::value_error("draw: there are no windows");
-    windows_.draw(ring_->lanes(), typed<int64_t>(generator, 2), typed<int64_t>(rows, count), count);
+    windows_.draw(ring_->lanes(), typed<int64_t>(generator, 2), rows, count);
   }
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
   void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
   int64_t seen(int64_t lane) const { return windows_.seen(lane); }
   const EpisodeRing* ring() const { return ring_; }
+  int64_t length() const { return windows_.length(); }
+  bool across() const { return windows_.across(); }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
 
@@ -72,7 +77,7 @@ class WindowIndex {
 // Priorities of the rows of a ring: leaf lane * steps + time % steps holds priority^alpha.
 class Priorities {
  public:
-  enum Refused : int64_t { kDone = 0, kNotAPriority = 1, kNeverWritten = 2, kNoWindow = 3 };
+  enum Refused : int64_t { kDone = 0, kNotAPriority = 1, kNeverWritten = 2, kNoWindow = 3, kNotRead = 4 };
 
   // memory: leaves float32, sums float64, maxima float32, seen int64 [lanes].
   Priorities(nb::object ring, nb::tuple memory) : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), tree_(bind()) {}
@@ -106,10 +111,13 @@ class Priorities {
 
   // Draws one row from each of `rows` equal parts of the total, with its weight (P(i) * size)^-beta / the largest weight.
   // Returns false, and draws nothing, if every priority is 0.
-  bool draw(nb::handle generator, double beta, nb::handle rows_tensor, nb::handle weights_tensor) {
-    const size_t count = element_count(describe(rows_tensor));
-    int64_t *state = typed<int64_t>(generator, 2), *rows = typed<int64_t>(rows_tensor, count);
-    float* weights = typed<float>(weights_tensor, count);
+  bool draw(nb::handle generator, double beta, nb::handle rows, nb::handle weights) {
+    const size_t count = element_count(describe(rows));
+    return draw_into(generator, beta, typed<int64_t>(rows, count), typed<float>(weights, count), count);
+  }
+
+  bool draw_into(nb::handle generator, double beta, int64_t* rows, float* weights, size_t count) {
+    int64_t* state = typed<int64_t>(generator, 2);
     const double total = tree_.total();
     if (!(total > 0)) return false;
     targets_.resize(count);
@@ -124,28 +132,23 @@ class Priorities {
     return true;
   }
 
+  const EpisodeRing* ring() const { return ring_; }
+
   // The CUDA version defers this work; here follow() sets initial priorities and update() counts dropped rows immediately.
   void settle() const {}
   int64_t dropped() const { return 0; }
 
-  // Sets all priorities, or none if one is refused. Returns (error, its index, number of stale rows dropped).
-  std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_tensor, nb::handle priorities_tensor, double alpha, WindowIndex* windows) {
-    const size_t count = element_count(describe(rows_tensor));
-    const int64_t* rows = typed<int64_t>(rows_tensor, count);
-    const float* priorities = typed<float>(priorities_tensor, count);
-    const Lanes& lanes = ring_->lanes();
-    indices_.clear(), values_.clear();
-    for (size_t i = 0; i < count; i++) {
-      if (!(priorities[i] >= 0.0f && priorities[i] <= FLT_MAX)) return {kNotAPriority, i, 0};
-      int64_t lane, time;
-      if (!lanes.part(rows[i], &lane, &time) || time >= lanes.written[lane]) return {kNeverWritten, i, 0};
-      if (time < lanes.oldest(lane)) continue;
-      if (windows && !windows->contains(rows[i])) return {kNoWindow, i, 0};
-      indices_.push_back(leaf_of(lane, time));
-      values_.push_back(raised(priorities[i], static_cast<float>(alpha)));
-    }
-    tree_.set(indices_.data(), values_.data(), indices_.size());
-    return {kDone, 0, static_cast<int64_t>(count - indices_.size())};
+  // Sets all priorities, or none if one is refused. Returns (error, its index, number of stale rows dropped). Rows that are not
+  // int64 [n], and priorities that are not floats [n] or [n, 1], are not read: they must be converted first.
+  std::tuple<int64_t, int64_t, int64_t> update(nb::handle rows_given, nb::handle priorities_given, double alpha, WindowIndex* windows) {
+    Given rows, priorities;
+    const DLDataType real{kFloat, 32, 1}, exact{kFloat, 64, 1};
+    // First the priorities: to read floats may run code of the caller's, to read whole numbers does not.
+    if (!read_plain(priorities_given, &priorities) || priorities.ndim < 1 || priorities.ndim > 2) return {kNotRead, 0, 0};
+    if (!read_plain(rows_given, &rows) || rows.ndim != 1 || !(rows.dtype == DLDataType{kInt, 64, 1})) return {kNotRead, 0, 0};
+    if (priorities.shape[0] != rows.shape[0] || (priorities.ndim == 2 && priorities.shape[1] != 1)) return {kNotRead, 0, 0};
+    if (!(priorities.dtype == real) && !(priorities.dtype == exact)) return {kNotRead, 0, 0};
+    return set(reinterpret_cast<const int64_t*>(rows.memory), priorities, rows.count(), static_cast<float>(alpha), windows);
   }
 
  private:
@@ -167,6 +170,37 @@ class Priorities {
     return tree;
   }
 
+  static bool read_plain(nb::handle value, Given* given) {
+    if (Py_TYPE(value.ptr()) == numpy.array) return read_array(value.ptr(), given);
+    return Py_TYPE(value.ptr()) == tensor_type && read_tensor(value.ptr(), given) && !given->strides;
+  }
+
+  std::tuple<int64_t, int64_t, int64_t> set(const int64_t* rows, const Given& priorities, size_t count, float alpha, WindowIndex* windows) {
+    const Lanes& lanes = ring_->lanes();
+    indices_.resize(count), values_.resize(count);
+    size_t held = 0;
+    for (size_t i = 0; i < count; i++) {
+      const float priority = priority_at(priorities, i);
+      if (!(priority >= 0.0f && priority <= FLT_MAX)) return {kNotAPriority, i, 0};
+      int64_t lane, time;
+      if (!lanes.part(rows[i], &lane, &time) || time >= lanes.written[lane]) return {kNeverWritten, i, 0};
+      if (time < lanes.oldest(lane)) continue;
+      if (windows && !windows->contains(rows[i])) return {kNoWindow, i, 0};
+      indices_[held] = leaf_of(lane, time);
+      tree_.prefetch(indices_[held]);
+      values_[held++] = raised(priority, alpha);
+    }
+    tree_.set(indices_.data(), values_.data(), held);
+    return {kDone, 0, static_cast<int64_t>(count - held)};
+  }
+
+  // What is above 0 stays so, though a float cannot tell.
+  static float priority_at(const Given& priorities, size_t i) {
+    if (priorities.dtype.bits == 32) return reinterpret_cast<const float*>(priorities.memory)[i];
+    const double given = reinterpret_cast<const double*>(priorities.memory)[i];
+    return given > 0 ? std::max(static_cast<float>(given), FLT_MIN) : static_cast<float>(given);
+  }
+
   // A priority above 0 stays above 0 after rounding.
   static float raised(float priority, float alpha) {
     return priority > 0 ? std::max(std::pow(priority, alpha), FLT_MIN) : alpha == 0.0f ? 1.0f : 0.0f;
@@ -184,10 +218,9 @@ class Priorities {
   }
 
   void weigh(const int64_t* leaves, float* weights, size_t count, float beta) const {
-    const float* priorities = typed<float>(memory_[0], element_count(describe(memory_[0])));
     float least = FLT_MAX;
     for (size_t i = 0; i < count; i++) {
-      weights[i] = priorities[leaves[i]];
+      weights[i] = tree_.leaf(leaves[i]);
       least = std::min(least, weights[i]);
     }
     for (size_t i = 0; i < count; i++) weights[i] = std::pow(weights[i] / least, -beta);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "bindings_draws.h"
 #include "bindings_replay.h"
 
 namespace rlstore {
@@ -24,10 +25,11 @@ class ReplayGather {
       Output output{static_cast<Part>(nb::cast<int32_t>(request[0]))};
       output.leaf = nb::cast<size_t>(request[1]);
       output.as_float = nb::cast<bool>(request[2]);
-      outputs_.push_back(output);
+      dtypes_.push_back(dtype_of(output));  // refuses a leaf or column that there is not
       shapes_.push_back(bind_shape(request[3]));
-      const DLDataType dtype = dtype_of(output);  // refuses a leaf or column that there is not
-      if (!fills(shapes_.back(), dtype, row_bytes(output))) throw nb::value_error("a request's shape is not that of its rows");
+      output.bytes = row_bytes(output);
+      if (!fills(shapes_.back(), dtypes_.back(), output.bytes)) throw nb::value_error("a request's shape is not that of its rows");
+      outputs_.push_back(output);
     }
   }
 
@@ -50,30 +52,74 @@ class ReplayGather {
     return gather_into(rows.data(), rows.size(), {count}, nb::none());
   }
 
-  // None: drawing by priority and gathering are two calls here.
-  nb::object sample_by_priority(nb::handle, nb::handle, double, int64_t) const { return nb::none(); }
+  // gather() of `count` rows, drawn as by Priorities::draw: (tensors, weights, rows); None if every priority is 0.
+  nb::object sample_by_priority(Priorities& priorities, nb::handle generator, double beta, int64_t count) const {
+    if (count < 0 || count >= kCountLimit || priorities.ring() != ring_) throw nb::value_error("sample: a count of this ring's rows");
+    const size_t size = static_cast<size_t>(count);
+    int64_t* rows;
+    float* weights;
+    nb::object row_tensor = make_of(&rows, {count}), weight_tensor = make_of(&weights, {count, 1});
+    if (!priorities.draw_into(generator, beta, rows, weights, size)) return nb::none();
+    nb::object tensors = gather_into(rows, size, {count}, nb::none());
+    if (tensors.is_none()) return tensors;
+    return nb::make_tuple(tensors, weight_tensor, row_tensor);
+  }
+
+  // gather() of the rows of `count` windows, drawn as by WindowIndex::draw or, with priorities, by Priorities::draw: (tensors,
+  // weights or None, the first row of each window); None if there is no window or every priority is 0.
+  nb::object sample_windows(const WindowIndex& windows, Priorities* priorities, nb::handle generator, double beta, int64_t count) const {
+    if (count < 0 || count >= kCountLimit || windows.ring() != ring_ || (priorities && priorities->ring() != ring_))
+      throw nb::value_error("sample: a count of this ring's windows");
+    if (windows.count() == 0) return nb::none();
+    const size_t size = static_cast<size_t>(count);
+    int64_t* begins;
+    float* weights;
+    nb::object begin_tensor = make_of(&begins, {count}), weight_tensor = nb::none();
+    if (priorities) {
+      weight_tensor = make_of(&weights, {count, 1});
+      if (!priorities->draw_into(generator, beta, begins, weights, size)) return nb::none();
+    } else {
+      windows.draw_into(generator, begins, size);
+    }
+    std::vector<int64_t> rows(product(size, static_cast<size_t>(windows.length())));
+    ring_->expand(begins, size, static_cast<size_t>(windows.length()), windows.across(), rows.data());
+    nb::object tensors = gather_into(rows.data(), rows.size(), {count, windows.length()}, nb::none());
+    if (tensors.is_none()) return tensors;
+    return nb::make_tuple(tensors, weight_tensor, begin_tensor);
+  }
 
  private:
+  template <typename T>
+  static nb::object make_of(T** memory, const std::vector<int64_t>& shape) {
+    size_t bytes = sizeof(T);
+    for (int64_t size : shape) bytes = product(bytes, static_cast<size_t>(size));
+    const DLDataType dtype{std::is_floating_point_v<T> ? kFloat : kInt, sizeof(T) * 8, 1};
+    return make_tensor(dtype, shape, bytes, reinterpret_cast<char**>(memory));
+  }
+
   nb::object gather_into(const int64_t* ids, size_t count, const std::vector<int64_t>& lead, nb::object given) const {
     ring_->require_tables();
     if (!given.is_none()) parts(given, outputs_.size(), "gather: an output for each request");
-    nb::list made;
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs_.size())));
     std::vector<Output> outputs = outputs_;
+    std::vector<int64_t> shape = lead;
     for (size_t k = 0; k < outputs.size(); k++) {
-      const DLDataType dtype = dtype_of(outputs[k]);
-      std::vector<int64_t> shape = lead;
-      shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
-      size_t elements = 1;
-      for (int64_t size : shape) elements *= static_cast<size_t>(size);
+      Output& output = outputs[k];
+      const size_t bytes = product(count, output.bytes);
+      nb::object tensor;
       if (given.is_none() || given[k].is_none()) {
-        made.append(make_tensor(dtype, shape, &outputs[k].memory));
+        shape.resize(lead.size());
+        shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
+        tensor = make_tensor(dtypes_[k], shape, bytes, &output.memory);
       } else {
-        DLTensor target = describe(given[k]);
-        if (!(target.dtype == dtype) || element_count(target) != elements) throw nb::value_error("gather: an output does not fit");
-        outputs[k].memory = address(target);
-        made.append(given[k]);
+        tensor = given[k];
+        const DLTensor target = describe(tensor);
+        if (!(target.dtype == dtypes_[k]) || element_count(target) * element_bytes(target) != bytes)
+          throw nb::value_error("gather: an output does not fit");
+        output.memory = address(target);
       }
-      outputs[k].streamed = elements * dtype.bits / 8 >= kStreamed && row_bytes(outputs[k]) >= kLongRow;
+      PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(k), tensor.release().ptr());
+      output.streamed = bytes >= kStreamed && output.bytes >= kLongRow;
     }
     std::vector<int64_t> written;
     const Lanes lanes = settled(&written);
@@ -87,7 +133,7 @@ class ReplayGather {
     }
     if (gathered == Gathered::kNotHeld) throw nb::index_error("a row is not held");
     if (gathered == Gathered::kOverrun) return nb::none();
-    return nb::tuple(made);
+    return made;
   }
 
   // A copy of the lanes' state. Where other processes write, the ring may observe more rows while a thread gathers; rows that
@@ -101,7 +147,7 @@ class ReplayGather {
     return lanes;
   }
 
-  static constexpr size_t kStreamed = 2 << 20, kLongRow = 2048;  // bytes; too large to stay in a cache
+  static constexpr size_t kStreamed = 512 << 10, kLongRow = 2048;  // bytes; too large to stay in a cache
 
   // Bytes of one row of an output.
   size_t row_bytes(const Output& output) const {
@@ -143,6 +189,7 @@ class ReplayGather {
   EpisodeRing* ring_;
   Fold fold_;
   std::vector<Output> outputs_;
+  std::vector<DLDataType> dtypes_;
   std::vector<std::vector<int64_t>> shapes_;
 };
 

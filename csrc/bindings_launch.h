@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings_tensor.h"
 
@@ -18,6 +19,42 @@ namespace rlstore {
 using CtxGetDevice = int (*)(int* device);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
                              unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+
+// Tensors that a kernel is given at every launch, whose memory nobody replaces: their addresses are looked up once.
+class Fixed {
+ public:
+  // Arguments are tensors, and tuples of tensors.
+  explicit Fixed(nb::tuple arguments) : arguments_(std::move(arguments)) { add_all(arguments_.ptr()); }
+
+  const nb::tuple& arguments() const { return arguments_; }
+  const std::vector<uint64_t>& addresses() const { return addresses_; }
+
+  // True if a kernel of a device that was compiled for addresses that are multiples of 16 bytes can take them.
+  bool fits(const DLDevice& device) const { return is_aligned_ && device.type == device_.type && device.id == device_.id; }
+
+ private:
+  void add_all(PyObject* arguments) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
+      PyObject* argument = PyTuple_GET_ITEM(arguments, i);
+      if (PyTuple_Check(argument)) {
+        add_all(argument);
+        continue;
+      }
+      DLTensor tensor;
+      if (exchange->describe(argument, &tensor)) throw nb::python_error();
+      if (addresses_.empty()) device_ = tensor.device;
+      addresses_.push_back(reinterpret_cast<uint64_t>(address(tensor)));
+      is_aligned_ = is_aligned_ && addresses_.back() % 16 == 0 && tensor.device.type == device_.type && tensor.device.id == device_.id;
+    }
+  }
+
+  nb::tuple arguments_;
+  std::vector<uint64_t> addresses_;
+  DLDevice device_{};
+  bool is_aligned_ = true;  // and all on one device
+};
+
+inline const PyTypeObject* fixed_type = nullptr;  // Fixed, which lives as long as the module
 
 // A kernel that Triton loaded for one device, with everything bound that does not change between launches.
 class BoundKernel {
@@ -40,28 +77,26 @@ class BoundKernel {
     if (kinds_.find_first_not_of("pif") != std::string::npos) throw nb::value_error("a parameter is of kind p, i or f");
   }
 
+  size_t parameters() const { return kinds_.size(); }
+  const DLDevice& device() const { return device_; }
+
   // Launches on the current stream and returns true. Returns false, without a launch, if this kernel does not support the
   // arguments: the thread's current device is another one or none, a tensor is on another device, or the address of a tensor
   // is not a multiple of 16 bytes, for which the kernel was compiled.
   bool launch(unsigned x, unsigned y, unsigned z, nb::tuple arguments) const {
-    int current = -1;
-    if (ctx_get_device_(&current) || current != device_.id) return false;
+    if (!is_current()) return false;
     Parameters parameters;
     if (!add_all(arguments.ptr(), &parameters)) return false;
-    if (parameters.count != kinds_.size()) throw nb::value_error("a kernel was given too few arguments");
-    for (size_t i = 0; i < kScratchAddresses; i++) parameters.add(0);
-    void* stream = nullptr;
-    if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
-    int error;
-    {
-      nb::gil_scoped_release released;  // a full launch queue blocks the caller
-      error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters.addresses, nullptr);
-    }
-    if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));
+    launch_with(x, y, z, &parameters);
     return true;
   }
 
- private:
+  // True if the device of the kernel is the current one of the thread.
+  bool is_current() const {
+    int current = -1;
+    return !ctx_get_device_(&current) && current == device_.id;
+  }
+
   struct Parameters {
     uint64_t words[kMostParameters + kScratchAddresses];
     void* addresses[kMostParameters + kScratchAddresses];
@@ -74,12 +109,39 @@ class BoundKernel {
     }
   };
 
+  // Launches with all parameters, on the current device.
+  void launch_with(unsigned x, unsigned y, unsigned z, Parameters* parameters) const {
+    if (parameters->count != kinds_.size()) throw nb::value_error("a kernel was given too few arguments");
+    for (size_t i = 0; i < kScratchAddresses; i++) parameters->add(0);
+    void* stream = nullptr;
+    if (exchange->current_stream(device_.type, device_.id, &stream)) throw nb::python_error();
+    int error;
+    {
+      nb::gil_scoped_release released;  // a full launch queue blocks the caller
+      error = launch_kernel_(function_, x, y, z, threads_, 1, 1, shared_bytes_, stream, parameters->addresses, nullptr);
+    }
+    if (error) throw std::runtime_error("CUDA refused to launch a kernel: error " + std::to_string(error));
+  }
+
+ private:
   bool add_all(PyObject* arguments, Parameters* parameters) const {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
       PyObject* argument = PyTuple_GET_ITEM(arguments, i);
-      if (!(PyTuple_Check(argument) ? add_all(argument, parameters) : add_one(argument, parameters))) return false;
+      if (Py_TYPE(argument) == fixed_type) {
+        if (!add_fixed(*nb::inst_ptr<Fixed>(argument), parameters)) return false;
+      } else if (!(PyTuple_Check(argument) ? add_all(argument, parameters) : add_one(argument, parameters))) {
+        return false;
+      }
     }
     return true;
+  }
+
+  bool add_fixed(const Fixed& fixed, Parameters* parameters) const {
+    const size_t count = fixed.addresses().size();
+    if (kinds_.size() - parameters->count < count) throw nb::value_error("a kernel was given too many arguments");
+    if (kinds_.find_first_not_of('p', parameters->count) < parameters->count + count) throw nb::value_error("a tensor in the place of a number");
+    for (uint64_t word : fixed.addresses()) parameters->add(word);
+    return fixed.fits(device_);
   }
 
   bool add_one(PyObject* argument, Parameters* parameters) const {

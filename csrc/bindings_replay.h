@@ -98,7 +98,6 @@ class EpisodeRing {
       rules_.emplace_back(column, dtype, nb::cast<nb::sequence>(bounds), columns_[column].bytes * 8 / dtype.bits);
     }
     moves_.resize(static_cast<size_t>(lanes_.lanes));
-    terminated_.resize(moves_.size()), truncated_.resize(moves_.size()), mask_.resize(moves_.size()), has_final_.resize(moves_.size());
     givens_ = std::vector<Given>(leaves_.size() * 3 + columns_.size());
     kept_ = nb::make_tuple(counters, episode_of, leaves, columns);
   }
@@ -132,14 +131,32 @@ class EpisodeRing {
   }
 
   // values: observation leaves, next observation leaves, columns, terminated, truncated, mask, final observation leaves, and
-  // where those are given; the last three groups may be None. Returns kDone or kDoneWithBreak (a broken episode was closed);
-  // or, with nothing written, the index of the first value that must be converted or refused, or what is needed first.
+  // where those are given; the last three groups may be None. With a single leaf final observations may be a list of them, None
+  // for lanes that have none. Returns kDone or kDoneWithBreak (a broken episode was closed); or, with nothing written, the index
+  // of the first value that must be converted or refused, or what is needed first.
   int64_t write(nb::tuple values) {
-    // Reading a value may run code of the caller's, which may come here again.
-    if (writing_) throw std::runtime_error("a step is written while another one is");
-    writing_ = true;
-    const Written written{this};
-    return write_values(values);
+    const Writing writing(this);
+    const int64_t misfit = find_values(values, 0);
+    return misfit >= 0 ? misfit : write_found(0);
+  }
+
+  // Writes the steps from `begin` to before `end` of values that are those of `steps` steps: [steps, lanes, ...]. All values are
+  // checked before anything is written. `resumed`: none is a reset step, and none need continue what is held. Returns the first
+  // step that was not written, and what write() returns: of a break in any step, or if none was written why not.
+  std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed, bool /*checked*/) {
+    if (steps < 1 || begin < 0 || begin > end || end > steps || steps >= kCountLimit / lanes_.lanes) throw nb::value_error("there are no such steps");
+    const Writing writing(this);
+    const int64_t misfit = find_values(values, static_cast<size_t>(steps));
+    if (misfit >= 0) return {begin, misfit};
+    int64_t outcome = kDone;
+    for (int64_t step = begin; step < end; step++) {
+      for (int64_t lane = 0; resumed && lane < lanes_.lanes; lane++)
+        if (!has_mask_ || mask_[step * lanes_.lanes + lane]) lanes_.after_end[lane] = kResumed;
+      const int64_t written = write_found(static_cast<size_t>(step));
+      if (written != kDone && written != kDoneWithBreak) return {step, step > begin ? outcome : written};
+      if (written == kDoneWithBreak) outcome = written;
+    }
+    return {end, outcome};
   }
 
   // So many steps may be written before write() returns kNeedRoom; none until this is called.
@@ -219,7 +236,12 @@ class EpisodeRing {
   void windows(nb::handle starts, size_t length, bool across, nb::handle rows) const {
     const size_t count = element_count(describe(starts));
     if (length >= static_cast<size_t>(kCountLimit)) throw nb::value_error("a window is shorter");
-    expand_windows(lanes_, held_rows(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
+    expand(typed<int64_t>(starts, count), count, length, across, typed<int64_t>(rows, product(count, length)));
+  }
+
+  void expand(const int64_t* starts, size_t count, size_t length, bool across, int64_t* rows) const {
+    require_tables();
+    if (!expand_windows(lanes_, starts, count, length, across, rows)) throw nb::index_error("a row is not held");
   }
 
   const int64_t* held_rows(nb::handle rows, size_t count) const {
@@ -234,31 +256,41 @@ class EpisodeRing {
   }
 
  private:
-  int64_t write_values(nb::tuple values) {
+  // Finds the memory of all values of so many steps, or (0) of a step without an axis for steps; returns -1, or the index of the
+  // first value that must be converted or refused.
+  int64_t find_values(nb::tuple values, size_t steps) {
     const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
+    const size_t lanes = moves_.size() * std::max<size_t>(steps, 1);
+    steps_ = static_cast<int64_t>(steps);
     if (values.size() != flags + 4 + leaves) throw nb::value_error("a step has a value for each field");
     check_counters();
     PyObject* tuple = values.ptr();
+    const auto value = [&](size_t i) { return PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i)); };
     for (size_t i = 0; i < flags; i++) {
       const std::vector<int64_t>& shape = i < leaves * 2 ? leaf_shapes_[i % leaves] : column_shapes_[i - leaves * 2];
       const DLDataType dtype = i < leaves * 2 ? leaves_[i % leaves].block.dtype : columns_[i - leaves * 2].dtype;
-      if (!find(PyTuple_GET_ITEM(tuple, i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
+      if (!find(value(i), shape, dtype, &givens_[i])) return static_cast<int64_t>(i);
     }
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags), &terminated_)) return flags;
-    if (!find_flags(PyTuple_GET_ITEM(tuple, flags + 1), &truncated_)) return flags + 1;
-    PyObject* mask = PyTuple_GET_ITEM(tuple, flags + 2);
-    if (mask != Py_None && !find_flags(mask, &mask_)) return flags + 2;
-    PyObject* has_final = PyTuple_GET_ITEM(tuple, flags + 3 + leaves);
-    if (has_final != Py_None && !find_flags(has_final, &has_final_)) return flags + 3 + leaves;
-    step_.finals.clear();
-    for (size_t k = 0; k < leaves && PyTuple_GET_ITEM(tuple, flags + 3) != Py_None; k++) {
-      Given& given = givens_[flags + k];
-      if (!find(PyTuple_GET_ITEM(tuple, flags + 3 + k), leaf_shapes_[k], leaves_[k].block.dtype, &given)) return flags + 3 + k;
-      step_.finals.push_back(given.memory);
+    if (!find_flags(value(flags), lanes, &terminated_)) return static_cast<int64_t>(flags);
+    if (!find_flags(value(flags + 1), lanes, &truncated_)) return static_cast<int64_t>(flags + 1);
+    has_mask_ = value(flags + 2) != Py_None;
+    if (has_mask_ && !find_flags(value(flags + 2), lanes, &mask_)) return static_cast<int64_t>(flags + 2);
+    PyObject* where = value(flags + 3 + leaves);
+    has_finals_ = value(flags + 3) != Py_None, some_final_ = where != Py_None;
+    if (some_final_ && !find_flags(where, lanes, &has_final_)) return static_cast<int64_t>(flags + 3 + leaves);
+    for (size_t k = 0; has_finals_ && k < leaves; k++) {
+      PyObject* final = value(flags + 3 + k);
+      if (leaves == 1 && steps == 0 && !some_final_ && find_listed_finals(final)) break;
+      if (!find(final, leaf_shapes_[k], leaves_[k].block.dtype, &givens_[flags + k])) return static_cast<int64_t>(flags + 3 + k);
     }
-    fill_step(mask != Py_None, has_final != Py_None);
     for (const Rule& rule : rules_)
-      if (!obeys(rule)) return static_cast<int64_t>(leaves * 2 + rule.field);
+      if (!obeys(rule, lanes)) return static_cast<int64_t>(leaves * 2 + rule.field);
+    return -1;
+  }
+
+  // Writes one of the steps that were found.
+  int64_t write_found(size_t number) {
+    fill_step(number);
     switch (plan_step(lanes_, leaves_, step_, resets_, moves_.data())) {
       case Need::kSlots: return kNeedSlots;
       case Need::kStarts: return kNeedStarts;
@@ -315,45 +347,82 @@ class EpisodeRing {
     if (!fills(leaf_shapes_.back(), leaf.block.dtype, leaf.stack_bytes())) throw nb::value_error("a leaf's shape is a stack of frames");
   }
 
-  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
-    if (!read_value(value, given) || given->strides || !has_shape(*given, lanes_.lanes, shape)) return false;
-    return given->become(dtype);
+  bool fits_step(const Given& given, const std::vector<int64_t>& shape) const {
+    return steps_ ? has_steps(given, steps_, lanes_.lanes, shape) : has_shape(given, lanes_.lanes, shape);
   }
 
-  bool find_flags(PyObject* value, std::vector<uint8_t>* flags) const {
+  bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) const {
+    return read_value(value, given) && !given->strides && fits_step(*given, shape) && given->become(dtype);
+  }
+
+  bool find_flags(PyObject* value, size_t lanes, std::vector<uint8_t>* flags) {
     static const std::vector<int64_t> scalar;
-    Given given;
-    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !has_shape(given, lanes_.lanes, scalar)) return false;
-    if (!is_nan_free(given.memory, given.dtype, flags->size())) return false;
-    write_flags(flags->data(), given.memory, given.dtype, flags->size());
+    Given& given = flag_;
+    given.release();
+    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !fits_step(given, scalar)) return false;
+    if (!is_nan_free(given.memory, given.dtype, lanes)) return false;
+    flags->resize(lanes);
+    write_flags(flags->data(), given.memory, given.dtype, lanes);
+    return true;
+  }
+
+  // Reads a list of final observations, as vector environments give it: None for lanes without one. False if it is none.
+  bool find_listed_finals(PyObject* value) {
+    const size_t lanes = moves_.size(), bytes = leaves_[0].stack_bytes();
+    Given &list = flag_, &finals = givens_.back();
+    list.release();
+    if (!read_objects(value, lanes, &list)) return false;
+    finals.copy.resize(std::max(finals.copy.size(), lanes * bytes));
+    has_final_.assign(lanes, 0);
+    for (size_t lane = 0; lane < lanes; lane++) {
+      const nb::object entry = object_at(value, lane, list);
+      if (entry.is_none()) continue;
+      entry_.release();
+      if (!entry.is_valid() || !read_value(entry.ptr(), &entry_) || entry_.strides || !has_shape(entry_, 1, leaf_shapes_[0]) ||
+          !entry_.become(leaves_[0].block.dtype))
+        return false;
+      memcpy(finals.copy.data() + lane * bytes, entry_.memory, bytes);
+      has_final_[lane] = 1;
+    }
+    finals.memory = finals.copy.data(), some_final_ = true;
     return true;
   }
 
   // Of lanes that take no part nothing is read.
-  bool obeys(const Rule& rule) const {
-    const char* memory = step_.columns[rule.field];
-    if (!step_.mask) return rule.holds(memory, moves_.size());
-    for (size_t lane = 0; lane < moves_.size(); lane++)
-      if (step_.mask[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
+  bool obeys(const Rule& rule, size_t lanes) const {
+    const char* memory = givens_[leaves_.size() * 2 + rule.field].memory;
+    if (!has_mask_) return rule.holds(memory, lanes);
+    for (size_t lane = 0; lane < lanes; lane++)
+      if (mask_[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
     return true;
   }
 
-  void fill_step(bool masked, bool some_final) {
-    const size_t leaves = leaves_.size();
-    const auto memory_of = [&](size_t i) { return givens_[i].memory; };
+  void fill_step(size_t number) {
+    const size_t leaves = leaves_.size(), first = number * moves_.size();
     step_.observations.resize(leaves), step_.next_observations.resize(leaves), step_.columns.resize(columns_.size());
-    for (size_t k = 0; k < leaves; k++) step_.observations[k] = memory_of(k), step_.next_observations[k] = memory_of(leaves + k);
-    for (size_t k = 0; k < columns_.size(); k++) step_.columns[k] = memory_of(leaves * 2 + k);
-    step_.terminated = terminated_.data(), step_.truncated = truncated_.data();
-    step_.mask = masked ? mask_.data() : nullptr, step_.has_final = some_final ? has_final_.data() : nullptr;
+    step_.finals.resize(has_finals_ ? leaves : 0);
+    for (size_t k = 0; k < leaves; k++) {
+      const size_t offset = first * leaves_[k].stack_bytes();
+      step_.observations[k] = givens_[k].memory + offset, step_.next_observations[k] = givens_[leaves + k].memory + offset;
+      if (has_finals_) step_.finals[k] = givens_[leaves * 2 + columns_.size() + k].memory + offset;
+    }
+    for (size_t k = 0; k < columns_.size(); k++) step_.columns[k] = givens_[leaves * 2 + k].memory + first * columns_[k].bytes;
+    step_.terminated = terminated_.data() + first, step_.truncated = truncated_.data() + first;
+    step_.mask = has_mask_ ? mask_.data() + first : nullptr, step_.has_final = some_final_ ? has_final_.data() + first : nullptr;
     step_.rewards = reinterpret_cast<const float*>(step_.columns[reward_]);
     step_.reward_width = columns_[reward_].bytes / sizeof(float);
   }
 
-  struct Written {
+  // Reading a value may run code of the caller's, which may come here again.
+  struct Writing {
     EpisodeRing* ring;
-    ~Written() {
+    explicit Writing(EpisodeRing* ring) : ring(ring) {
+      if (ring->writing_) throw std::runtime_error("a step is written while another one is");
+      ring->writing_ = true;
+    }
+    ~Writing() {
       for (Given& given : ring->givens_) given.release();
+      ring->flag_.release(), ring->entry_.release();
       ring->writing_ = false;
     }
   };
@@ -372,7 +441,10 @@ class EpisodeRing {
   Step step_;
   std::vector<Move> moves_;
   std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
+  bool has_mask_ = false, has_finals_ = false, some_final_ = false;  // of the values that were found
+  int64_t steps_ = 0;  // their first axis, or 0 if they have none for steps
   std::vector<Given> givens_;
+  Given flag_, entry_;
   std::vector<Rule> rules_;
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
   int64_t room_ = 0;  // steps that may still be written

@@ -3,7 +3,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -130,19 +133,25 @@ inline bool convertible(const DLDataType& from, const DLDataType& to) {
   }
 }
 
-// A new, uninitialized CPU tensor.
-inline nb::object make_tensor(DLDataType dtype, const std::vector<int64_t>& shape, char** memory) {
-  DLTensor prototype{};
-  prototype.device = {kCpu, 0};
-  prototype.ndim = static_cast<int32_t>(shape.size());
-  prototype.dtype = dtype;
-  prototype.shape = const_cast<int64_t*>(shape.data());
-  DLManagedTensor* made = nullptr;
-  const auto fail = [](void*, const char*, const char* message) { PyErr_SetString(PyExc_RuntimeError, message); };
-  if (exchange->allocate(&prototype, &made, nullptr, fail)) throw nb::python_error();
-  *memory = address(made->tensor);
+// A new, uninitialized CPU tensor of `bytes` bytes. Its memory is this module's, in one piece with its description, which
+// torch returns with the last reference: that is less than half the work of torch's own allocator and its way here.
+inline nb::object make_tensor(DLDataType dtype, const std::vector<int64_t>& shape, size_t bytes, char** memory) {
+  constexpr size_t kAligned = 64;
+  const size_t before = (sizeof(DLManagedTensor) + shape.size() * sizeof(int64_t) + kAligned - 1) / kAligned * kAligned;
+  void* piece = nullptr;
+  if (posix_memalign(&piece, kAligned, before + bytes)) throw std::bad_alloc();
+  auto* managed = new (piece) DLManagedTensor{};
+  auto* sizes = reinterpret_cast<int64_t*>(managed + 1);
+  std::copy(shape.begin(), shape.end(), sizes);
+  managed->version = exchange->header.version;
+  managed->deleter = [](DLManagedTensor* self) { free(self); };
+  *memory = static_cast<char*>(piece) + before;
+  managed->tensor = {*memory, {kCpu, 0}, static_cast<int32_t>(shape.size()), dtype, sizes, nullptr, 0};
   void* object = nullptr;
-  if (exchange->import_managed(made, &object)) throw nb::python_error();
+  if (exchange->import_managed(managed, &object)) {
+    free(piece);
+    throw nb::python_error();
+  }
   return nb::steal(static_cast<PyObject*>(object));
 }
 

@@ -217,6 +217,25 @@ inline bool read_value(PyObject* value, Given* given) {
   return PyObject_CheckBuffer(value) ? read_array(value, given) : read_tensor(value, given);
 }
 
+// True for a list, tuple or array of `count` objects.
+inline bool read_objects(PyObject* value, size_t count, Given* given) {
+  if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) return static_cast<size_t>(Py_SIZE(value)) == count;
+  if (Py_TYPE(value) != numpy.array) return false;
+  const Py_buffer& view = given->view;
+  if (PyObject_GetBuffer(value, &given->view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) {
+    PyErr_Clear();
+    return false;
+  }
+  return view.format && !strcmp(view.format, "O") && view.ndim == 1 && static_cast<size_t>(view.shape[0]) == count;
+}
+
+// One of these objects, if it is still there.
+inline nb::object object_at(PyObject* value, size_t index, const Given& given) {
+  if (!PyList_CheckExact(value))
+    return nb::borrow(PyTuple_CheckExact(value) ? PyTuple_GET_ITEM(value, index) : static_cast<PyObject**>(given.view.buf)[index]);
+  return index < static_cast<size_t>(PyList_GET_SIZE(value)) ? nb::borrow(PyList_GET_ITEM(value, index)) : nb::object();
+}
+
 // True if the value is `lanes` entries of `shape`. Scalars may be (n,) or (n, 1); with a single lane its axis may be omitted.
 inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64_t>& shape) {
   const size_t ndim = static_cast<size_t>(given.ndim);
@@ -229,6 +248,15 @@ inline bool has_shape(const Given& given, int64_t lanes, const std::vector<int64
     if (scalar && (ndim == 1 || (ndim == 2 && given.shape[1] == 1))) return true;
   }
   return lanes == 1 && (same(given.shape, ndim) || (scalar && ndim == 0));
+}
+
+// True if the value is [steps, lanes] entries of `shape`; scalars may have an axis of 1.
+inline bool has_steps(const Given& given, int64_t steps, int64_t lanes, const std::vector<int64_t>& shape) {
+  if (given.ndim < 2 || given.shape[0] != steps || given.shape[1] != lanes) return false;
+  const size_t ndim = static_cast<size_t>(given.ndim - 2);
+  const bool scalar = shape.empty() || (shape.size() == 1 && shape[0] == 1);
+  if (scalar) return ndim == 0 || (ndim == 1 && given.shape[2] == 1);
+  return ndim == shape.size() && std::equal(shape.begin(), shape.end(), given.shape + 2);
 }
 
 }  // namespace rlstore

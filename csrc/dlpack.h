@@ -55,7 +55,7 @@ struct DLManagedTensor {
 // Functions that are not called here are placeholders in the table.
 struct DLExchangeApi {
   DLExchangeHeader header;
-  int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* context, void (*fail)(void* context, const char* kind, const char* message));
+  void* allocate;
   void* export_managed;
   int (*import_managed)(DLManagedTensor* tensor, void** out_py_object);
   int (*describe)(void* py_object, DLTensor* out);

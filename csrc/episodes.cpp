@@ -1,23 +1,19 @@
 #include "episodes.h"
 
+#include <algorithm>
 #include <cstring>
 
+#include "frames.h"
 #include "rows.h"
 
 namespace rlstore {
 
-void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index) {
-  for (size_t o = 0; o < leaf.outer; o++)
-    memcpy(frame + o * leaf.inner, stack + (o * leaf.stack + index) * leaf.inner, leaf.inner);
-}
-
-void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index) {
-  if (leaf.inner == 1) {  // one byte per pixel, channels last
-    for (size_t o = 0; o < leaf.outer; o++) stack[o * leaf.stack + index] = frame[o];
-    return;
-  }
-  for (size_t o = 0; o < leaf.outer; o++)
-    memcpy(stack + (o * leaf.stack + index) * leaf.inner, frame + o * leaf.inner, leaf.inner);
+const char* padding_frame(const Lanes& lanes, const Observation& leaf, int64_t lane, int64_t slot, int64_t padding, int64_t start, int64_t at) {
+  if (padding == kRepeated) return leaf.block.at(lane, lanes.by_rows.remainder(start));
+  if (padding != kKept || !leaf.starts) return nullptr;
+  // The first stack was [starts..., first frame].
+  const int64_t older = static_cast<int64_t>(leaf.stack) - 1, kept = older - (start - at);
+  return leaf.starts + (slot * older + kept) * static_cast<int64_t>(leaf.frame_bytes());
 }
 
 namespace {
@@ -29,43 +25,22 @@ void take_newest(char* frame, const char* stack, const Observation& leaf) {
     take_frame(frame, stack, leaf, leaf.stack - 1);
 }
 
-bool frame_equals(const char* frame, const char* stack, const Observation& leaf, size_t index) {
-  for (size_t o = 0; o < leaf.outer; o++)
-    if (memcmp(frame + o * leaf.inner, stack + (o * leaf.stack + index) * leaf.inner, leaf.inner)) return false;
-  return true;
-}
-
-bool is_zero(const char* stack, const Observation& leaf, size_t index) {
-  for (size_t o = 0; o < leaf.outer; o++)
-    for (size_t i = 0; i < leaf.inner; i++)
-      if (stack[(o * leaf.stack + index) * leaf.inner + i]) return false;
-  return true;
-}
-
 // True if all frames of a stack continue the lane's newest row, whose episode is `slot`. The newest frame is given, the
 // others are read from the ring.
 bool stack_continues(const Lanes& lanes, const Observation& leaf, const char* stack, int64_t lane, int64_t slot, const char* newest) {
-  if (!frame_equals(newest, stack, leaf, leaf.stack - 1)) return false;
+  if (leaf.stack == 1) return !memcmp(newest, stack, leaf.frame_bytes());
   const int64_t count = lanes.written[lane];
   const Episode& episode = lanes.episodes[slot];
   // Tables from a damaged file must not cause accesses out of bounds.
   const bool is_stored = episode.padding != kZeros && episode.padding != kRepeated;
-  if (leaf.stack > 1 && (episode.start > count || (is_stored && !leaf.starts))) return false;
-  for (size_t j = leaf.stack - 1; j-- > 0;) {
+  if (episode.start > count || (is_stored && !leaf.starts)) return false;
+  std::vector<const char*> frames(leaf.stack, newest);
+  for (size_t j = 0; j + 1 < leaf.stack; j++) {
     const int64_t time = count - static_cast<int64_t>(leaf.stack - 1 - j);
-    if (time >= episode.start) {
-      if (!frame_equals(leaf.block.at(lane, lanes.by_rows.remainder(time)), stack, leaf, j)) return false;
-    } else if (episode.padding == kZeros) {
-      if (!is_zero(stack, leaf, j)) return false;
-    } else if (episode.padding == kRepeated) {
-      if (!frame_equals(leaf.block.at(lane, lanes.by_rows.remainder(episode.start)), stack, leaf, j)) return false;
-    } else {
-      const int64_t kept = static_cast<int64_t>(leaf.stack) - 1 - (episode.start - time);
-      const char* frame = leaf.starts + (slot * static_cast<int64_t>(leaf.stack - 1) + kept) * static_cast<int64_t>(leaf.frame_bytes());
-      if (!frame_equals(frame, stack, leaf, j)) return false;
-    }
+    frames[j] = time < episode.start ? padding_frame(lanes, leaf, lane, slot, episode.padding, episode.start, time)
+                                     : leaf.block.at(lane, lanes.by_rows.remainder(time));
   }
-  return true;
+  return stack_equals(stack, frames.data(), leaf);
 }
 
 bool continues(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
@@ -92,18 +67,12 @@ bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, c
 
 // Which of the two usual paddings the older frames of a first stack have, or kKept if neither.
 Padding padding_of(const char* stack, const Observation& leaf) {
-  bool repeated = true, zeros = true;
-  for (size_t o = 0; o < leaf.outer; o++) {
-    const char* row = stack + o * leaf.stack * leaf.inner;
-    const char* newest = row + (leaf.stack - 1) * leaf.inner;
-    for (size_t j = 0; j + 1 < leaf.stack; j++) {
-      const char* older = row + j * leaf.inner;
-      repeated = repeated && !memcmp(older, newest, leaf.inner);
-      for (size_t i = 0; zeros && i < leaf.inner; i++) zeros = older[i] == 0;
-    }
-    if (!repeated && !zeros) return kKept;
-  }
-  return repeated ? kRepeated : kZeros;
+  std::vector<char> newest(leaf.frame_bytes());
+  take_frame(newest.data(), stack, leaf, leaf.stack - 1);
+  std::vector<const char*> frames(leaf.stack, newest.data());
+  if (stack_equals(stack, frames.data(), leaf)) return kRepeated;
+  std::fill(frames.begin(), frames.end() - 1, nullptr);
+  return stack_equals(stack, frames.data(), leaf) ? kZeros : kKept;
 }
 
 // The padding of all leaves: the episode has one value for it, so leaves that differ are stored.

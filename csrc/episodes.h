@@ -119,9 +119,8 @@ struct Observation {
   size_t stack_bytes() const { return block.bytes * stack; }
 };
 
-// Copies the frame at position `index` out of a stack, or into it.
-void take_frame(char* frame, const char* stack, const Observation& leaf, size_t index);
-void put_frame(char* stack, const char* frame, const Observation& leaf, size_t index);
+// The frame at time `at`, before the first one of an episode, in the first stack of it; null: zeros.
+const char* padding_frame(const Lanes& lanes, const Observation& leaf, int64_t lane, int64_t slot, int64_t padding, int64_t start, int64_t at);
 
 // The effect of a write on a lane.
 enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };

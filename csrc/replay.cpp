@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "frames.h"
 #include "random.h"
 #include "rows.h"
 #include "simd.h"
@@ -12,8 +13,11 @@ namespace rlstore {
 
 namespace {
 
-// How many rows ahead the record of a row, and then its episode, are prefetched: far enough to hide a cache miss.
-constexpr size_t kRecordAhead = 8, kEpisodeAhead = 3, kPipeline = 16;
+// Rows are gathered in blocks and in three stages: the memory of a row is prefetched two blocks before it is copied, and its
+// episode, whose place is in that memory, one block before.
+constexpr size_t kBlock = 16, kStages = 3;
+constexpr size_t kInFlight = 8192;  // bytes that are prefetched for one block: a part of the smallest cache
+constexpr size_t kLongField = 1024;  // bytes of a row that the hardware prefetches by itself
 
 // The location of a row and of its n-step window.
 struct Found {
@@ -43,61 +47,93 @@ void convert_row(float* target, const char* source, const DLDataType& dtype, siz
   }
 }
 
+// Memory of which a row is read: `bytes` from base + lane * lane_stride + place * row_stride, fields of a record being one span.
+struct Span {
+  const char* base;
+  size_t lane_stride, row_stride, bytes;
+};
+
+template <size_t kHalf>
+RLSTORE_INLINE void copy_halves(char* target, const char* const* sources, size_t bytes, size_t count) {
+  for (size_t i = 0; i < count; i++, target += bytes) {  // kHalf <= bytes <= 2 * kHalf: the halves may overlap
+    memcpy(target, sources[i], kHalf);
+    memcpy(target + bytes - kHalf, sources[i] + bytes - kHalf, kHalf);
+  }
+}
+
+// Copies rows of the same size from anywhere to one after the other.
+RLSTORE_INLINE void copy_rows(char* target, const char* const* sources, size_t bytes, size_t count) {
+  if (bytes > 128 || bytes < 4)
+    for (size_t i = 0; i < count; i++, target += bytes) copy_short(target, sources[i], bytes);
+  else if (bytes > 64)
+    copy_halves<64>(target, sources, bytes, count);
+  else if (bytes > 32)
+    copy_halves<32>(target, sources, bytes, count);
+  else if (bytes > 16)
+    copy_halves<16>(target, sources, bytes, count);
+  else if (bytes > 8)
+    copy_halves<8>(target, sources, bytes, count);
+  else
+    copy_halves<4>(target, sources, bytes, count);
+}
+
 class Gather {
  public:
   Gather(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, size_t reward_column,
-         const Fold& fold)
-      : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold) {}
+         const Fold& fold, const std::vector<Output>& outputs)
+      : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold), outputs_(outputs) {
+    spans_.reserve(1 + leaves.size() + columns.size());
+    add_span({lanes.episode_of, lanes.lane_stride, lanes.row_stride, sizeof(int32_t)});
+    for (const Output& output : outputs) {
+      const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
+      const Block* block = observed ? &leaves[output.leaf].block : output.part == Part::kColumn ? &columns[output.leaf] : nullptr;
+      if (output.part == Part::kRewards) block = &rewards_;
+      if (block && block->bytes <= kLongField) add_span({block->base, block->lane_stride, block->row_stride, block->bytes});
+    }
+  }
 
   // Rows that are not held give zeros.
-  RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count, const Output* outputs, size_t output_count) {
-    Found found[kPipeline];
-    for (size_t i = 0; i < count + kRecordAhead; i++) {
-      if (i < count) locate(rows, i, found);
-      const size_t sent_for = i - (kRecordAhead - kEpisodeAhead);  // wraps below 0, to beyond the count
-      if (sent_for < count) find_episode(found[sent_for % kPipeline]);
-      if (i < kRecordAhead) continue;
-      Found& ready = found[(i - kRecordAhead) % kPipeline];
-      if (ready.lane >= 0) measure(ready);
-      for (size_t k = 0; k < output_count; k++) write(ready, outputs[k], i - kRecordAhead);
+  RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count) {
+    const size_t ahead = static_cast<size_t>(fold_.n_step);  // rows behind a row that are read with it
+    size_t touched = 0;
+    for (const Span& span : spans_) touched += reach_of(span, ahead + 1) + 64;
+    const size_t size = std::max<size_t>(1, std::min(kBlock, kInFlight / touched)), blocks = (count + size - 1) / size;
+    Found found[kStages][kBlock];
+    for (size_t step = 0; step < blocks + kStages - 1; step++) {
+      const auto rows_of = [&](size_t block) { return std::min(size, count - block * size); };
+      if (step < blocks)
+        for (size_t i = 0; i < rows_of(step); i++) locate(rows[step * size + i], found[step % kStages][i], ahead + 1);
+      const size_t sent_for = step - 1;  // wraps below 0, to beyond the count
+      if (sent_for < blocks)
+        for (size_t i = 0; i < rows_of(sent_for); i++) find_episode(found[sent_for % kStages][i]);
+      if (step < kStages - 1) continue;
+      const size_t ready = step - (kStages - 1);
+      Found* block = found[ready % kStages];
+      for (size_t i = 0; i < rows_of(ready); i++)
+        if (block[i].lane >= 0) measure(block[i]);
+      for (const Output& output : outputs_) write_block(block, rows_of(ready), output, ready * size);
     }
     return outcome(rows, count);
   }
 
   // The same for windows of `length` consecutive rows, each possibly padded with -1. Returns kNotHeld also if the rows of a
   // window are not consecutive.
-  RLSTORE_INLINE Gathered run_windows(const int64_t* rows, size_t windows, size_t length, const Output* outputs, size_t output_count) {
-    for (size_t w = 0; w < windows; w++) {
-      const int64_t* window = rows + w * length;
-      if (w + 1 < windows) prefetch_rows(window[length], length);
-      size_t held = 0;
-      const uint64_t first = static_cast<uint64_t>(window[0]), apart = static_cast<uint64_t>(lanes_.lanes);
-      for (; held < length && static_cast<uint64_t>(window[held]) == first + held * apart; held++) {}
-      if (window[0] < 0) held = 0;
-      for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
-      size_t done = 0;
-      while (done < held) {
-        Found found[kPipeline];
-        Found& f = found[0];
-        locate(window + done, 0, found);
-        if (f.lane >= 0) find_episode(f);
-        if (f.lane >= 0) measure(f);
-        if (f.lane < 0) break;
-        const size_t run = std::min({held - done, static_cast<size_t>(f.stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
-        for (size_t k = 0; k < output_count; k++) write_run(f, run, outputs[k], w * length + done);
-        done += run;
-      }
-      Found none;
-      none.lane = -1;
-      for (size_t j = done; j < length; j++)
-        for (size_t k = 0; k < output_count; k++) write(none, outputs[k], w * length + j);
-      all_held_ = all_held_ && done == held;
+  RLSTORE_INLINE Gathered run_windows(const int64_t* rows, size_t windows, size_t length) {
+    Found found[kStages];  // the first row of each window
+    for (size_t w = 0; w < windows + kStages - 1; w++) {
+      if (w < windows) locate(rows[w * length], found[w % kStages], length + 1);
+      const size_t sent_for = w - 1;
+      if (sent_for < windows) find_episode(found[sent_for % kStages]);
+      if (w < kStages - 1) continue;
+      const size_t ready = w - (kStages - 1);
+      write_window(found[ready % kStages], rows + ready * length, length, ready * length);
     }
     return outcome(rows, windows * length);
   }
 
  private:
   Gathered outcome(const int64_t* rows, size_t count) const {
+    end_streams();
     if (lanes_.written_now && was_overrun(rows, count)) return Gathered::kOverrun;
     return all_held_ ? Gathered::kAll : Gathered::kNotHeld;
   }
@@ -116,51 +152,28 @@ class Gather {
     return false;
   }
 
-  // Rows of one episode that are contiguous in memory; `f` is the first.
-  RLSTORE_INLINE void write_run(Found f, size_t count, const Output& output, size_t index) {
-    const bool plain = !output.as_float && !output.streamed;
-    if (plain && output.part == Part::kColumn) {
-      const Block& block = columns_[output.leaf];
-      return copy_run(output.memory + index * block.bytes, block.at(f.lane, f.place), block.row_stride, block.bytes, count);
+  void add_span(Span added) {
+    for (Span& span : spans_) {
+      if (span.lane_stride != added.lane_stride || span.row_stride != added.row_stride) continue;
+      const char *low = std::min(span.base, added.base), *high = std::max(span.base + span.bytes, added.base + added.bytes);
+      if (static_cast<size_t>(high - low) > span.row_stride) continue;
+      span.base = low, span.bytes = static_cast<size_t>(high - low);
+      return;
     }
-    const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
-    if (plain && observed && leaves_[output.leaf].stack == 1 && fold_.n_step == 1) {
-      const Observation& leaf = leaves_[output.leaf];
-      const size_t bytes = leaf.frame_bytes(), shift = output.part == Part::kNext;
-      // The next observation is that of the following row, except at the end of an episode or of the memory.
-      const size_t in_a_row = shift ? count - 1 : count;
-      copy_run(output.memory + index * bytes, leaf.block.at(f.lane, f.place) + shift * leaf.block.row_stride, leaf.block.row_stride, bytes, in_a_row);
-      f.time += static_cast<int64_t>(in_a_row), f.place += static_cast<int64_t>(in_a_row), index += in_a_row, count -= in_a_row;
-    }
-    for (size_t i = 0; i < count; i++, f.time++, f.place++) {
-      if (f.lane >= 0) measure(f);
-      write(f, output, index + i);
-    }
+    spans_.push_back(added);
   }
 
-  static RLSTORE_INLINE void copy_run(char* target, const char* source, size_t stride, size_t bytes, size_t count) {
-    for (size_t i = 0; i < count; i++, target += bytes, source += stride) copy_short(target, source, bytes);
+  // Bytes from the beginning of a row to the end of the last of so many.
+  static size_t reach_of(const Span& span, size_t rows) {
+    return std::min(span.bytes + (rows - 1) * span.row_stride, span.bytes + 4 * kLongField);  // the hardware prefetches the rest
   }
 
-  RLSTORE_INLINE void prefetch_rows(int64_t row, size_t count) const {
-    int64_t lane, time;
-    if (!lanes_.part(row, &lane, &time)) return;
-    const char* slot = reinterpret_cast<const char*>(&lanes_.slot_at(lane, lanes_.by_rows.remainder(time)));
-    const char* end = slot + std::min<size_t>(count * lanes_.row_stride, 4096);  // the hardware prefetches the rest
-    for (const char* line = slot - lanes_.row_stride; line < end; line += 64) __builtin_prefetch(line);
-  }
-
-  RLSTORE_INLINE void locate(const int64_t* rows, size_t i, Found* found) {
-    Found& f = found[i % kPipeline];
+  // Finds a row, and prefetches it and those behind it, `reach` in all.
+  RLSTORE_INLINE void locate(int64_t row, Found& f, size_t reach) {
     f.lane = -1;
-    const Found& before = found[(i + kPipeline - 1) % kPipeline];
     int64_t lane;
-    if (i > 0 && before.lane >= 0 && rows[i] == rows[i - 1] + lanes_.lanes) {  // the next row: no division needed
-      lane = before.lane, f.time = before.time + 1, f.place = next_place(before.place);
-    } else if (lanes_.part(rows[i], &lane, &f.time)) {
-      f.place = lanes_.by_rows.remainder(f.time);
-    } else {
-      all_held_ = all_held_ && rows[i] < 0;
+    if (!lanes_.part(row, &lane, &f.time)) {
+      all_held_ = all_held_ && row < 0;
       return;
     }
     if (!lanes_.holds(lane, f.time)) {
@@ -168,16 +181,78 @@ class Gather {
       return;
     }
     f.lane = lane;
-    __builtin_prefetch(&lanes_.slot_at(lane, f.place));
-    for (const Observation& leaf : leaves_) {
-      if (leaf.frame_bytes() > 1024) continue;  // long enough for the hardware prefetcher
-      // The next observation is directly behind it.
-      const char* row = leaf.block.at(lane, f.place);
-      const size_t reach = leaf.frame_bytes() + leaf.block.row_stride;
-      for (size_t line = 0; line < reach; line += 64) __builtin_prefetch(row + line);
-      __builtin_prefetch(row + reach - 1);  // it may span one more cache line
+    f.place = lanes_.by_rows.remainder(f.time);
+    for (const Span& span : spans_) {
+      const char* first = span.base + lane * span.lane_stride + f.place * span.row_stride;
+      const char* last = first + reach_of(span, reach) - 1;
+      for (const char* line = first; line < last; line += 64) __builtin_prefetch(line);
+      __builtin_prefetch(last);  // it may span one more cache line
     }
   }
+
+  // A window whose first row is `f`: runs of rows that are contiguous in memory and of one episode, and zeros after its end.
+  RLSTORE_INLINE void write_window(Found f, const int64_t* window, size_t length, size_t index) {
+    size_t held = 0, done = 0;
+    const uint64_t first = static_cast<uint64_t>(window[0]), apart = static_cast<uint64_t>(lanes_.lanes);
+    for (; held < length && static_cast<uint64_t>(window[held]) == first + held * apart; held++) {}
+    if (window[0] < 0) held = 0;
+    for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
+    while (done < held) {
+      if (done > 0) {
+        locate(window[done], f, 1);
+        find_episode(f);
+      }
+      if (f.lane >= 0) measure(f);
+      if (f.lane < 0) break;
+      const size_t run = std::min({held - done, static_cast<size_t>(f.stop - f.time), static_cast<size_t>(lanes_.rows - f.place)});
+      Found last = f;
+      last.time += static_cast<int64_t>(run - 1), last.place += static_cast<int64_t>(run - 1);
+      measure(last);
+      for (const Output& output : outputs_) write_run(f, last, run, output, index + done);
+      done += run;
+    }
+    for (const Output& output : outputs_) memset(output.memory + (index + done) * output.bytes, 0, (length - done) * output.bytes);
+    all_held_ = all_held_ && done == held;
+  }
+
+  // Rows of one episode that are contiguous in memory, from `f` to `last`.
+  RLSTORE_INLINE void write_run(Found f, const Found& last, size_t count, const Output& output, size_t index) {
+    char* target = output.memory + index * output.bytes;
+    if (output.part == Part::kHeld) return static_cast<void>(memset(target, 1, count));
+    if (output.part == Part::kFirst) {
+      memset(target, 0, count);
+      return write(f, output, index);
+    }
+    size_t done = 0;  // what is left is written row by row
+    if (output.part == Part::kColumn && is_plain(output)) {
+      const Block& block = columns_[output.leaf];
+      return copy_run(target, block.at(f.lane, f.place), block.row_stride, block.bytes, count);
+    }
+    if (fold_.n_step == 1 && (output.part == Part::kTerminated || output.part == Part::kTruncated)) {
+      memset(target, 0, count);
+      done = count - 1;
+    }
+    const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
+    if (observed && is_plain(output) && leaves_[output.leaf].stack == 1 && fold_.n_step == 1) {
+      // The next observation is that of the following row, except at the end of an episode or of the memory.
+      const Observation& leaf = leaves_[output.leaf];
+      const size_t shift = output.part == Part::kNext;
+      done = count - shift;
+      copy_run(target, leaf.block.at(f.lane, f.place) + shift * leaf.block.row_stride, leaf.block.row_stride, leaf.frame_bytes(), done);
+    }
+    if (done + 1 == count) return write(last, output, index + done);
+    for (; done < count; done++, f.time++, f.place++) {
+      if (f.lane >= 0) measure(f);
+      write(f, output, index + done);
+    }
+  }
+
+  // Rows at equal distances.
+  static RLSTORE_INLINE void copy_run(char* target, const char* source, size_t stride, size_t bytes, size_t count) {
+    for (size_t i = 0; i < count; i++, target += bytes, source += stride) copy_short(target, source, bytes);
+  }
+
+  static RLSTORE_INLINE bool is_plain(const Output& output) { return !output.as_float && !output.streamed; }
 
   RLSTORE_INLINE void refuse(Found& f) {
     all_held_ = false;
@@ -207,10 +282,38 @@ class Gather {
 
   RLSTORE_INLINE int64_t next_place(int64_t place) const { return place + 1 == lanes_.rows ? 0 : place + 1; }
 
+  // Rows from anywhere, one after the other.
+  RLSTORE_INLINE void write_block(const Found* rows, size_t count, const Output& output, size_t index) {
+    const char* sources[kBlock];
+    const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
+    if (observed && is_plain(output) && leaves_[output.leaf].stack == 1) {
+      for (size_t i = 0; i < count; i++) sources[i] = frame_of(rows[i], leaves_[output.leaf], output.part == Part::kNext);
+    } else if (output.part == Part::kColumn && is_plain(output)) {
+      for (size_t i = 0; i < count; i++)
+        sources[i] = rows[i].lane < 0 ? zeros(output.bytes) : columns_[output.leaf].at(rows[i].lane, rows[i].place);
+    } else {
+      for (size_t i = 0; i < count; i++) write(rows[i], output, index + i);
+      return;
+    }
+    copy_rows(output.memory + index * output.bytes, sources, output.bytes, count);
+  }
+
+  // The observation of a row, or the next observation of its n-step window, where frames are not stacked.
+  RLSTORE_INLINE const char* frame_of(const Found& f, const Observation& leaf, bool next) {
+    if (f.lane < 0) return zeros(leaf.frame_bytes());
+    if (next && f.at_end) return leaf.finals + f.slot * leaf.frame_bytes();
+    return leaf.block.at(f.lane, next ? place_of(f, f.time + f.taken) : f.place);
+  }
+
+  const char* zeros(size_t bytes) {
+    if (zeros_.size() < bytes) zeros_.assign(bytes, 0);
+    return zeros_.data();
+  }
+
   RLSTORE_INLINE void write(const Found& f, const Output& output, size_t index) {
     switch (output.part) {
-      case Part::kObservation: return write_observation(f, output, index, 0);
-      case Part::kNext: return write_observation(f, output, index, 1);
+      case Part::kObservation: return write_observation(f, output, index, false);
+      case Part::kNext: return write_observation(f, output, index, true);
       case Part::kColumn: return write_column(f, output, index);
       case Part::kRewards: return write_rewards(f, output, index);
       case Part::kDiscounts: return write_discount(f, output, index);
@@ -221,9 +324,20 @@ class Gather {
     }
   }
 
+  static void convert_out(const Output& output, float* target, const char* source, const DLDataType& dtype, size_t count) {
+    if (!output.streamed) return convert_row(target, source, dtype, count);
+    constexpr size_t kBlock = 1024;  // stays in the nearest cache
+    float block[kBlock];
+    for (size_t first = 0; first < count; first += kBlock) {
+      const size_t width = std::min(kBlock, count - first);
+      convert_row(block, source + first * dtype.bits / 8, dtype, width);
+      copy_streamed(reinterpret_cast<char*>(target + first), reinterpret_cast<const char*>(block), width * sizeof(float));
+    }
+  }
+
   static RLSTORE_INLINE void copy_out(const Output& output, char* target, const char* source, const Block& block, size_t bytes) {
     if (output.as_float)
-      convert_row(reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
+      convert_out(output, reinterpret_cast<float*>(target), source, block.dtype, bytes * 8 / block.dtype.bits);
     else if (output.streamed)
       copy_streamed(target, source, bytes);
     else
@@ -236,10 +350,9 @@ class Gather {
 
   RLSTORE_INLINE void write_column(const Found& f, const Output& output, size_t index) {
     const Block& block = columns_[output.leaf];
-    const size_t bytes = bytes_out(output, block, block.bytes);
-    char* target = output.memory + index * bytes;
+    char* target = output.memory + index * output.bytes;
     if (f.lane < 0)
-      memset(target, 0, bytes);
+      memset(target, 0, output.bytes);
     else
       copy_out(output, target, block.at(f.lane, f.place), block, block.bytes);
   }
@@ -261,22 +374,13 @@ class Gather {
     reinterpret_cast<float*>(output.memory)[index] = over ? 0.0f : fold_.powers[static_cast<size_t>(f.taken)];
   }
 
-  // The observation of the row (after = 0), or the next observation of its n-step window (after = 1).
-  RLSTORE_INLINE void write_observation(const Found& f, const Output& output, size_t index, int after) {
+  // The observation of the row, or the next observation of its n-step window.
+  RLSTORE_INLINE void write_observation(const Found& f, const Output& output, size_t index, bool after) {
     const Observation& leaf = leaves_[output.leaf];
-    const size_t bytes = bytes_out(output, leaf.block, leaf.stack_bytes());
-    char* target = output.memory + index * bytes;
-    if (f.lane < 0) {
-      memset(target, 0, bytes);
-      return;
-    }
-    const int64_t time = f.time + (after ? f.taken : 0);
-    const bool is_final = after && f.at_end;
-    if (leaf.stack == 1) {
-      const char* frame = is_final ? leaf.finals + f.slot * leaf.frame_bytes() : leaf.block.at(f.lane, place_of(f, time));
-      return copy_out(output, target, frame, leaf.block, leaf.frame_bytes());
-    }
-    write_stack(f, output, leaf, target, time, is_final);
+    char* target = output.memory + index * output.bytes;
+    if (f.lane < 0) return static_cast<void>(memset(target, 0, output.bytes));
+    if (leaf.stack == 1) return copy_out(output, target, frame_of(f, leaf, after), leaf.block, leaf.frame_bytes());
+    write_stack(f, output, leaf, target, f.time + (after ? f.taken : 0), after && f.at_end);
   }
 
   RLSTORE_INLINE int64_t place_of(const Found& f, int64_t time) const {
@@ -286,44 +390,51 @@ class Gather {
   }
 
   void write_stack(const Found& f, const Output& output, const Observation& leaf, char* target, int64_t time, bool is_final) {
-    const int64_t depth = static_cast<int64_t>(leaf.stack);
-    const size_t bytes = leaf.frame_bytes(), frame_out = bytes_out(output, leaf.block, bytes);
-    const bool in_a_row = leaf.outer == 1;
-    if (!in_a_row) scratch_.resize(leaf.stack_bytes());
-    for (int64_t j = 0; j < depth;) {
-      const int64_t at = time - (depth - 1 - j);
-      int64_t run = 1;  // contiguous frames
-      const char* frame;
-      if (at < f.start) {
-        frame = padding_frame(f, leaf, at);
-      } else if (is_final && at == time) {
-        frame = leaf.finals + f.slot * bytes;
-      } else {
-        const int64_t place = place_of(f, at);
-        frame = leaf.block.at(f.lane, place);
-        const int64_t last = is_final ? time - 1 : time;
-        if (in_a_row && leaf.block.row_stride == bytes) run = std::min(last - at + 1, lanes_.rows - place);
-      }
-      if (in_a_row)
-        copy_out(output, target + static_cast<size_t>(j) * frame_out, frame, leaf.block, bytes * static_cast<size_t>(run));
+    frames_.resize(leaf.stack);
+    for (size_t j = 0; j < leaf.stack; j++) {
+      const int64_t at = time - static_cast<int64_t>(leaf.stack - 1 - j);
+      if (at < f.start)
+        frames_[j] = padding_frame(lanes_, leaf, f.lane, f.slot, f.episode->padding, f.start, at);
+      else if (is_final && at == time)
+        frames_[j] = leaf.finals + f.slot * leaf.frame_bytes();
       else
-        put_frame(scratch_.data(), frame, leaf, static_cast<size_t>(j));
-      j += run;
+        frames_[j] = leaf.block.at(f.lane, place_of(f, at));
     }
-    if (!in_a_row) copy_out(output, target, scratch_.data(), leaf.block, leaf.stack_bytes());
+    if (is_interleaved(leaf))
+      write_interleaved(output, leaf, target);
+    else
+      write_pieces(output, leaf, target);
   }
 
-  // The frame before the first frame of the episode, at time `at` < start.
-  const char* padding_frame(const Found& f, const Observation& leaf, int64_t at) {
-    const size_t bytes = leaf.frame_bytes();
-    if (f.episode->padding == kKept && leaf.starts) {
-      // The first stack was [starts..., first frame]: start - 1 is the newest of them.
-      const int64_t newest = static_cast<int64_t>(leaf.stack) - 2;
-      return leaf.starts + (f.slot * static_cast<int64_t>(leaf.stack - 1) + newest - (f.start - 1 - at)) * static_cast<int64_t>(bytes);
+  // The stack of `frames_`, a block at a time.
+  void write_interleaved(const Output& output, const Observation& leaf, char* target) {
+    const size_t most = pieces_in_block(leaf), width = leaf.stack * leaf.inner;
+    for (size_t first = 0; first < leaf.outer; first += most) {
+      const size_t count = std::min(most, leaf.outer - first), bytes = count * width;
+      if (output.as_float) {
+        char block[kFrameBlock];
+        interleave(block, frames_.data(), leaf, first, count, false);
+        copy_out(output, target, block, leaf.block, bytes);
+      } else {
+        interleave(target, frames_.data(), leaf, first, count, output.streamed);
+      }
+      target += bytes_out(output, leaf.block, bytes);
     }
-    if (f.episode->padding == kRepeated) return leaf.block.at(f.lane, place_of(f, f.start));
-    if (zeros_.size() < bytes) zeros_.assign(bytes, 0);
-    return zeros_.data();
+  }
+
+  // The same, a piece of a frame at a time, or several that are one after another in memory.
+  void write_pieces(const Output& output, const Observation& leaf, char* target) {
+    for (size_t o = 0; o < leaf.outer; o++)
+      for (size_t j = 0, run; j < leaf.stack; j += run) {
+        const char* piece = frames_[j];
+        for (run = 1; piece && leaf.outer == 1 && j + run < leaf.stack && frames_[j + run] == piece + run * leaf.inner;) run++;
+        const size_t bytes = run * leaf.inner, bytes_there = bytes_out(output, leaf.block, bytes);
+        if (piece)
+          copy_out(output, target, piece + o * leaf.inner, leaf.block, bytes);
+        else
+          memset(target, 0, bytes_there);
+        target += bytes_there;
+      }
   }
 
   const Lanes& lanes_;
@@ -331,9 +442,12 @@ class Gather {
   const std::vector<Block>& columns_;
   const Block& rewards_;
   const Fold& fold_;
+  const std::vector<Output>& outputs_;
+  std::vector<Span> spans_;
   bool all_held_ = true;
   std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
-  std::vector<char> scratch_, zeros_;
+  std::vector<char> zeros_;
+  std::vector<const char*> frames_;  // of the stack that is being written
 };
 
 }  // namespace
@@ -342,14 +456,14 @@ RLSTORE_CLONES
 Gathered gather_transitions(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                             size_t reward_column, const Fold& fold, const int64_t* rows, size_t count,
                             const std::vector<Output>& outputs) {
-  return Gather(lanes, leaves, columns, reward_column, fold).run(rows, count, outputs.data(), outputs.size());
+  return Gather(lanes, leaves, columns, reward_column, fold, outputs).run(rows, count);
 }
 
 RLSTORE_CLONES
 Gathered gather_windows(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                         size_t reward_column, const Fold& fold, const int64_t* rows, size_t windows, size_t length,
                         const std::vector<Output>& outputs) {
-  return Gather(lanes, leaves, columns, reward_column, fold).run_windows(rows, windows, length, outputs.data(), outputs.size());
+  return Gather(lanes, leaves, columns, reward_column, fold, outputs).run_windows(rows, windows, length);
 }
 
 bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count) {
@@ -394,21 +508,32 @@ void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t cou
   advance(generator, count);
 }
 
-void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
-  const auto slot_of = [&](size_t w, int64_t* lane, int64_t* time) -> const int32_t& {
-    *lane = lanes.by_lanes.remainder(starts[w], time);
-    return lanes.slot_at(*lane, lanes.by_rows.remainder(*time));
+bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {
+  // In three passes, because the place of an episode is in the memory of its row, and each may be out of the cache.
+  struct Start {
+    int64_t lane, time;
+    const int32_t* slot;
   };
-  int64_t lane, time;
-  for (size_t w = 0; w < count && !across; w++) __builtin_prefetch(&slot_of(w, &lane, &time));
+  std::vector<Start> found(count);
   for (size_t w = 0; w < count; w++) {
-    const int32_t& slot = slot_of(w, &lane, &time);
-    const int64_t stop = across ? lanes.written[lane] : lanes.stop_of(lanes.episodes[slot], lane);
+    Start& f = found[w];
+    if (!lanes.part(starts[w], &f.lane, &f.time) || !lanes.holds(f.lane, f.time)) return false;
+    f.slot = &lanes.slot_at(f.lane, lanes.by_rows.remainder(f.time));
+    __builtin_prefetch(f.slot);
+  }
+  for (const Start& f : found) {
+    if (!lanes.has_slot(*f.slot)) return false;
+    __builtin_prefetch(lanes.episodes + *f.slot);
+  }
+  for (size_t w = 0; w < count; w++) {
+    const Start& f = found[w];
+    const int64_t stop = across ? lanes.written[f.lane] : lanes.stop_of(lanes.episodes[*f.slot], f.lane);
     for (size_t j = 0; j < length; j++) {
-      const int64_t at = time + static_cast<int64_t>(j);
-      out[w * length + j] = at < stop ? at * lanes.lanes + lane : -1;
+      const int64_t at = f.time + static_cast<int64_t>(j);
+      out[w * length + j] = at < stop ? at * lanes.lanes + f.lane : -1;
     }
   }
+  return true;
 }
 
 }  // namespace rlstore

@@ -17,6 +17,7 @@ struct Output {
   Part part;
   size_t leaf = 0;
   char* memory = nullptr;
+  size_t bytes = 0;       // of one row of the output
   bool as_float = false;  // converted to float; else as stored
   bool streamed = false;  // written with non-temporal stores
 };
@@ -50,7 +51,7 @@ void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64
 void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count);
 
 // The rows of windows that begin at `starts`: out[w, j] = the j-th row of the window or -1 after the end of its episode
-// (`across`: of the lane).
-void expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out);
+// (`across`: of the lane). False if one of them is not held.
+bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out);
 
 }  // namespace rlstore

@@ -42,10 +42,12 @@ void gather_slots(const SlotField& field, const int64_t* slots, size_t count) {
     case 4: return gather_fixed<4>(field, slots, count);
     case 8: return gather_fixed<8>(field, slots, count);
   }
-  if (bytes >= kLargeRow && bytes * field.rows * count >= kLargeOutput)
+  if (bytes >= kLargeRow && bytes * field.rows * count >= kLargeOutput) {
     gather_with(field, slots, count, copy_streamed);
-  else
+    end_streams();
+  } else {
     gather_with(field, slots, count, copy_short);
+  }
 }
 
 }  // namespace rlstore

@@ -56,10 +56,15 @@ void copy_streamed(char* target, const char* source, size_t bytes) {
     for (size_t k = 0; k < kLine; k += sizeof(__m128i))
       _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + k)));
   }
-  _mm_sfence();
   memcpy(target + i, source + i, bytes - i);
 #else
   memcpy(target, source, bytes);
+#endif
+}
+
+void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
 #endif
 }
 
@@ -67,10 +72,12 @@ void copy_row(char* target, const char* source, size_t bytes) {
   constexpr size_t kLarge = 128 << 10;
   if (bytes == 0) return;  // without memory
   const bool apart = target + bytes <= source || source + bytes <= target;
-  if (bytes >= kLarge && apart)
+  if (bytes >= kLarge && apart) {
     copy_streamed(target, source, bytes);
-  else
+    end_streams();
+  } else {
     memmove(target, source, bytes);
+  }
 }
 
 // target_clones does not apply to templates, so each instance is written out.

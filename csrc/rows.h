@@ -15,8 +15,10 @@ namespace rlstore {
 // into the cache only to be overwritten.
 void copy_row(char* target, const char* source, size_t bytes);
 
-// The same with non-temporal stores whatever the size; source and target must not overlap.
+// The same with non-temporal stores whatever the size; source and target must not overlap. Other threads may read the target after
+// end_streams().
 void copy_streamed(char* target, const char* source, size_t bytes);
+void end_streams();
 
 // The same for a row of a few hundred bytes, without a call.
 RLSTORE_INLINE void copy_short(char* target, const char* source, size_t bytes) {

@@ -19,6 +19,9 @@ class SumTree {
   // leaves: a multiple of 16 entries; sums and maxima: the levels above, concatenated. Zero memory is an empty tree.
   SumTree(float* leaves, size_t count, double* sums, float* maxima);
 
+  float leaf(int64_t index) const { return leaves_[index]; }
+  // Before set().
+  void prefetch(int64_t index) const { __builtin_prefetch(leaves_ + index, 1); }
   double total() const;
   float maximum() const;
   // leaf[indices[i]] = values[i], in order, and their parents.

@@ -25,6 +25,8 @@ class Windows {
   int64_t count(const Lanes& lanes) const;
   void draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) const;
   bool contains(const Lanes& lanes, int64_t row) const;
+  int64_t length() const { return length_; }
+  bool across() const { return across_; }
   // Rows of a lane that were taken in.
   int64_t seen(int64_t lane) const { return seen_[lane]; }
 

@@ -92,9 +92,10 @@ def test_ray_uses_what_storages_offer_to_everybody():
             assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
-def test_only_the_table_and_two_modules_for_cuda_know_the_native_module():
+def test_only_the_table_and_modules_for_cuda_know_the_native_module():
     knows = {name for name in MODULES if "rlstore.kernels._native" in imported_by(name)}
-    assert knows == {"rlstore.kernels", "rlstore.kernels.cuda.launch", "rlstore.kernels.cuda.rows"}
+    for_cuda = {"rlstore.kernels.cuda.launch", "rlstore.kernels.cuda.rows", "rlstore.kernels.pieces"}
+    assert knows == {"rlstore.kernels", *for_cuda}
 
 
 def test_modules_do_not_import_in_a_circle():

@@ -35,7 +35,7 @@ class NoDevice:
 
 def compile_only(self, grid, device, *arguments):
     """In the place of a launch."""
-    compiled = self._kernel.warmup(*arguments, *self._constants, grid=grid, num_warps=self._num_warps)
+    compiled = self._kernel.warmup(*launch.expanded(arguments), *self._constants, grid=grid, num_warps=self._num_warps)
     assert compiled.asm["cubin"]
     print(self._kernel.__name__)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlstore.engine.memory import tensors as memory
-from rlstore.engine.memory.tensors import Arena, Recycler, allocate, allocate_empty
+from rlstore.engine.memory.tensors import Recycler, allocate, allocate_empty
 
 CPU = torch.device("cpu")
 
@@ -203,53 +203,50 @@ def test_a_copy_makes_outputs_of_its_own(twin_of):
     assert address(theirs) != place
 
 
-# ---------------------------------------------------------------------------------------------------- Arena
+# ---------------------------------------------------------------------------------------------------- groups
 
 SHAPES = [
     ((3, 5), torch.float32),
     ((7,), torch.bool),
     ((2, 0), torch.int64),
-    ((1,), torch.uint8),
+    ((1 << 16,), torch.float32),  # 256 KiB: memory of its own
     ((), torch.float64),
     ((4, 1, 3), torch.int16),
     ((9,), torch.float64),
 ]
 
 
-def bytes_of(shapes) -> int:
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
-
-
-@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[::-1], SHAPES[:1], SHAPES[2:3]], ids=len)
-def test_tensors_cut_from_an_arena_are_apart_and_fit_into_it(shapes):
-    arena = Arena(bytes_of(shapes), len(shapes), CPU, allocate_empty)
-    arena.piece.fill_(0xA5)
-    tensors = [arena.empty(shape, dtype, CPU) for shape, dtype in shapes]
-    for number, ((shape, dtype), tensor) in enumerate(zip(shapes, tensors, strict=True)):
-        assert tuple(tensor.shape) == shape
-        assert tensor.dtype == dtype
-        assert tensor.is_contiguous()
-        assert tensor.data_ptr() % dtype.itemsize == 0
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[::-1], SHAPES[:1], SHAPES[2:3], SHAPES[3:4]], ids=str)
+def test_tensors_of_a_group_are_apart_and_tensors_in_their_own_right(shapes):
+    made = Recycler().empty_group(*zip(*shapes, strict=True), CPU)
+    for number, ((shape, dtype), tensor) in enumerate(zip(shapes, made, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+        assert tensor.data_ptr() % 64 == 0
+        assert (tensor._base, tensor._version) == (None, 0)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # what a saved tensor holds
         tensor.fill_(number % 2)
-    for number, tensor in enumerate(tensors):
+    assert [tensor._version for tensor in made] == [1] * len(made)
+    for number, tensor in enumerate(made):
         assert (tensor == number % 2).all()
-        assert tensor.numel() == 0 or address(tensor) == address(arena.piece)
 
 
-def test_an_arena_takes_its_piece_from_the_given_allocator():
+def test_who_keeps_a_tensor_keeps_the_small_ones_of_its_group_and_no_large_one():
     recycler = Recycler()
-    arena = Arena(100, 2, CPU, recycler.empty)
-    place = address(arena.piece)
-    tensor = arena.empty((5,), torch.float32, CPU)
-    del arena
-    assert address(Arena(100, 2, CPU, recycler.empty).piece) != place  # somebody holds a tensor cut from it
-    del tensor
-    recycler.begin()
-    assert address(Arena(101, 2, CPU, recycler.empty).piece) == place  # a need that differs a little
+    small, large, other = recycler.empty_group([(256,), (1 << 16,), (256,)], [torch.float32] * 3, CPU)
+    assert other.data_ptr() == small.data_ptr() + 1024
+    del large
+    assert recycler.idle_bytes == 1 << 18
+    del small
+    assert recycler.idle_bytes == 1 << 18
+    del other
+    assert recycler.idle_bytes == (1 << 18) + 2048
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 1000, 4095, 4096, 4097, 10**6, 2**20 - 1, 2**20])
-def test_an_arena_wastes_no_more_than_an_eighth_and_its_alignment(nbytes):
-    for count in (1, 20):
-        size = Arena(nbytes, count, CPU, allocate_empty).piece.nbytes
-        assert nbytes <= size <= (nbytes + count * 64) * 9 / 8 + 64
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 1000, 4095, 4096, 4097, 10**6, 2**20 - 1, 2**20, 5 * 10**6])
+def test_memory_serves_again_for_sizes_that_differ_a_little_and_wastes_no_more_than_an_eighth(nbytes):
+    recycler = Recycler()
+    recycler.empty((nbytes,), torch.uint8, CPU)
+    assert nbytes <= recycler.idle_bytes <= nbytes * 9 / 8 + 64
+    kept = recycler.idle_bytes
+    recycler.empty((max(kept, 1),), torch.uint8, CPU)
+    assert recycler.idle_bytes == kept

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rlstore.engine.memory import tensors as memory
-from rlstore.engine.memory.tensors import Pieces
+from rlstore.kernels import pieces as pieces_module
+from rlstore.kernels.pieces import Pieces
 
 CPU = torch.device("cpu")
 FLOAT, BYTE, WIDE = torch.float32, torch.uint8, torch.float64
@@ -35,15 +35,15 @@ MODES = {
 @pytest.fixture(params=["at once", "one by one"], autouse=True)
 def way(request, monkeypatch) -> None:
     if request.param == "one by one":  # as in a torch without the private functions
-        monkeypatch.setattr(memory, "_AUTOGRAD", None)
-    elif memory._AUTOGRAD is None:
+        monkeypatch.setattr(pieces_module, "_FUNCTIONS", {})
+    elif not pieces_module._FUNCTIONS:
         pytest.skip("this torch does not have the private functions")
 
 
 def make(layout: str) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     shapes, dtypes = zip(*LAYOUTS[layout], strict=True)
-    pieces = Pieces(shapes, dtypes)
-    (memories,) = pieces.empty(CPU)
+    pieces = Pieces(shapes, dtypes, CPU)
+    memories = pieces.empty()
     return pieces.cut(memories), memories
 
 
@@ -66,10 +66,10 @@ def test_tensors_are_as_asked_for_and_apart(layout):
 
 def test_a_layout_knows_its_bytes():
     shapes, dtypes = zip(*LAYOUTS["several dtypes"], strict=True)
-    pieces = Pieces(shapes, dtypes)
+    pieces = Pieces(shapes, dtypes, CPU)
     assert pieces.places == (0, 1, 0, 2, 1)
     assert pieces.nbytes == (16 + 16) * 4 + (16 + 16) + 16 * 8
-    made = pieces.empty(CPU, 3)
+    made = [pieces.empty() for _ in range(3)]
     assert [[(piece.dtype, piece.numel()) for piece in one] for one in made] == [
         [(FLOAT, 32), (BYTE, 32), (WIDE, 16)]
     ] * 3
@@ -97,11 +97,11 @@ def test_each_tensor_is_one_in_its_own_right_whatever_the_mode(layout, mode):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_of_a_mode_that_only_pretends_are_not_met_after_it(layout):
-    memory._template.cache_clear()
     with FakeTensorMode():
         pretended, _ = make(layout)
+    kind = torch.Tensor if pieces_module._FUNCTIONS else FakeTensor  # the private functions know of no modes
     assert [(type(tensor), tuple(tensor.shape)) for tensor in pretended] == [
-        (FakeTensor, shape) for shape, _ in LAYOUTS[layout]
+        (kind, shape) for shape, _ in LAYOUTS[layout]
     ]
     assert {type(tensor) for tensor in make(layout)[0]} == {torch.Tensor}
 
@@ -120,10 +120,10 @@ def test_what_a_caller_may_do_to_a_tensor():
 
 
 def test_a_compiled_caller_gets_the_same():
-    pieces = Pieces([(5, 3), (4,)], [FLOAT, FLOAT])
+    pieces = Pieces([(5, 3), (4,)], [FLOAT, FLOAT], CPU)
 
     def cut_and_fill() -> list[torch.Tensor]:
-        return [tensor.fill_(7.0) for tensor in pieces.cut(pieces.empty(CPU)[0])]
+        return [tensor.fill_(7.0) for tensor in pieces.tensors()]
 
     first, second = torch.compile(cut_and_fill, backend="eager")()
     torch._dynamo.reset()

@@ -341,6 +341,10 @@ BEYOND = torch.zeros(16)
 BEYOND[LANES * STEPS] = 1.0
 
 
+OTHER_RING = Ring().bind()
+GATHER, OTHER = (native.ReplayGather(ring.ring, (OBSERVATION,), 1, 0.9) for ring in (GOOD, OTHER_RING))
+
+
 def priorities(**wrong: torch.Tensor) -> native.Priorities:
     return native.Priorities(GOOD.ring, priority_memory(**wrong))
 
@@ -362,9 +366,14 @@ raises(
         "draw into too few weights": lambda: TREE.draw(STATE, 0.5, FIVE, WEIGHTS[:4]),
         "draw into rows of int32": lambda: TREE.draw(STATE, 0.5, torch.zeros(5, dtype=torch.int32), WEIGHTS),
         "draw with a short generator": lambda: TREE.draw(rows(1), 0.5, FIVE, WEIGHTS),
-        "update fewer priorities": lambda: TREE.update(rows(8, 9), torch.ones(1), 1.0, None),
-        "update priorities of float64": lambda: TREE.update(rows(8), torch.ones(1, dtype=torch.float64), 1.0, None),
-        "update rows of int32": lambda: TREE.update(torch.zeros(1, dtype=torch.int32), torch.ones(1), 1.0, None),
+        "gather rows of another ring": lambda: OTHER.sample_by_priority(TREE, STATE, 0.5, 3),
+        "gather fewer rows than none": lambda: GATHER.sample_by_priority(TREE, STATE, 0.5, -1),
+        "gather windows of another ring": lambda: OTHER.sample_windows(FOLLOWED, None, STATE, 0.5, 3),
+        "gather windows by priorities of another ring": lambda: GATHER.sample_windows(
+            FOLLOWED, native.Priorities(OTHER_RING.ring, priority_memory()), STATE, 0.5, 3
+        ),
+        "gather fewer windows than none": lambda: GATHER.sample_windows(FOLLOWED, None, STATE, 0.5, -1),
+        "gather windows with a short generator": lambda: GATHER.sample_windows(FOLLOWED, None, rows(1), 0.5, 3),
         "update without windows where some are meant": lambda: TREE.update(rows(8), torch.ones(1), 1.0, GOOD.ring),
         "follow the windows of nothing": lambda: TREE.follow_windows(None),
         "follow the windows of another ring": lambda: TREE.follow_windows(windows(ring=Ring().bind())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from replay_rings import Layout, Leaf, Memory, Twins, layouts
 
 from rlstore.kernels import kernel
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
+from rlstore.kernels.protocol import NOT_A_PRIORITY, NOT_READ
 
 seeds = st.integers(-(2**63), 2**63 - 1)
 
@@ -237,6 +239,66 @@ def assert_draws_agree(both: list[PriorityMemory], states: list[torch.Tensor], c
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(states[0], states[1])
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=0)
+
+
+def one_lane(rows: int) -> tuple[Twins, list[PriorityMemory]]:
+    leaf = Leaf(torch.float32, 1, 1, 1)
+    twins = Twins(Layout(1, 16, (leaf,), torch.int64, (), 0, 0, 0, trouble=(0, 0, 0, 0)))
+    both = priority_twins(twins)
+    for _ in range(rows):
+        twins.write()
+    for priorities in both:
+        priorities.tree.follow()
+    return twins, both
+
+
+TINY = torch.finfo(torch.float32).tiny
+FINE = [
+    (torch.tensor([1, 3]), torch.tensor([0.25, 4.0])),
+    (torch.tensor([1, 3]), torch.tensor([[0.25], [4.0]])),
+    (torch.tensor([1, 3]), torch.tensor([0.25, 4.0], requires_grad=True)),
+    (torch.tensor([1, 3]), torch.tensor([0.25, 4.0], dtype=torch.float64)),
+    (np.array([1, 3]), np.array([0.25, 4.0], np.float32)),
+    (np.array([1, 3]), np.array([0.25, 0.0, 4.0])[::2]),
+]
+ODD = [
+    (torch.tensor([1, 3], dtype=torch.int32), torch.ones(2)),
+    (torch.tensor([[1], [3]]), torch.ones(2)),
+    (torch.tensor([1, 3]), torch.ones(1)),
+    (torch.tensor([1, 3]), torch.ones(2, 2)),
+    (torch.tensor([1, 3]), torch.ones(2, dtype=torch.float16)),
+    (torch.tensor([1, 3]), torch.ones(4)[::2]),
+    ([1, 3], torch.ones(2)),
+    (torch.tensor([1, 3]), 1.0),
+]
+
+
+@pytest.mark.parametrize("case", range(len(FINE)))
+def test_priorities_are_read_as_they_are_given(case):
+    _, (mine, truth) = one_lane(5)
+    for priorities in (mine, truth):
+        refused = priorities.tree.update(*FINE[case], 0.5, None)[0]
+        assert refused in ((0,) if priorities is mine else (0, NOT_READ))
+    assert mine.leaves[:5].tolist() == [1.0, 0.5, 1.0, 2.0, 1.0]
+    assert mine.tree.total() == 5.5
+
+
+@pytest.mark.parametrize("case", range(len(ODD)))
+def test_what_has_to_be_converted_first_changes_nothing(case):
+    _, both = one_lane(5)
+    for priorities in both:
+        assert priorities.tree.update(*ODD[case], 0.5, None) == (NOT_READ, 0, 0)
+        assert priorities.leaves[:5].tolist() == [1.0] * 5
+
+
+def test_a_double_above_zero_stays_so():
+    _, (mine, _) = one_lane(5)
+    given = torch.tensor([1e-300, 0.0, 1e300, 1.0], dtype=torch.float64)
+    assert mine.tree.update(torch.arange(4), given, 1.0, None) == (NOT_A_PRIORITY, 2, 0)
+    assert mine.tree.update(torch.arange(2), given[:2], 1.0, None) == (0, 0, 0)
+    assert mine.leaves[:3].tolist() == [TINY, 0.0, 1.0]
+    assert mine.tree.update(torch.tensor([2]), torch.tensor([9.0]), 0.5, None) == (0, 0, 0)
+    assert mine.leaves[2] == 3.0
 
 
 @given(st.integers(0, 10**7))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import assert_guards_whole, covers, guarded
 from replay_rings import Layout, Leaf, Twins, as_bytes, layouts
+from test_replay_draws import priority_twins, window_twins
 
 from rlstore.kernels import kernel
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
@@ -94,6 +95,45 @@ def test_windows_agree_and_are_their_rows(layout, writes, length, across, n_step
     for request, result, expected, single in zip(requests, mine.gather(rows, None), truth, singly, strict=True):
         assert_same(result, expected, converted=request[2])
         assert_same(result.flatten(0, 1), single, converted=request[2])
+
+
+@settings(max_examples=15)
+@given(layouts, st.integers(1, 40), st.integers(1, 5), st.booleans(), st.integers(0, 20), st.booleans())
+def test_a_draw_that_gathers_is_the_draw_and_its_gather(layout, writes, length, across, count, by_priority):
+    """For windows and by priority: the rows that two calls draw, and the tensors that they gather."""
+    twins, requests = Twins(layout), requests_of(layout)
+    gather = kernel("ReplayGather", "cpu")(twins.native.ring, requests, 1, 0.9)
+    (windows, _), (priorities, _) = window_twins(twins, length, 2, across), priority_twins(twins)
+    for _ in range(writes):
+        twins.write()
+        windows.index.follow()
+        priorities.tree.follow_windows(windows.index)
+    first, second = torch.tensor([7, 3]), torch.tensor([7, 3])
+    begins, weights = torch.empty(count, dtype=torch.int64), torch.empty(count, 1)
+    tree = priorities.tree if by_priority else None
+    made = gather.sample_windows(windows.index, tree, first, 0.5, count)
+    if windows.index.count() == 0:
+        assert made is None
+        assert gather.sample_by_priority(priorities.tree, first, 0.5, count) is None
+        assert torch.equal(first, second)
+        return
+    if tree is not None:
+        tree.draw(second, 0.5, begins, weights)
+    else:
+        windows.index.draw(second, begins)
+    rows = torch.empty(count, length, dtype=torch.int64)
+    twins.native.ring.windows(begins, length, across, rows)
+    assert torch.equal(first, second)
+    assert torch.equal(made[2], begins)
+    assert torch.equal(made[1], weights) if tree is not None else made[1] is None
+    for request, result, expected in zip(requests, made[0], gather.gather(rows, None), strict=True):
+        assert_same(result, expected, converted=request[2])
+    tensors, drawn_weights, drawn = gather.sample_by_priority(priorities.tree, first, 0.5, count)
+    priorities.tree.draw(second, 0.5, begins, weights)
+    assert torch.equal(drawn, begins)
+    assert torch.equal(drawn_weights, weights)
+    for request, result, expected in zip(requests, tensors, gather.gather(begins, None), strict=True):
+        assert_same(result, expected, converted=request[2])
 
 
 @pytest.mark.parametrize("window", [[-1, 0], [-5, -1], [0, 2], [1, 0], [0, -2], [0, 2**62 + 1]])

@@ -36,8 +36,9 @@ WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM = -1
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
 
-# Why Priorities.update() refuses: no priority, a row that was never written, a row at which no window begins.
-NOT_A_PRIORITY, NEVER_WRITTEN, NO_WINDOW = 1, 2, 3
+# Why Priorities.update() refuses: no priority, a row that was never written, a row at which no window begins, or values
+# that it does not read as they are.
+NOT_A_PRIORITY, NEVER_WRITTEN, NO_WINDOW, NOT_READ = 1, 2, 3, 4
 
 Target = tuple[Tensor, int, bool, bool]  # block [rows, ...], lead, is a flag, is optional
 Leaf = tuple[Tensor, tuple[int, ...], int, int]  # block [lanes, rows, *frame], shape of a stack, stack, outer
@@ -322,7 +323,8 @@ class EpisodeRing(Protocol):
         Args:
             values: Observation leaves, next observation leaves, columns; terminated and truncated ``[lanes]``; which
                 lanes take part (None: all); final observation leaves, each None if there are none, and which lanes have
-                one (None: all that end).
+                one (None: all that end). In C++ values may be anything that means the same numbers, and a single leaf
+                of final observations a list with None for lanes that have none.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations do not continue it,
@@ -330,6 +332,25 @@ class EpisodeRing(Protocol):
             written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
             more episode indices are needed (on CUDA asked for ahead of the need), ``NEEDS_STARTS`` if tables of
             starts are, or ``NEEDS_ROOM`` if no step may be written before the next :meth:`allow`.
+        """
+
+    def write_steps(
+        self, values: tuple[object, ...], steps: int, begin: int, end: int, resumed: bool, checked: bool
+    ) -> tuple[int, int]:
+        """Write the steps from ``begin`` to before ``end``, or the first of them.
+
+        Args:
+            values: Those of :meth:`write`, of ``steps`` steps: ``[steps, lanes, ...]``.
+            steps: The steps that there are.
+            begin: The first to write.
+            end: One past the last.
+            resumed: None of them is a reset step, and none need continue what is held.
+            checked: Whether all values are tensors that fit. If not, a version that does not check all of them before
+                it writes one says that the first does not fit.
+
+        Returns:
+            The first step that was not written, and what :meth:`write` returns: ``WRITTEN_WITH_BREAK`` if any step did,
+            or if none was written why not. A value that has to be converted or refused is found before any is.
         """
 
     def guard_with(
@@ -423,7 +444,18 @@ class ReplayGather(Protocol):
 
         Returns:
             The tensors, the weights float32 ``[count, 1]`` and the rows int64 ``[count]``; None, having drawn nothing,
-            in a version that has no such shorter way.
+            if every priority is 0, or in a version that has no such shorter way.
+        """
+
+    def sample_windows(
+        self, windows: WindowIndex, priorities: Priorities | None, generator: Tensor, beta: float, count: int
+    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor] | None:
+        """:meth:`gather` of ``count`` windows drawn by :meth:`WindowIndex.draw` or, with priorities, by theirs.
+
+        Returns:
+            The tensors, the weights float32 ``[count, 1]`` where there are priorities, and the rows int64 ``[count]``
+            at which the windows begin; None, having drawn nothing, if there is nothing to draw from, or in a version
+            that has no such shorter way.
         """
 
 
@@ -520,15 +552,20 @@ class Priorities(Protocol):
             False, having drawn nothing, if every priority is 0. On CUDA always True: then all weights are 0.
         """
 
-    def update(
-        self, rows: Tensor, priorities: Tensor, alpha: float, windows: WindowIndex | None
-    ) -> tuple[int, int, int]:
-        """Set priorities, float32, or none if any is refused. Where a row comes twice, the later one counts.
+    def update(self, rows: Any, priorities: Any, alpha: float, windows: WindowIndex | None) -> tuple[int, int, int]:
+        """Set priorities, or none if any is refused. Where a row comes twice, the later one counts.
+
+        Args:
+            rows: int64 ``[n]``, a tensor where the ring is.
+            priorities: float32 ``[n]`` or ``[n, 1]``, a tensor where the ring is.
+            alpha: The exponent.
+            windows: The windows, if only rows at which one begins have a priority.
 
         Returns:
-            Why one was refused (0: none was; else ``NOT_A_PRIORITY``, ``NEVER_WRITTEN`` or ``NO_WINDOW``), its index,
-            and the number of rows dropped because they were overwritten. On CUDA always (0, 0, 0): what others refuse
-            is dropped, and counted in :meth:`dropped`.
+            Why one was refused (0: none was; else ``NOT_A_PRIORITY``, ``NEVER_WRITTEN`` or ``NO_WINDOW``, or
+            ``NOT_READ`` if the values are anything else that this version does not read), its index, and the number of
+            rows dropped because they were overwritten. On CUDA else always (0, 0, 0): what others refuse is dropped,
+            and counted in :meth:`dropped`.
         """
 
 

@@ -9,7 +9,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlstore.kernels.protocol import BUSY, FLAG_DTYPES, Column, Guard, Leaf, Priorities, WindowIndex
+from rlstore.kernels.protocol import (
+    BUSY,
+    FLAG_DTYPES,
+    RESUMED,
+    WRITTEN,
+    WRITTEN_WITH_BREAK,
+    Column,
+    Guard,
+    Leaf,
+    Priorities,
+    WindowIndex,
+)
 from rlstore.kernels.rules import NO_RULES, Rule
 
 # How an episode ended, as bits; and what was before its first frame.
@@ -126,6 +137,23 @@ class RingMemory:
         if steps < 0:
             raise ValueError("no fewer steps than none may be written")
         self._room = steps
+
+    def write(self, values: tuple[object, ...]) -> int:
+        """Write one step of all lanes: see the protocol."""
+        raise NotImplementedError
+
+    def write_steps(
+        self, values: tuple[object, ...], steps: int, begin: int, end: int, resumed: bool, checked: bool
+    ) -> tuple[int, int]:
+        """Write the step ``begin``: see the protocol."""
+        if not checked:
+            return begin, 0
+        row = tuple(value[begin] if isinstance(value, Tensor) else None for value in values)
+        mask = row[2 * len(self.leaves) + len(self.columns) + 2]
+        if resumed:
+            self._after_end[... if mask is None else mask.to(self.home) != 0] = RESUMED
+        outcome = self.write(row)
+        return begin + (outcome in (WRITTEN, WRITTEN_WITH_BREAK)), outcome
 
     def append(self, values: tuple[object, ...]) -> int:
         """Nothing: see :meth:`guard_with`."""

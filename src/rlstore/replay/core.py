@@ -24,7 +24,7 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import RESUMED, EpisodeRing
+from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
@@ -36,7 +36,7 @@ from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import View
-from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, whole_data
+from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
@@ -612,17 +612,14 @@ class ReplayCore(Storage):
         steps = len(rewards)
         if self._rows is None:
             self.init_tensors({name: at_step(value, 0, steps, name) for name, value in new_data.items()})
-        ring, count = self._ring_of(), len(self._fields.observations)
+        ring = self._ring_of()
         if self._sharing is not None:
             self._sharing.require_no_writers()
-        values = fit_steps(new_data, self._fields, (steps,), ring.lanes, ring.device)
+        data = {**new_data, "final_observations": new_data["next_observations"]}
+        given, fit = steps_at_once(data, self._fields, steps, ring)
         ring.require_room(steps)
         before = ring.total_written
-        for step in range(steps):
-            row = tuple(None if value is None else value[step] for value in values)
-            # None of these is a reset step, and they need not continue what is held.
-            ring.after_end[... if row[-1] is None else row[-1].to(ring.device) != 0] = RESUMED
-            self._appender.write((*row, *row[count : 2 * count], None))
+        self._appender.write_steps(given, steps, fit, resumed=True)
         ring.resume()
         if self._sharing is not None:
             self._sharing.count_slice(ring.total_written - before)

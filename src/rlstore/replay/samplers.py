@@ -125,7 +125,7 @@ class UniformSampler(Sampler):
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` rows."""
         self._require_rows()
-        tensors = gather.kernel.sample(random, count)
+        tensors = gather.kernel.sample(random, count) if gather.is_small(count) else None
         return None if tensors is None else (Drawn(_UNSEEN), tensors)
 
 
@@ -218,8 +218,9 @@ class PrioritySampler(Sampler):
         """The tensors of ``count`` rows, with rows and weights."""
         self._require_rows()
         assert self.tree is not None
-        beta = self.current_beta
-        made = gather.kernel.sample_by_priority(self.tree.kernel, random, beta, count)
+        if not gather.is_small(count):
+            return None
+        made = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
         if made is None:
             return None
         tensors, weights, rows = made
@@ -322,7 +323,6 @@ class WindowSampler(PrioritySampler):
         beta_steps: Batches over which ``beta`` is annealed to 1; None keeps it constant.
     """
 
-    can_fuse: ClassVar[bool] = False
     _windows: Windows
 
     def __init__(
@@ -355,6 +355,19 @@ class WindowSampler(PrioritySampler):
         else:
             begins, weights = self._draw_by_priority(count, random)
         return Drawn(self._windows.rows(begins), weights, others=begins)
+
+    def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
+        """The tensors of ``count`` windows, with their first rows and weights."""
+        self._require_rows()
+        if not gather.is_small(count * self._length):
+            return None
+        tree = None if self.tree is None else self.tree.kernel
+        made = gather.kernel.sample_windows(self._windows.kernel, tree, random, self.current_beta, count)
+        if made is None:
+            return None
+        tensors, weights, begins = made
+        self._drawn += tree is not None
+        return Drawn(begins, weights, others=begins), tensors
 
     @property
     def total(self) -> float:

@@ -346,8 +346,9 @@ class SequenceView(View):
     def build(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> SequenceBatch:
         """The batch as it is served."""
         assert drawn.others is not None
-        leaves, build, begins, size = self._leaves, self._structure.build, drawn.others, drawn.rows.shape
+        leaves, build, begins = self._leaves, self._structure.build, drawn.others
         actions, rewards, terminated, truncated, is_first, held = tensors[2 * leaves : 2 * leaves + 6]
+        size = held.shape
         if self._burn_in:
             held[:, : self._burn_in] = False
         behind = tensors[2 * leaves + 6 :]

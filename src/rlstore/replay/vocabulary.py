@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Gather, Part, Request
+from rlstore.engine.rows.appender import Fit
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import fit_final
-from rlstore.engine.rows.schema import Field, as_tensor
+from rlstore.engine.rows.schema import Field, Structure, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
 from rlstore.storage import Sample
@@ -35,6 +37,34 @@ def step_arguments(sample: Sample, fields: StepFields, owner: str) -> tuple[tupl
     step = [sample[name] for name in _NEEDED[:-1]]
     named = {name: sample.get(name) for name in fields.named}
     return (*step, infos, sample["next_observations"]), {"mask": sample.get("masks"), **named}
+
+
+def steps_at_once(
+    data: Sample, fields: StepFields, steps: int, ring: EpisodeRing, has_final: Tensor | None = None
+) -> tuple[tuple[Any, ...] | None, Fit]:
+    """Steps ``[steps, lanes, ...]`` as a kernel may be able to read them, and what fits them to the ring if it cannot.
+
+    Args:
+        data: The steps, which may hold ``final_observations`` of all lanes.
+        fields: What a step consists of.
+        steps: The number of steps.
+        ring: Where they go.
+        has_final: The steps whose final observations count, bool ``[steps]``; None for all.
+    """
+    where = None if has_final is None else has_final.unsqueeze(-1).repeat(1, ring.lanes)
+    place = ((steps,), ring.lanes, ring.device)
+
+    def fit_all() -> tuple[Tensor | None, ...]:
+        return (*fit_steps(data, fields, *place), *_fit_finals(data, where, fields, *place))
+
+    if fields.hidden_shapes or data.get("hidden_states") is not None:
+        return None, fit_all  # their axes are in another order
+    final, structure = data.get("final_observations"), fields.structure
+    finals = (None,) * (len(structure.paths) + 1) if final is None else (*structure.leaves(final), where)
+    columns = (data["actions"], data["rewards"], *(data[name] for name in fields.extra_names))
+    flags = (data["terminated"], data["truncated"], data.get("masks"))
+    leaves = (*structure.leaves(data["observations"]), *fields.next_structure.leaves(data["next_observations"]))
+    return (*leaves, *columns, *flags, *finals), fit_all
 
 
 def fit_steps(
@@ -71,6 +101,19 @@ def fit_steps(
     if not lead and data.get("final_observations") is not None:
         fit_final("final_observations", data["final_observations"], fields.structure, fields.observations, lanes)
     return (*leaves, *columns, flag("terminated"), flag("truncated"), masks)
+
+
+def _fit_finals(
+    data: Sample, where: Tensor | None, fields: StepFields, lead: tuple[int, ...], lanes: int, device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """What follows the mask of :func:`fit_steps`: final observations, and where they are given ``[*lead, lanes]``."""
+    given = data.get("final_observations")
+    if given is None:
+        return (None,) * (len(fields.observations) + 1)
+    structure = Structure(fields.structure.paths, "final_observations")
+    named = zip(structure.names, fields.observations, structure.leaves(given), strict=True)
+    finals = [fit(replace(field, name=name), leaf, (*lead, lanes), device) for name, field, leaf in named]
+    return (*finals, None if where is None else where.to(device))
 
 
 def _without(column: Field, value: Any, masks: Tensor) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import util
 from typing import Any
+
+from torch import Tensor
 
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.shared_memory import SharedMemory
@@ -16,7 +19,7 @@ from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, StorageClosedError, WaitTimeoutError
-from rlstore.replay.vocabulary import step_arguments
+from rlstore.replay.vocabulary import check_sample, step_arguments, steps_at_once
 
 _LOOK_SECONDS = 1.0  # between two looks at whether the process that made the storage lives
 
@@ -95,33 +98,64 @@ class ReplayWriter:
             DoesNotFitError: (a MemoryError) if the rows so far have taken all memory. Nothing was written.
         """
         step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
-        count, control, first = self._begin_step(mask), self._control, self.lanes.start
-        try:
-            with control.turn:
-                control.enter(first, self._given_by, self._timeout)
-                before = self._part.ring.total_written
-                try:
-                    self._part.append(*step)
-                finally:
-                    count -= self._part.ring.total_written - before
-                    control.leave(first)
-        finally:
-            if count:  # inserts that were counted and did not happen: the step was refused, or some were resets
-                control.limiter.count_inserts(-count)
+        self._append(count_of(mask, len(self.lanes)), partial(self._part.append, *step))
 
     def insert_transition(self, sample: Mapping[str, Any]) -> None:
         """Append one step of its environments, with the keys of the vocabulary (see :mod:`rlstore.storage`)."""
         step, named = step_arguments(sample, self._part.fields, self._kind)
         self.add(*step, **named)
 
-    def _begin_step(self, mask: Any) -> int:
-        """Wait until a step may be added; returns its transitions, which are counted."""
+    def _insert_steps(self, samples: Mapping[str, Any], steps: int, has_final: Tensor | None = None) -> int:
+        """Append several steps as :meth:`insert_transition` would one by one; all are checked before any is written.
+
+        Args:
+            samples: The keys of a sample, each ``[steps, num_envs, ...]``.
+            steps: The number of steps.
+            has_final: The steps that have ``final_observations``, bool ``[steps]``; None for all.
+
+        Returns:
+            The transitions that were stored. Reset steps are none.
+        """
+        part, lanes = self._part, len(self.lanes)
+        check_sample(samples, part.fields, self._kind)
+        given, fit = steps_at_once(samples, part.fields, steps, part.ring, has_final)
+        if not self._control.limiter.is_on:
+            return self._append(
+                count_of(samples.get("masks"), steps * lanes), partial(part.append_steps, given, steps, fit)
+            )
+        stored, values = 0, fit()
+        for step in range(steps):  # each waits for the limit
+            row = tuple(None if value is None else value[step : step + 1] for value in values)
+            mask = row[-len(part.fields.observations) - 2]
+            stored += self._append(count_of(mask, lanes), partial(part.append_steps, None, 1, partial(tuple, row)))
+        return stored
+
+    def _append(self, count: int, append: Callable[[], None]) -> int:
+        """Append ``count`` transitions as soon as they may be; returns how many became rows."""
+        self._begin_step(count)
+        control, first, ring, stored = self._control, self.lanes.start, self._part.ring, 0
+        try:
+            with control.turn:
+                control.enter(first, self._given_by, self._timeout)
+                before = ring.total_written
+                try:
+                    append()
+                finally:
+                    stored = ring.total_written - before
+                    control.leave(first)
+        finally:
+            if count != stored:  # inserts that were counted and did not happen: refused, or resets
+                control.limiter.count_inserts(stored - count)
+        return stored
+
+    def _begin_step(self, count: int) -> None:
+        """Wait until so many transitions may be added, and count them."""
         if self._closed:
             raise StorageClosedError("this writer is closed; nothing was written")
         if self._process != os.getpid():
             self._begin()
         self._use.is_used = True
-        control, limiter, count = self._control, self._control.limiter, count_of(mask, len(self.lanes))
+        control, limiter = self._control, self._control.limiter
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             control.check_maker()
@@ -131,7 +165,6 @@ class ReplayWriter:
                 f"and {limiter.sampled} sampled, at {limiter.limit}. The {control.describe_maker()} lives and has to "
                 "sample more first. Nothing was written."
             )
-        return count
 
     def _look(self) -> None:
         self._control.check_maker()

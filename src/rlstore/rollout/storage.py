@@ -673,7 +673,7 @@ class RolloutStorage(RolloutCore):
         observations = tuple(sources.pop("observations")[1])
         others, build = flatten(sources, torch.Size((rows, ring.lanes)), self.Batch)
         states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
-        for made in found.batches(observations, (*states[0], *states[1]), others, self._outputs.empty):
+        for made in found.batches(observations, (*states[0], *states[1]), others, self._outputs.empty_group):
             first = made.states[: len(states[0])], made.states[len(states[0]) :]
             yield build(
                 made.others,

@@ -286,7 +286,7 @@ class Pipeline:
         if self.prefetch is not None and count == self._batch_size and (gate is None or gate.may_prefetch):
             draw, would_admit = partial(self._draw, count, gate), partial(_would_admit, count, gate)
             return self._delivered(*self.prefetch.take(added, draw, would_admit), gate)
-        if self._fuses and gate is None and self._reader.gather.is_small(count):
+        if self._fuses and gate is None:
             made = self._sampler.draw_and_gather(self._reader.gather, count, self._random)
             if made is not None:
                 return made

@@ -171,6 +171,18 @@ class Priorities:
             rows: Row ids, int64 ``[n]``.
             priorities: Finite and not negative, ``[n]`` or ``[n, 1]``.
         """
+        windows = None if self._windows is None else self._windows.kernel
+        refused, index, stale = self.kernel.update(rows, priorities, self.alpha, windows)
+        if refused:
+            ids, given, values = self._converted(rows, priorities)
+            if refused == protocol.NOT_READ:
+                refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
+            if refused:
+                self._refuse(refused, index, ids, given)
+        self._stale += stale
+
+    def _converted(self, rows: Any, priorities: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, int64 ``[n]``, and priorities, ``[n]``, as given and as float32."""
         ids = as_tensor(rows, "rows").flatten()
         if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.dtype.is_complex:
             raise InvalidInputError(f"rows are {ids.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
@@ -181,15 +193,11 @@ class Priorities:
                 f"{_UNCHANGED}"
             )
         ids = ids.to(self._ring.device, torch.int64).contiguous()
-        given = given.to(self._ring.device)
-        values = given.flatten().to(torch.float32).contiguous()
+        given = given.to(self._ring.device).flatten()
+        values = given.to(torch.float32).contiguous()
         if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
-            values = torch.where(given.flatten() > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
-        windows = None if self._windows is None else self._windows.kernel
-        refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
-        if refused:
-            self._refuse(refused, index, ids, given.flatten())
-        self._stale += stale
+            values = torch.where(given > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
+        return ids, given, values
 
     def _refuse(self, reason: int, index: int, rows: Tensor, priorities: Tensor) -> None:
         row, count = int(rows[index]), len(rows)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlstore.engine.memory.tensors import Allocator, Arena, Pieces, allocate, allocate_empty, pieces_for
+from rlstore.engine.memory.tensors import GroupAllocator, allocate, allocate_empty, allocate_group
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel
+from rlstore.kernels.pieces import Pieces, pieces_for
 
 
 @dataclass(frozen=True)
@@ -51,49 +52,17 @@ def split(dones: Tensor, first: int, last: int, room: int | None = None) -> Traj
     return Trajectories(lanes, starts, lengths, count)
 
 
-def pad(
-    sources: tuple[Tensor, ...], trajectories: Trajectories, steps: int, empty: Allocator = allocate_empty
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Each source ``[time, lanes, *shape]`` as ``[steps, trajectories, *shape]``, zeros after a trajectory's end.
-
-    Returns:
-        The padded tensors, dtypes kept, and the mask, bool ``[steps, trajectories]``.
-    """
-    device, count = trajectories.lanes.device, trajectories.lanes.shape[0]
-    outs = tuple(empty((steps, count, *source.shape[2:]), source.dtype, device) for source in sources)
-    mask = empty((steps, count), torch.bool, device)
-    kernel("pad_segments", device.type)(
-        sources, trajectories.lanes, trajectories.starts, trajectories.lengths, outs, mask
-    )
-    return outs, mask
-
-
-def cut(sources: tuple[Tensor, ...], first: int, last: int, empty: Allocator = allocate_empty) -> tuple[Tensor, ...]:
-    """The lanes ``[first, last)`` of each source ``[steps, lanes, *shape]``, as copies."""
-    outs = tuple(
-        empty((source.shape[0], last - first, *source.shape[2:]), source.dtype, source.device) for source in sources
-    )
-    kernel("copy_lanes", sources[0].device.type)(sources, first, last, outs)
-    return outs
-
-
-def first_states(states: Tensor, trajectories: Trajectories, empty: Allocator = allocate_empty) -> Tensor:
-    """The hidden state at each trajectory's start.
+def first_states(states: Tensor, trajectories: Trajectories, out: Tensor) -> None:
+    """Write the hidden state at each trajectory's start.
 
     Args:
         states: ``[steps, layers, lanes, hidden]``.
         trajectories: Where they start.
-        empty: What makes the result.
-
-    Returns:
-        ``[layers, trajectories, hidden]``, contiguous.
+        out: ``[layers, trajectories, hidden]``.
     """
-    shape = (states.shape[1], trajectories.lanes.shape[0], states.shape[3])
-    out = empty(shape, states.dtype, states.device)
     kernel("first_states", states.device.type)(states, trajectories.lanes, trajectories.starts, out)
-    if trajectories.held is not None:
+    if trajectories.held is not None and trajectories.held < out.shape[1]:
         out[:, trajectories.held :] = 0
-    return out
 
 
 class TrajectoryBatch(NamedTuple):
@@ -133,27 +102,44 @@ class SplitTrajectories:
         observations: tuple[Tensor, ...],
         states: tuple[Tensor, ...],
         others: tuple[Tensor, ...],
-        empty: Allocator = allocate_empty,
+        empty: GroupAllocator = allocate_group,
     ) -> Iterator[TrajectoryBatch]:
-        """The mini-batches of an epoch, made when they are needed, each in one piece of memory.
+        """The mini-batches of an epoch, made when they are needed.
 
         Args:
             observations: ``[steps, lanes, ...]`` each, to be padded.
             states: ``[steps, layers, lanes, hidden]`` each; the first one of each trajectory is taken.
             others: ``[steps, lanes, ...]`` each, to be copied.
-            empty: Allocates that memory.
+            empty: Allocates the tensors of a mini-batch.
         """
-        rows, fields = self._steps, (observations, others, states)
-        # Bytes of one lane's step in the observations, in the other fields, and in the states.
-        lane_steps = rows * observations[0].shape[1]
-        padded_step, step, start = (sum(block.nbytes for block in blocks) // lane_steps for blocks in fields)
+        place, behind = len(observations), len(observations) + 1 + len(states)
+        device = observations[0].device
         for first, found in self._found:
-            count, last = found.lanes.shape[0], first + self._width
-            nbytes = rows * (count * (padded_step + 1) + self._width * step) + count * start  # with a mask
-            arena = Arena(nbytes, sum(map(len, fields)) + 1, found.lanes.device, empty)
-            padded, masks = pad(observations, found, rows, arena.empty)
-            initial = tuple([first_states(state, found, arena.empty) for state in states])
-            yield TrajectoryBatch(padded, masks, initial, cut(others, first, last, arena.empty))
+            forms = batch_forms(self._steps, found.lanes.shape[0], self._width, observations, states, others)
+            tensors = empty(*forms, device)
+            made = TrajectoryBatch(tensors[:place], tensors[place], tensors[place + 1 : behind], tensors[behind:])
+            parts = found.lanes, found.starts, found.lengths
+            kernel("pad_segments", device.type)(observations, *parts, made.observations, made.masks)
+            for state, out in zip(states, made.states, strict=True):
+                first_states(state, found, out)
+            kernel("copy_lanes", device.type)(others, first, first + self._width, made.others)
+            yield made
+
+
+def batch_forms(
+    steps: int,
+    count: int,
+    width: int,
+    observations: tuple[Tensor, ...],
+    states: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:
+    """The shapes and dtypes of the tensors of a mini-batch of ``count`` trajectories of ``width`` lanes."""
+    padded = [((steps, count, *source.shape[2:]), source.dtype) for source in observations]
+    first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]
+    copied = [((steps, width, *source.shape[2:]), source.dtype) for source in others]
+    shapes, dtypes = zip(*padded, ((steps, count), torch.bool), *first, *copied, strict=True)
+    return shapes, dtypes
 
 
 class TabulatedTrajectories:
@@ -178,30 +164,19 @@ class TabulatedTrajectories:
         observations: tuple[Tensor, ...],
         states: tuple[Tensor, ...],
         others: tuple[Tensor, ...],
-        empty: Allocator = allocate_empty,
+        empty: GroupAllocator = allocate_group,
     ) -> Iterator[TrajectoryBatch]:
         """The mini-batches of an epoch, one launch each; ``empty`` is not used: the memory is torch's own."""
         fill, place = kernel("fill_trajectories", self._table.device.type), len(observations)
         behind = place + 1 + len(states)
         for index, count in enumerate(self._counts):
             if count not in self._layouts:
-                self._layouts[count] = self._layout(count, observations, states, others)
-            (pieces,) = self._layouts[count].empty(self._table.device)
-            tensors = self._layouts[count].cut(pieces)
+                forms = batch_forms(self._steps, count, self._width, observations, states, others)
+                self._layouts[count] = pieces_for(*forms, self._table.device)
+            tensors = self._layouts[count].tensors()
             targets, mask = (*tensors[:place], *tensors[place + 1 :]), tensors[place]
             fill(observations, states, others, self._table, self._totals, index, self._width, targets, mask)
             yield TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : behind], tensors[behind:])
-
-    def _layout(
-        self, count: int, observations: tuple[Tensor, ...], states: tuple[Tensor, ...], others: tuple[Tensor, ...]
-    ) -> Pieces:
-        """How the tensors of a mini-batch of ``count`` trajectories are arranged in memory."""
-        steps = self._steps
-        padded = [((steps, count, *source.shape[2:]), source.dtype) for source in observations]
-        first = [((source.shape[1], count, source.shape[3]), source.dtype) for source in states]
-        copied = [((steps, self._width, *source.shape[2:]), source.dtype) for source in others]
-        shapes, dtypes = zip(*padded, ((steps, count), torch.bool), *first, *copied, strict=True)
-        return pieces_for(shapes, dtypes)
 
 
 def find_trajectories(dones: Tensor, count: int, room: int | None) -> SplitTrajectories | TabulatedTrajectories:

@@ -20,6 +20,7 @@ from rlstore.kernels import Guard, protocol
 from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
+Fit = Callable[[], tuple[Tensor | None, ...]]
 
 
 class Follower(Protocol):
@@ -113,7 +114,7 @@ class Appender:
             columns = fields.named_columns(named, self.ring.lanes)
             leaves = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
             values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
-        if type(infos) is not dict or infos:
+        if type(infos) is not dict or "final_obs" in infos or "final_observation" in infos:  # the KEYS of finals
             values = self._with_final(values, infos)
         kernel = self._direct
         outcome = BUSY if kernel is None else kernel.append(values)
@@ -123,10 +124,21 @@ class Appender:
                     self.permit()
                 if outcome == BUSY and not self._is_part:
                     self._find_direct()
-                outcome = self.write(values, outcome)
+                outcome = self.write(values, outcome, infos)
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
-            self.warned = True
-            warnings.warn(_BROKEN, stacklevel=3)
+            self._warn_of_break()
+
+    def append_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit) -> None:
+        """Append several steps: see :meth:`write_steps`."""
+        with self._guard:
+            self.ring.require_room(steps)
+            outcome = self.write_steps(values, steps, fit, resumed=False)
+        if outcome == WRITTEN_WITH_BREAK and not self.warned:
+            self._warn_of_break()
+
+    def _warn_of_break(self) -> None:
+        self.warned = True
+        warnings.warn(_BROKEN, stacklevel=4)
 
     def _find_direct(self) -> None:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
@@ -137,16 +149,21 @@ class Appender:
             self._direct = kernel
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
-        """The values of a step with the final observations that its infos hold."""
+        """The values of a step with the final observations that its infos hold; a kernel may read a single leaf."""
         found = find_final(infos)
         if found is None:
             return values
+        if self.fields.structure.is_leaf:
+            return (*values[:-2], found[1], None)
+        return self._with_fitted_final(values, found)
+
+    def _with_fitted_final(self, values: tuple[Any, ...], found: tuple[str, Any]) -> tuple[Any, ...]:
         key, final = found
         fields = self.fields
         fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
         return (*values[: -len(fitted)], *fitted)
 
-    def write(self, values: tuple[Any, ...], outcome: int = BUSY) -> int:
+    def write(self, values: tuple[Any, ...], outcome: int = BUSY, infos: Any = None) -> int:
         """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
 
         Args:
@@ -154,6 +171,7 @@ class Appender:
                 and whether it was truncated ``[lanes]``; which lanes take part (None: all); the leaves of final
                 observations, each None if there are none, and which lanes have one (None: all that end).
             outcome: Why the kernel did not write them, if it was asked already.
+            infos: Where a single leaf of final observations is from that was not looked at yet.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and
@@ -168,15 +186,52 @@ class Appender:
         if outcome == BUSY:
             outcome = kernel.write(values)
         if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
-            outcome = self._complete(kernel, values, outcome)
-        self._steps[0] += 1
+            outcome = self._complete(kernel, values, outcome, infos)
+        self._follow(1)
+        return outcome
+
+    def write_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit, *, resumed: bool) -> int:
+        """Write several steps, for a caller that has the guard; all values fit, or nothing is written.
+
+        Args:
+            values: Those of :meth:`write`, ``[steps, lanes, ...]``; None to let them be fitted.
+            steps: The number of steps.
+            fit: Checks all values, and returns them as the ring takes them, if a kernel cannot read them.
+            resumed: None of them is a reset step, and none need continue what is held.
+
+        Returns:
+            ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off.
+        """
+        done, result, checked = 0, WRITTEN, values is None
+        values = fit() if values is None else values
+        while done < steps:
+            if self.settle is not None:
+                self.settle()
+            # What is kept elsewhere is kept step by step, before anything of it can be overwritten.
+            end = steps if self.keep is None else done + 1
+            before, kernel = done, self._kernel or self._bind()
+            done, outcome = kernel.write_steps(values, steps, done, end, resumed, checked)
+            if done > before:
+                self._follow(done - before)
+            if outcome == WRITTEN_WITH_BREAK:
+                result = outcome
+            elif outcome >= 0:
+                if checked:
+                    raise RuntimeError(f"{self._place(outcome).name} was checked and does not fit its block")
+                values, checked = fit(), True
+            elif outcome != WRITTEN:
+                self._make_room(outcome)
+        return result
+
+    def _follow(self, steps: int) -> None:
+        """So many steps were written."""
+        self._steps[0] += steps
         if self._watches:
             self.ring.catch_up()
         if self._sampler is not None:
             self._sampler.follow()
         if self.keep is not None:
             self.keep()
-        return outcome
 
     def _bind(self) -> protocol.EpisodeRing:
         """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
@@ -190,23 +245,34 @@ class Appender:
         """Append nothing any more."""
         self._closed, self._kernel, self._direct = True, None, None
 
-    def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int) -> int:
+    def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int, infos: Any) -> int:
         """Bring a write to its end that has written nothing yet: convert values, and make room."""
         given, fitted = values, -1
         while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             if outcome >= 0:
-                # Not ready to be copied byte for byte: convert it if possible, else refuse it.
+                # The kernel cannot read it: convert it if possible, else refuse it.
+                is_final = outcome == self._columns_end + 3 and self.fields.structure.is_leaf  # nests are fitted
+                found = find_final(infos) if is_final else None
+                if found is not None:
+                    values, infos, fitted = self._with_fitted_final(values, found), None, -1
+                    outcome = kernel.write(values)
+                    continue
                 if outcome == fitted:
                     self._fit(outcome, given, check_rule=True)  # the kernel has found that it breaks the rule
                     raise RuntimeError(f"{self._place(outcome).name} was checked and still does not fit its block")
                 fitting = self._fit(outcome, values)
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
-            elif outcome == NEEDS_ROOM:
-                self.ring.make_room()
             else:
-                self.ring.extend(episodes=outcome == NEEDS_EPISODES)
+                self._make_room(outcome)
             outcome = kernel.write(values)
         return outcome
+
+    def _make_room(self, outcome: int) -> None:
+        """Do what has to be done before a kernel can write."""
+        if outcome == NEEDS_ROOM:
+            self.ring.make_room()
+        else:
+            self.ring.extend(episodes=outcome == NEEDS_EPISODES)
 
     def _place(self, index: int) -> Field:
         if self._places is None:

@@ -438,8 +438,10 @@ class EpisodeRing:
         """
         if self._asks:
             written = self.counters[0].numpy()
-            self._growth(written).require(steps, *self._told())
-            self._reach = written + steps
+            if self._reach is None or int((self._reach - written).min()) < steps:
+                growth, told = self._growth(written), self._told()
+                growth.require(steps, *told)
+                self._reach = written + max(steps, growth.room(self.lanes / self.whole.lanes, *told))
 
     @property
     def _asks(self) -> bool:

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -133,20 +132,36 @@ def gather_batches(
     sources: tuple[Tensor, ...], rows: Tensor, places: tuple[int, ...], pieces: Sequence[Sequence[Tensor]]
 ) -> None:
     """An epoch's rows as mini-batches, each in pieces of memory of its own."""
-    fields = tuple([(math.prod(source.shape[2:]), source.dtype) for source in sources])
-    if not all(width for width, _ in fields):
-        there = [index for index, (width, _) in enumerate(fields) if width]
-        sources, places = tuple(sources[index] for index in there), tuple(places[index] for index in there)
-        fields = tuple(fields[index] for index in there)
     if not sources:
         return
     batches = len(pieces[0])
     size = rows.shape[0] // batches
-    dtypes = tuple([of_batches[0].dtype for of_batches in pieces])
-    launcher, programs = _gather_fields(fields, places, dtypes, batches, size % 16 == 0)
-    grid = (sum([-(-size // own_rows) * parts for own_rows, parts in programs]), batches, 1)
+    fields = tuple([(source.shape[2:], source.dtype) for source in sources])
+    plan = _plan_gather(fields, places, tuple([piece.dtype for piece, *_ in pieces]), batches, size)
+    if plan is None:
+        return
+    launcher, grid, there = plan
     memory = tuple([piece for of_batches in pieces for piece in of_batches])
-    launcher(grid, rows.device, sources, rows, memory, size)
+    launcher(grid, rows.device, sources if there is None else tuple([sources[k] for k in there]), rows, memory, size)
+
+
+@lru_cache(256)
+def _plan_gather(
+    fields: tuple[tuple[torch.Size, torch.dtype], ...],
+    places: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    batches: int,
+    size: int,
+) -> tuple[Launcher, tuple[int, int, int], tuple[int, ...] | None] | None:
+    """What gathers these fields, its grid, and which of them have entries (None: all); None if none has."""
+    widths = [(shape.numel(), dtype) for shape, dtype in fields]
+    there = tuple(k for k, (width, _) in enumerate(widths) if width)
+    if not there:
+        return None
+    copied, own_places = tuple(widths[k] for k in there), tuple(places[k] for k in there)
+    launcher, programs = _gather_fields(copied, own_places, dtypes, batches, size % 16 == 0)
+    grid = (sum(-(-size // own_rows) * parts for own_rows, parts in programs), batches, 1)
+    return launcher, grid, None if len(there) == len(fields) else there
 
 
 @cache

@@ -23,9 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import units
-from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
+from rlstore.kernels.cuda.launch import Fixed, Launcher, next_power_of_2
 from rlstore.kernels.cuda.ring import EpisodeRing
+from rlstore.kernels.protocol import NOT_READ
 from rlstore.kernels.ring_memory import as_float32
+from rlstore.kernels.rules import are_priorities
 
 SUPER = tl.constexpr(32)  # blocks that are summed where they are needed
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
@@ -354,6 +356,16 @@ class Priorities:
         self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
         self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED), _UPDATE_WARPS)
         self._is_behind = False
+        self._on_cuda = device.type == "cuda"
+        self._updated = Fixed((self._leaves, self._dropped, self._stamps, self._updates, self._written, self._begun))
+        self._bind()
+
+    def _bind(self) -> None:
+        """Look up what the launches of a draw have in common."""
+        counts, sums = (self._written, self._seen), (self._sums, self._news, self._maxima)
+        self._summed = Fixed((self._leaves, *sums, self._smallest, *counts))
+        self._drawn_from = Fixed((self._leaves, *sums, self._first, *counts))
+        self.unfinished = Fixed((self._smallest, self._leaves, self._first, *counts))
 
     @staticmethod
     def level_sizes(leaves: int) -> list[int]:
@@ -376,8 +388,7 @@ class Priorities:
         self._is_behind = False
 
     def _sum_leaves(self) -> None:
-        tree = (self._leaves, self._sums, self._news, self._maxima, self._smallest)
-        self._sum((self._blocks, 1, 1), self._ring.device, *tree, self._written, self._seen)
+        self._sum((self._blocks, 1, 1), self._ring.device, self._summed)
 
     def settle(self) -> None:
         """Set the first priorities of the rows written since the last draw."""
@@ -393,59 +404,48 @@ class Priorities:
 
     def follow_windows(self, windows: Any) -> None:
         """Nothing more: :meth:`WindowIndex.follow` has set the priorities of windows."""
-        self._seen = self._ring.written  # no row is new
+        if self._seen is not self._ring.written:
+            self._seen = self._ring.written  # no row is new
+            self._bind()
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
         count = rows.numel()
         if weights.numel() != count:
             raise ValueError("draw: a weight for each row")
-        unfinished = self.begin_draw(generator, rows, weights)
+        self.begin_draw(generator, rows, weights, count)
         grid = (max(-(-count // _FINISHED), 1), 1, 1)
-        self._finish(grid, self._ring.device, generator, weights, *unfinished, count, as_float32(beta))
+        self._finish(grid, self._ring.device, generator, weights, self.unfinished, count, as_float32(beta))
         return True
 
-    def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor) -> tuple[Tensor, ...]:
-        """Draw rows and the leaf of each, float32; :func:`finish_draw` or :func:`gather_rows` does the rest.
+    def begin_draw(self, generator: Tensor, rows: Tensor, drawn: Tensor, count: int) -> None:
+        """Draw ``count`` rows and the leaf of each, float32.
 
-        Returns:
-            What that takes besides the leaves drawn.
+        :func:`finish_draw` or :func:`gather_rows` does the rest, with the leaves drawn and :attr:`unfinished`.
         """
         self._ring.check_generator(generator)
         self._sum_leaves()
-        tree = (self._leaves, self._sums, self._news, self._maxima, self._first, self._written, self._seen)
-        count = rows.numel()
         grid = (max(-(-count // _DRAWN), 1), 1, 1)
-        self._draw(grid, self._ring.device, rows, drawn, self._smallest, generator, *tree, count)
-        if self._ring.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else nothing ran yet
+        self._draw(grid, self._ring.device, rows, drawn, self._smallest, generator, self._drawn_from, count)
+        if self._is_behind and not (self._on_cuda and torch.cuda.is_current_stream_capturing()):  # else nothing ran yet
             self._is_behind = False
-        return self._smallest, self._leaves, self._first, self._written, self._seen
 
-    def update(self, rows: Tensor, priorities: Tensor, alpha: float, windows: Any) -> tuple[int, int, int]:
+    def update(self, rows: Any, priorities: Any, alpha: float, windows: Any) -> tuple[int, int, int]:
         """Set priorities, but for those that are dropped; see :meth:`dropped`.
 
         Returns:
-            (0, 0, 0): what was refused, where, and how many were dropped is not known yet.
+            (0, 0, 0): what was refused, where, and how many were dropped is not known yet; or that they are not read.
         """
-        if rows.numel() != priorities.numel():
-            raise ValueError("update: a priority for each row")
-        if rows.numel() >= _MOST_UPDATED:
-            raise ValueError(f"update: {rows.numel()} priorities at once; at most one less than {_MOST_UPDATED}")
+        if not are_priorities(rows, priorities, self._ring.device):
+            return NOT_READ, 0, 0
+        count = rows.numel()
+        if count >= _MOST_UPDATED:
+            raise ValueError(f"update: {count} priorities at once; at most one less than {_MOST_UPDATED}")
         self.settle()
         if windows is not None:
             rows = torch.where(windows.contain(rows), rows, -1)
-        count = rows.numel()
-        tensors = (
-            rows,
-            priorities,
-            self._leaves,
-            self._dropped,
-            self._stamps,
-            self._updates,
-            self._written,
-            self._begun,
-        )
-        self._update((-(-count // _UPDATED), 1, 1), self._ring.device, *tensors, count, as_float32(alpha))
+        grid = (-(-count // _UPDATED), 1, 1)
+        self._update(grid, self._ring.device, rows, priorities, self._updated, count, as_float32(alpha))
         return 0, 0, 0
 
 

@@ -10,6 +10,7 @@ where its field is, as in ``ring.py``.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,16 +18,21 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import TOTAL, move_on, uniform_rows
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Fixed, Launcher
 from rlstore.kernels.cuda.memory import place_of, plain, tile_of
 from rlstore.kernels.cuda.priorities import Priorities, new_rows, settle, weigh
 from rlstore.kernels.cuda.ring import KEPT, REPEATED, TERMINATED, TRUNCATED, EpisodeRing
+from rlstore.kernels.pieces import Pieces
 from rlstore.kernels.protocol import Part, Request
 from rlstore.kernels.ring_memory import Block, as_float32
 
-_TILE_ELEMENTS = 2048  # of a program
-_MOST_ROWS = 16  # that a program makes
+# Elements and rows of a program at most; and as many as are best where a batch is not large.
+_TILE_ELEMENTS, _MOST_ROWS = 2048, 16
+_ELEMENTS, _FEW_ROWS = 256, 4
+_FEW_PROGRAMS, _MANY_PROGRAMS = 128, 1024  # where there would be fewer or more, a program makes fewer or more rows
+_WARPS, _FEW_WARPS, _FEW_ELEMENTS = 4, 2, 512  # groups of threads of a program, and of one with few elements
 _MOST_SHARES = 32  # programs that share wide rows
+_MOST_PLANS = 64  # that are remembered
 
 # What an output holds: see Part.
 OBSERVATION = tl.constexpr(Part.OBSERVATION.value)
@@ -208,6 +214,14 @@ def gather_rows(
                 tl.store(generator + 1, made)
 
 
+class _Plan(NamedTuple):
+    """How batches of one size are made."""
+
+    outputs: Pieces  # drawn by priority, with their weights and rows
+    launcher: Launcher
+    grid: tuple[int, int, int]
+
+
 class ReplayGather:
     """The tensors of a batch, gathered without waiting for the device: a row that is not held gives zeros."""
 
@@ -238,15 +252,19 @@ class ReplayGather:
             *(ring.lanes, ring.steps, ring.rows, self._n_step, self._shares),
             tuple(self._is_early(k, tiles[k]) for k in range(len(requests))),
         )
-        self._most_rows = min(max(_TILE_ELEMENTS // max(tiles), 1), _MOST_ROWS)
+        self._tile = max(tiles)
+        self._most_rows = min(max(_TILE_ELEMENTS // self._tile, 1), _MOST_ROWS)
         powers = torch.tensor([gamma**k for k in range(self._n_step + 1)], dtype=torch.float64)
         with torch.inference_mode(False):
             self._powers = powers.to(torch.float32).to(ring.device)
             self._ticket = torch.zeros(1, dtype=torch.int32, device=ring.device)
+        self._has_bools = torch.bool in self._dtypes
         self._launchers: dict[tuple[bool, bool, int], Launcher] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool, bool], _Plan] = {}  # by leading axes, whether it draws, finishes
+        self._unfinished: tuple[Tensor | Fixed, ...] = (self._powers,)  # from which nothing is read
         self._settled = (1, 1)
         self._bound: object = None
-        self._tables: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
+        self._memory: Fixed  # that of the ring, as it was when it was bound
 
     def _block_of(self, request: Request) -> Block:
         part, index, _, shape = request
@@ -274,8 +292,9 @@ class ReplayGather:
     def sample(self, generator: Tensor, count: int) -> tuple[Tensor, ...]:
         """:meth:`gather` of ``count`` rows drawn as the ring draws them, in the same launch."""
         self._ring.check_generator(generator)
-        outputs = self._outputs((count,), None)
-        self._launch(outputs, generator, generator, count, draws=True)
+        plan = self._plans.get(((count,), True, False)) or self._plan((count,), draws=True)
+        outputs = plan.outputs.tensors()
+        self._launch(plan, outputs, generator, generator, self._unfinished, count, 0.0)
         return outputs
 
     def sample_by_priority(
@@ -286,13 +305,17 @@ class ReplayGather:
         Returns:
             The tensors, the weights ``[count, 1]`` and the rows ``[count]``; see :meth:`Priorities.draw`.
         """
-        rows = torch.empty(count, dtype=torch.int64, device=self._device)
-        weights = torch.empty((count, 1), dtype=torch.float32, device=self._device)
-        unfinished = (weights, *priorities.begin_draw(generator, rows, weights))
-        outputs = self._outputs((count,), None)
         self._settled = priorities.settled[-2:]
-        self._launch(outputs, rows, generator, count, draws=False, unfinished=unfinished, beta=as_float32(beta))
+        plan = self._plans.get(((count,), False, True)) or self._plan((count,), finishes=True)
+        tensors = plan.outputs.tensors()
+        outputs, weights, rows = tensors[:-2], tensors[-2], tensors[-1]
+        priorities.begin_draw(generator, rows, weights, count)
+        unfinished = (weights, priorities.unfinished)
+        self._launch(plan, outputs, rows, generator, unfinished, count, as_float32(beta))
         return outputs, weights, rows
+
+    def sample_windows(self, windows: object, priorities: object, generator: Tensor, beta: float, count: int) -> None:
+        """None: drawing windows and gathering are two calls here."""
 
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones.
@@ -303,56 +326,59 @@ class ReplayGather:
             raise ValueError("rows are int64")
         if given is not None and len(given) != len(self._requests):
             raise ValueError("gather: an output for each request")
-        outputs = self._outputs(tuple(rows.shape), given)
+        lead = tuple(rows.shape)
+        plan = self._plans.get((lead, False, False)) or self._plan(lead)
+        outputs = plan.outputs.tensors() if given is None else self._outputs(lead, given)
         rows = rows.to(self._device, non_blocking=True).contiguous()
-        self._launch(outputs, rows, rows, rows.numel(), draws=False)
+        self._launch(plan, outputs, rows, rows, self._unfinished, rows.numel(), 0.0)
         return outputs
 
-    def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
+    def _plan(self, lead: tuple[int, ...], *, draws: bool = False, finishes: bool = False) -> _Plan:
+        """For batches ``[*lead, ...]`` of rows that are given, are drawn too, or finish a draw by priority."""
+        if len(self._plans) == _MOST_PLANS:
+            self._plans.clear()
+        count = math.prod(lead)
+        block = self._rows_of_program(count)
+        kind = (draws, finishes, block)
+        if kind not in self._launchers:
+            warps = _FEW_WARPS if block * self._tile <= _FEW_ELEMENTS else _WARPS
+            self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind), warps)
+        shapes, dtypes = [(*lead, *shape) for _, _, _, shape in self._requests], list(self._dtypes)
+        if finishes:
+            shapes, dtypes = [*shapes, (*lead, 1), lead], [*dtypes, torch.float32, torch.int64]
+        outputs, grid = Pieces(shapes, dtypes, self._device), (-(-count // block), self._shares, 1)
+        plan = self._plans[lead, draws, finishes] = _Plan(outputs, self._launchers[kind], grid)
+        return plan
+
+    def _rows_of_program(self, count: int) -> int:
+        """The rows that a program makes of a batch of ``count``: few, unless there are enough for all processors."""
+        few = min(max(_ELEMENTS // self._tile, _FEW_ROWS), self._most_rows)
+        if count >= _MANY_PROGRAMS * self._most_rows:
+            return self._most_rows
+        return few if count >= _FEW_PROGRAMS * few else max(few // 4, 1)
+
+    def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """The outputs that are given, and for each that is not a new one."""
         outputs = []
-        for k, (_, _, _, shape) in enumerate(self._requests):
-            out = None if given is None else given[k]
-            if out is None:
-                out = torch.empty((*lead, *shape), dtype=self._dtypes[k], device=self._device)
-            elif out.dtype != self._dtypes[k] or out.numel() != math.prod(lead) * math.prod(shape):
+        for place, dtype, (_, _, _, shape) in zip(given, self._dtypes, self._requests, strict=True):
+            out = torch.empty((*lead, *shape), dtype=dtype, device=self._device) if place is None else place
+            if out.dtype != dtype or out.numel() != math.prod(lead) * math.prod(shape):
                 raise ValueError("gather: an output does not fit")
             outputs.append(out)
         return tuple(outputs)
 
     def _launch(
-        self, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor, count: int, *, draws: bool,
-        unfinished: tuple[Tensor, ...] | None = None, beta: float = 0.0,
+        self, plan: _Plan, outputs: tuple[Tensor, ...], rows: Tensor, generator: Tensor,
+        unfinished: tuple[Tensor | Fixed, ...], count: int, beta: float,
     ) -> None:  # fmt: skip
         ring = self._ring
         ring.check_capture()
         if self._bound is not ring.tables:
             self._bind()
-        block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)
-        kind = (draws, unfinished is not None, block)
-        launcher = self._launchers.get(kind)
-        if launcher is None:
-            launcher = self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
-        launcher(
-            (-(-count // block), self._shares, 1),
-            self._device,
-            tuple([plain(output) for output in outputs]),
-            rows,
-            generator,
-            self._sources,
-            *self._tables,
-            self._rewards,
-            self._powers,
-            ring.episode_place.memory,
-            ring.episodes,
-            ring.counter_places[0].memory,
-            ring.counter_places[1].memory,
-            ring.ends,
-            ring.words,
-            self._ticket,
-            (self._powers,) if unfinished is None else unfinished,
-            count,
-            beta,
-        )
+        served = tuple([plain(output) for output in outputs]) if self._has_bools else outputs
+        plan.launcher(
+            plan.grid, self._device, served, rows, generator, self._memory, unfinished, count, beta
+        )  # fmt: skip
 
     def _bind(self) -> None:
         """Use the tables that the ring has now."""
@@ -364,7 +390,10 @@ class ReplayGather:
                 finals[k] = plain(leaf.finals.view(leaf.dtype))
             if leaf is not None and leaf.starts is not None:
                 starts[k] = plain(leaf.starts.view(leaf.dtype))
-        self._tables, self._bound = (tuple(finals), tuple(starts)), ring.tables
+        counters = ring.counter_places[0].memory, ring.counter_places[1].memory
+        tables = (self._sources, tuple(finals), tuple(starts), self._rewards, self._powers)
+        rest = (ring.episode_place.memory, ring.episodes, *counters, ring.ends, ring.words, self._ticket)
+        self._memory, self._bound = Fixed((*tables, *rest)), ring.tables
 
 
 def _dtype(request: Request, block: Block) -> torch.dtype:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import ALIKE, BREAKS, INVALID, LEAST_FREE, OLDEST, TOTAL, draw_rows
-from rlstore.kernels.cuda.launch import Argument, Launcher, next_power_of_2
+from rlstore.kernels.cuda.launch import Argument, Fixed, Launcher, next_power_of_2
 from rlstore.kernels.cuda.memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.rules import count_invalid, rule_table
 from rlstore.kernels.cuda.watch import Watch
@@ -417,6 +417,8 @@ class EpisodeRing(RingMemory):
         self._watch, self._asked = Watch(self.words), False
         self._rules = rule_table(rules, len(columns), self.device)
         self._deep = 0
+        self._on_cuda = self.device.type == "cuda"
+        self._generator: Tensor | None = None  # the last that was looked at
         self._launchers: dict[tuple[Any, ...], tuple[Launcher, tuple[int, int, int]]] = {}
         # The values of a step, before its flags; and whether some of them are flags of one byte.
         blocks = [*self.leaves, *self.leaves, *self.columns]
@@ -447,11 +449,12 @@ class EpisodeRing(RingMemory):
             tuple(leaf.finals for leaf in self.leaves),
             tuple(self.words if leaf.starts is None else leaf.starts for leaf in self.leaves),
         )
-        self._own: tuple[Argument, ...] = (
+        own: tuple[Tensor | tuple[Tensor, ...], ...] = (
             *(self.leaf_memory, self.column_memory, *self.tables, self.episode_place.memory, episodes, free_slots),
             *(place.memory for place in self.counter_places),
             *(self.ends, self.words, self._marks, self._ticket, self._rules.limits),
         )
+        self._own = Fixed(own)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -472,7 +475,7 @@ class EpisodeRing(RingMemory):
 
     def check_capture(self) -> None:
         """Raise RuntimeError if a CUDA graph is being captured while the tables may still be replaced."""
-        if not self.is_fixed and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not self.is_fixed and self._on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("call register_graph(graph) of the storage before the graph is captured")
 
     def overrun(self, flags: Tensor) -> bool:
@@ -491,8 +494,11 @@ class EpisodeRing(RingMemory):
 
     def check_generator(self, generator: Tensor) -> None:
         """Raise ValueError for what is no generator on this device."""
+        if generator is self._generator:  # as nearly always
+            return
         if generator.dtype != torch.int64 or generator.numel() != 2 or generator.device != self.device:
             raise ValueError("a generator is int64 [seed, draws made], where the ring is")
+        self._generator = generator
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -551,7 +557,7 @@ class EpisodeRing(RingMemory):
             self.words if mask is None else mask,
             finals if has_finals else values[:leaves],
             self.words if given_dtype is None else given,
-            *self._own,
+            self._own,
         )
         known = self._launchers.get(key)
         if known is None:

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlstore.kernels._native import RowChecker
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels._native import RowLauncher
+from rlstore.kernels.cuda.launch import Fixed, Launcher
 from rlstore.kernels.cuda.rules import Counts, count_invalid, rule_table
 from rlstore.kernels.protocol import Target
 from rlstore.kernels.rules import NO_RULES, Rule
@@ -72,9 +72,9 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How rows of one kind are written: which values have something to copy (None: all), where to, and by what."""
+    """How rows of one kind are written: which values have something to copy, where to, and by what."""
 
-    places: tuple[int, ...] | None
+    places: tuple[int, ...]
     blocks: tuple[Tensor, ...]
     launcher: Launcher
     grid: tuple[int, int, int]
@@ -92,28 +92,38 @@ class RowWriter:
             _Target(block, lead, is_flag, math.prod(block.shape[1:])) for block, lead, is_flag, _ in targets
         ]
         self._device = targets[0][0].device if targets else torch.device("cpu")
-        self._checker = RowChecker(targets)
-        self._plans: dict[bytes, _Plan] = {}  # by what the checker calls the kind of a row
+        self._launcher = RowLauncher(targets)
+        self._plans: dict[bytes, _Plan] = {}  # by what the launcher calls the kind of a row
+        self._bound: set[bytes] = set()  # kinds of rows that the launcher writes alone
         self._rules, self._invalid = rule_table(rules, len(targets), self._device), Counts(self._device)
         self._has_rules = bool(rules)
+        self._own = Fixed((self._invalid.memory, self._rules.limits))
 
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing."""
         if row == 0 and self._has_rules:  # a rollout begins
             self._invalid.look()
-        found = self._checker.look(row, values)
+        found = self._launcher.write(row, values)
         while isinstance(found, int):
             if found >= 0:
                 return found
             values = _with_copy(values, ~found)
-            found = self._checker.look(row, values)
-        plan = self._plans.get(found)
-        if plan is None:
-            plan = self._plans[found] = self._plan(values)
-        given = values if plan.places is None else tuple([values[place] for place in plan.places])
-        own = self._invalid.memory, self._rules.limits
-        plan.launcher(plan.grid, self._device, given, plan.blocks, *own, row)  # type: ignore[arg-type]
+            found = self._launcher.write(row, values)
+        if found is not None:
+            self._launch(found, row, values)
         return -1
+
+    def _launch(self, kind: bytes, row: int, values: tuple[Tensor | None, ...]) -> None:
+        """Write a row that :class:`RowLauncher` cannot, and let it write the next ones of its kind."""
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = self._plan(values)
+        given = tuple([values[place] for place in plan.places])
+        plan.launcher(plan.grid, self._device, given, plan.blocks, self._own, row)  # type: ignore[arg-type]
+        bound = plan.launcher.bound(self._device)
+        if bound is not None and kind not in self._bound:
+            self._bound.add(kind)
+            self._launcher.bind(kind, bound, plan.grid[0], plan.places, self._own)
 
     def _plan(self, values: tuple[Tensor | None, ...]) -> _Plan:
         """For rows of the same kind as this one."""
@@ -135,7 +145,7 @@ class RowWriter:
             *(tuple(part[place] for place in places) for part in self._rules[1:]),
         )
         return _Plan(
-            None if len(places) == len(values) else places,
+            places,
             tuple(target.block for _, target in copied),
             Launcher(write_row, constants, _WARPS),
             (firsts[-1], 1, 1),

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.pieces import scratch
 
 # The steps that a scan loads at once: a multiple of the first number, and at most the second. A program is one group of
 # threads, with a lane in each.
@@ -330,32 +331,39 @@ def fill_gae(
     """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given."""
     ends = _ends(terminated, truncated, final_values, rewards)
     has = (truncated is not None, final_values is not None, dones, epsilon is not None)
-    plan, device = _plan_advantages(rewards.shape, (rewards.dtype, ends[0].dtype, ends[1].dtype), has), rewards.device
-    moments = torch.empty(4 * plan.parts, dtype=torch.float64, device=device) if epsilon is not None else returns
-    arguments = (rewards, values, last_values, *ends, advantages, returns, moments, plan.steps, plan.lanes)
-    plan.scan((plan.parts, 1, 1), device, *arguments, gamma, gamma * lam)
+    device = rewards.device
+    plan = _plan_advantages(rewards.shape, rewards.dtype, ends[0].dtype, ends[1].dtype, has)
+    moments = returns if epsilon is None else scratch(4 * plan.parts, torch.float64, device)
+    plan.scan(
+        (plan.parts, 1, 1), device, rewards, values, last_values, *ends, advantages, returns, moments,
+        plan.steps, plan.lanes, gamma, gamma * lam,
+    )  # fmt: skip
     if epsilon is not None:
-        _normalize(advantages, moments, plan.parts, epsilon)
+        plan.normalize(plan.grid, device, advantages, moments, plan.parts, plan.count, epsilon)
 
 
 @dataclass(frozen=True)
 class _AdvantagesPlan:
-    """How advantages of one shape are made."""
+    """How advantages of one shape are made and normalised."""
 
     steps: int
     lanes: int
     parts: int  # programs, and so parts that have moments
     scan: Launcher
+    count: int
+    normalize: Launcher
+    grid: tuple[int, int, int]
 
 
 @lru_cache(256)
 def _plan_advantages(
-    size: torch.Size, dtypes: tuple[torch.dtype, ...], has: tuple[bool, bool, bool, bool]
+    size: torch.Size, dtype: torch.dtype, ended: torch.dtype, cut: torch.dtype, has: tuple[bool, bool, bool, bool]
 ) -> _AdvantagesPlan:
-    """For rewards of a size and flags of these dtypes. The dtypes distinguish launchers."""
+    """For rewards of a size and dtype, and flags of these dtypes, which distinguish launchers."""
     steps, lanes = size[0], size[1:].numel()
-    constants = (*has, _at_once(steps, dtypes[0]), _LANES)
-    return _AdvantagesPlan(steps, lanes, -(-lanes // _LANES), Launcher(scan_advantages, constants, num_warps=1))
+    parts = -(-lanes // _LANES)
+    scan = Launcher(scan_advantages, (*has, _at_once(steps, dtype), _LANES), num_warps=1)
+    return _AdvantagesPlan(steps, lanes, parts, scan, size.numel(), *_plan_normalisation(size.numel(), parts, dtype))
 
 
 def discounted_returns(
@@ -403,13 +411,8 @@ def normalize(x: Tensor, epsilon: float) -> None:
     """``x = (x - mean) / (std + epsilon)`` in place, std unbiased, moments in float64."""
     count = x.numel()
     parts = -(-count // _MEASURED)
-    moments = torch.empty(4 * parts, dtype=torch.float64, device=x.device)
+    moments = scratch(4 * parts, torch.float64, x.device)
     _launcher(measure, (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
-    _normalize(x, moments, parts, epsilon)
-
-
-def _normalize(x: Tensor, moments: Tensor, parts: int, epsilon: float) -> None:
-    count = x.numel()
     launcher, grid = _plan_normalisation(count, parts, x.dtype)
     launcher(grid, x.device, x, moments, parts, count, epsilon)
 

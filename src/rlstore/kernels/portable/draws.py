@@ -6,11 +6,14 @@ order of the C++ version, to the last bit. Everything is where the counters of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rlstore.kernels.protocol import NEVER_WRITTEN, NO_WINDOW, NOT_A_PRIORITY
+from rlstore.kernels.protocol import NEVER_WRITTEN, NO_WINDOW, NOT_A_PRIORITY, NOT_READ
 from rlstore.kernels.ring_memory import RingMemory, WindowQueues, as_float32
+from rlstore.kernels.rules import are_priorities
 
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as the signed numbers that torch multiplies.
 _STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -238,17 +241,15 @@ class Priorities:
         rows.copy_((time * ring.lanes + lane).view(rows.shape))
         return True
 
-    def update(
-        self, rows: Tensor, priorities: Tensor, alpha: float, windows: WindowIndex | None
-    ) -> tuple[int, int, int]:
+    def update(self, rows: Any, priorities: Any, alpha: float, windows: WindowIndex | None) -> tuple[int, int, int]:
         """Set priorities, or none if any is refused.
 
         Returns:
             What is wrong (0 for nothing), at which index, and how many rows were dropped because they are overwritten.
         """
+        if not are_priorities(rows, priorities, self._ring.device):
+            return NOT_READ, 0, 0
         ring, given = self._ring, priorities.flatten()
-        if rows.numel() != given.numel():
-            raise ValueError("update: a priority for each row")
         lane, time = rows % ring.lanes, rows // ring.lanes
         held = time >= ring.oldest()[lane]
         wrong = torch.zeros_like(rows)

@@ -47,6 +47,9 @@ class ReplayGather:
     def sample_by_priority(self, priorities: object, generator: Tensor, beta: float, count: int) -> None:
         """None: drawing by priority and gathering are two calls here."""
 
+    def sample_windows(self, windows: object, priorities: object, generator: Tensor, beta: float, count: int) -> None:
+        """None: drawing windows and gathering are two calls here."""
+
     def gather(self, rows: Tensor, given: tuple[Tensor | None, ...] | None) -> tuple[Tensor, ...]:
         """One tensor ``[*rows.shape, ...]`` for each request: those given or (None) new ones on the blocks' device.
 
