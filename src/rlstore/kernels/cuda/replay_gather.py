@@ -26,8 +26,11 @@ from rlstore.kernels.pieces import Pieces
 from rlstore.kernels.protocol import Part, Request
 from rlstore.kernels.ring_memory import Block, as_float32
 
-_TILE_ELEMENTS = 2048  # of a program
-_MOST_ROWS = 16  # that a program makes
+# Elements and rows of a program at most; and as many as are best where a batch is not large.
+_TILE_ELEMENTS, _MOST_ROWS = 2048, 16
+_ELEMENTS, _FEW_ROWS = 256, 4
+_FEW_PROGRAMS, _MANY_PROGRAMS = 128, 1024  # where there would be fewer or more, a program makes fewer or more rows
+_WARPS, _FEW_WARPS, _FEW_ELEMENTS = 4, 2, 512  # groups of threads of a program, and of one with few elements
 _MOST_SHARES = 32  # programs that share wide rows
 _MOST_PLANS = 64  # that are remembered
 
@@ -249,7 +252,8 @@ class ReplayGather:
             *(ring.lanes, ring.steps, ring.rows, self._n_step, self._shares),
             tuple(self._is_early(k, tiles[k]) for k in range(len(requests))),
         )
-        self._most_rows = min(max(_TILE_ELEMENTS // max(tiles), 1), _MOST_ROWS)
+        self._tile = max(tiles)
+        self._most_rows = min(max(_TILE_ELEMENTS // self._tile, 1), _MOST_ROWS)
         powers = torch.tensor([gamma**k for k in range(self._n_step + 1)], dtype=torch.float64)
         with torch.inference_mode(False):
             self._powers = powers.to(torch.float32).to(ring.device)
@@ -334,16 +338,24 @@ class ReplayGather:
         if len(self._plans) == _MOST_PLANS:
             self._plans.clear()
         count = math.prod(lead)
-        block = self._most_rows if count >= 128 * self._most_rows else max(self._most_rows // 4, 1)
+        block = self._rows_of_program(count)
         kind = (draws, finishes, block)
         if kind not in self._launchers:
-            self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind))
+            warps = _FEW_WARPS if block * self._tile <= _FEW_ELEMENTS else _WARPS
+            self._launchers[kind] = Launcher(gather_rows, (*self._constants, self._settled, *kind), warps)
         shapes, dtypes = [(*lead, *shape) for _, _, _, shape in self._requests], list(self._dtypes)
         if finishes:
             shapes, dtypes = [*shapes, (*lead, 1), lead], [*dtypes, torch.float32, torch.int64]
         outputs, grid = Pieces(shapes, dtypes, self._device), (-(-count // block), self._shares, 1)
         plan = self._plans[lead, draws, finishes] = _Plan(outputs, self._launchers[kind], grid)
         return plan
+
+    def _rows_of_program(self, count: int) -> int:
+        """The rows that a program makes of a batch of ``count``: few, unless there are enough for all processors."""
+        few = min(max(_ELEMENTS // self._tile, _FEW_ROWS), self._most_rows)
+        if count >= _MANY_PROGRAMS * self._most_rows:
+            return self._most_rows
+        return few if count >= _FEW_PROGRAMS * few else max(few // 4, 1)
 
     def _outputs(self, lead: tuple[int, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         """The outputs that are given, and for each that is not a new one."""
