@@ -417,6 +417,7 @@ NB_MODULE(_native, m) {
       .def("total", &Priorities::total)
       .def("rebuild", &Priorities::rebuild)
       .def("follow", &Priorities::follow)
+      .def("begin", &Priorities::begin)
       .def("follow_windows", &Priorities::follow_windows)
       .def("draw", &Priorities::draw)
       .def("settle", &Priorities::settle)
