@@ -588,7 +588,7 @@ class RolloutCore(Storage):
             if observations_as is not None:
                 first = len(self._observations.paths)
                 dtypes[:first] = [observations_as] * first
-            batches = gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)
+            batches = gather_batches(leaves, rows, count, dtypes, self._outputs)
             if with_rows:
                 own_rows = torch.unsafe_split(rows.clone(), size)
                 for tensors, ids in zip(batches, own_rows, strict=True):
