@@ -256,3 +256,14 @@ def test_stacks_of_frames_arrive_as_they_were_added(monkeypatch):
     assert data["actions"][:, 0].tolist() == list(range(30))
     for name in ("observations", "next_observations"):
         assert torch.equal(data[name], torch.from_numpy(np.stack([step[name] for step in given])))
+
+
+def test_an_actor_gives_first_priorities(monkeypatch):
+    served = serve_locally(monkeypatch, prioritized(num_envs=4), 1)
+    with served.writer(batch_steps=4) as writer:
+        for step in range(6):
+            first = {} if step == 5 else {"priorities": [step + 1.0] * 4}  # none: the largest so far
+            writer.add({**step_of(0, step, 4), **first})
+    (shard,) = (actor._target for actor in served._connection.shards)
+    storage = shard._storage
+    assert storage.priorities(torch.arange(24)).tolist() == pytest.approx(np.repeat([1, 2, 3, 4, 5, 5], 4).tolist())
