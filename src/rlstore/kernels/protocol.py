@@ -534,6 +534,16 @@ class Priorities(Protocol):
     def follow(self) -> None:
         """Set the first priorities of the rows written since; on CUDA the next draw does."""
 
+    def begin(self, before: Tensor, priorities: Tensor, alpha: float) -> None:
+        """Set other first priorities, after :meth:`follow`: of the newest row of each lane that has written since.
+
+        Args:
+            before: The rows that were written when the lanes began to, int64 ``[lanes]``.
+            priorities: Float32 ``[lanes]``, finite and not negative where a row was written. On CUDA others are
+                dropped, and counted in :meth:`dropped`.
+            alpha: Their exponent.
+        """
+
     def follow_windows(self, windows: WindowIndex) -> None:
         """Set the first priorities of windows that ``windows.follow()`` added, and drop those that it dropped."""
 

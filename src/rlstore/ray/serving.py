@@ -144,7 +144,7 @@ class ServedStorage:
         Args:
             num_envs: The environments of each sample; None for all of a shard. Several writers can share the
                 environments of a replay storage; other storages take one writer per shard.
-            batch_steps: Steps sent in one call.
+            batch_steps: Steps sent in one call; up to eight times as many while the shard is busy.
             max_in_flight: Calls that may be open before ``add`` waits.
 
         Raises:

@@ -357,6 +357,7 @@ class ReplayCore(Storage):
         next_observations: Any,
         *,
         mask: Any = None,
+        priorities: Any = None,
         **extra: Any,
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
@@ -376,6 +377,8 @@ class ReplayCore(Storage):
             next_observations: Observations after the step, ``[envs, ...]``.
             mask: False for environments that did not take part in this step, bool ``[envs]``; nothing is stored for
                 them.
+            priorities: The first priorities of these transitions, ``[envs]``, finite and not negative like those given
+                to ``update``; None for the largest so far. Only for storages that draw transitions by priority.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
 
         Raises:
@@ -386,10 +389,20 @@ class ReplayCore(Storage):
             raise self._not_ready()
         if self._sharing is None:
             self._appender.append(
-                observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
+                observations,
+                actions,
+                rewards,
+                terminateds,
+                truncateds,
+                infos,
+                next_observations,
+                mask,
+                extra,
+                priorities,
             )
         else:
-            step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
+            given = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
+            step = (*given, mask, extra, priorities)
             with self._guard:
                 self._sharing.append(self._appender, step, mask)
 
@@ -537,8 +550,8 @@ class ReplayCore(Storage):
         """Append one step of all environments, with the keys of the vocabulary (see :mod:`rlstore.storage`).
 
         It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations`` and
-        the storage's extra fields; optional are ``final_observations``, used where an episode ended, and ``masks``,
-        False for environments that did not take part.
+        the storage's extra fields; optional are ``final_observations``, used where an episode ended, ``masks``, False
+        for environments that did not take part, and ``priorities`` (see :meth:`add`).
         """
         if self._rows is None:
             self.init_tensors(sample)
@@ -604,9 +617,10 @@ class ReplayCore(Storage):
         if not new_data:
             return
         check_sample(new_data, self._fields, type(self).__name__)
-        if "final_observations" in new_data:
+        if "final_observations" in new_data or "priorities" in new_data:
             raise InvalidInputError(
-                "new_data needs no final_observations: its next_observations are. Nothing was changed."
+                "new_data has no final_observations, which its next_observations are, and no priorities: give those to "
+                "add() or update(). Nothing was changed."
             )
         rewards = as_tensor(new_data["rewards"], "rewards")
         if rewards.dim() < 2:

@@ -23,9 +23,9 @@ class PrioritizedReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, drawn in proportion to ``priority ** alpha`` (Schaul et al. 2016).
 
     ``sample()`` returns a :class:`~rlstore.PrioritizedBatch`; ``update(batch.rows, priorities)`` sets priorities. New
-    transitions get the largest priority so far. A batch has one row from each of ``batch_size`` equal parts of the
-    total (stratified sampling). A transition with priority 0 is never drawn: add a small constant to errors that may
-    become 0.
+    transitions get the largest priority so far, or those that were given to ``add(..., priorities=)``. A batch has one
+    row from each of ``batch_size`` equal parts of the total (stratified sampling). A transition with priority 0 is
+    never drawn: add a small constant to errors that may become 0.
 
     Args:
         observation_space: A Gymnasium space (also Dict and Tuple), or a mapping with ``shape`` and optionally ``dtype``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -107,6 +107,17 @@ class Sampler:
 
     def follow(self) -> None:
         """Take in the rows that were written since."""
+
+    def begin(self, priorities: Any, mask: Any, lanes: range) -> Callable[[], None]:
+        """Check the first priorities of the next rows of some lanes; returns what sets them once they are written.
+
+        Raises:
+            InvalidInputError: If they are no priorities, or rows have none here.
+        """
+        raise InvalidInputError(
+            f"priorities were given, and this {self._owner} draws uniformly; a PrioritizedReplayStorage draws by them. "
+            "Nothing was written."
+        )
 
     def forget(self, lanes: Tensor) -> None:
         """What is known of the rows of some lanes may be wrong: take them in again when next asked to follow."""
@@ -272,6 +283,11 @@ class PrioritySampler(Sampler):
         if self.tree is not None:
             self.tree.follow()
 
+    def begin(self, priorities: Any, mask: Any, lanes: range) -> Callable[[], None]:
+        """Check the first priorities of the next rows of some lanes; returns what sets them once they are written."""
+        assert self.tree is not None
+        return self.tree.begin(priorities, mask, lanes)
+
     def clear(self) -> None:
         """The ring was emptied."""
         super().clear()
@@ -378,6 +394,15 @@ class WindowSampler(PrioritySampler):
         """What it keeps in a mapped folder beside the rows, as JSON."""
         windows = ["windows", self._length, self._stride, self._across]
         return {"priorities": windows if self.alpha > 0 else None}
+
+    def begin(self, priorities: Any, mask: Any, lanes: range) -> Callable[[], None]:
+        """Refuse them: a priority is that of a sequence."""
+        if self.tree is None:
+            return Sampler.begin(self, priorities, mask, lanes)
+        raise InvalidInputError(
+            f"priorities were given to add(), and those of this {self._owner} are of sequences, which are complete "
+            "only after more steps: give them to update(). Nothing was written."
+        )
 
     def _draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of ``count`` windows, ``[count, length]``, their weights if they have any, and their first rows."""

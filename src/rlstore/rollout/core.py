@@ -351,7 +351,7 @@ class RolloutCore(Storage):
                 raise
             if changed:
                 self._observation_view = None  # what is held may be a converted copy: show that one
-        for name in list(self._handed_lists) if self._handed_lists else ():
+        for name in list(self._handed_lists):
             handed, blocks = self._handed_lists.pop(name), self._columns[name].blocks
             if len(blocks) != len(handed):
                 raise InvalidInputError(f"{name} holds {len(blocks)} tensors and cannot become {len(handed)} of them")
@@ -588,7 +588,7 @@ class RolloutCore(Storage):
             if observations_as is not None:
                 first = len(self._observations.paths)
                 dtypes[:first] = [observations_as] * first
-            batches = gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)
+            batches = gather_batches(leaves, rows, count, dtypes, self._outputs)
             if with_rows:
                 own_rows = torch.unsafe_split(rows.clone(), size)
                 for tensors, ids in zip(batches, own_rows, strict=True):
