@@ -199,6 +199,31 @@ void gae_binding(nb::handle rewards, nb::handle values, nb::handle last_values, 
   });
 }
 
+// gae() and what follows from it for a storage: with `dones`, `terminated` flags every end, and those that `truncated` flags too
+// were only cut off; with an epsilon the advantages are normalized, a single one to 0.
+void fill_gae_binding(nb::handle rewards, nb::handle values, nb::handle last_values, nb::handle terminated, nb::handle truncated,
+                      nb::handle final_values, bool dones, double gamma, double lam, nb::handle epsilon, nb::handle advantages,
+                      nb::handle returns) {
+  scan(rewards, values, last_values, terminated, truncated, final_values, [&](auto rollout) {
+    using Real = std::remove_const_t<std::remove_pointer_t<decltype(rollout.rewards)>>;
+    const size_t count = rollout.steps * rollout.lanes;
+    Real *filled = output(rollout, advantages), *targets = output(rollout, returns);
+    const double spread = epsilon.is_none() ? 0 : nb::cast<double>(epsilon);
+    std::vector<uint8_t> ended;
+    if (dones && rollout.truncated) {
+      ended.resize(count);
+      for (size_t i = 0; i < count; i++) ended[i] = rollout.terminated[i] && !rollout.truncated[i];
+      rollout.terminated = ended.data();
+    }
+    gae<Real>(rollout, static_cast<Real>(gamma), static_cast<Real>(lam), filled, targets);
+    if (epsilon.is_none()) return;
+    if (count < 2)
+      std::fill(filled, filled + count, Real(0));
+    else
+      normalize(filled, count, spread);
+  });
+}
+
 void discounted_binding(nb::handle rewards, nb::handle last_values, nb::handle terminated, nb::handle truncated,
                         nb::handle final_values, double gamma, nb::handle returns) {
   scan(rewards, nb::none(), last_values, terminated, truncated, final_values, [&](auto rollout) {
@@ -457,6 +482,8 @@ NB_MODULE(_native, m) {
   m.def("gather_slots", &gather_slots_binding);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
+  m.def("fill_gae", &fill_gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("discounted_returns", &discounted_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
         nb::arg());
   m.def("n_step_returns", &n_step_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),

@@ -81,6 +81,20 @@ def gae(
     advantages: Tensor,
     returns: Tensor,
 ) -> None: ...
+def fill_gae(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    dones: bool,
+    gamma: float,
+    lam: float,
+    epsilon: float | None,
+    advantages: Tensor,
+    returns: Tensor,
+) -> None: ...
 def discounted_returns(
     rewards: Tensor,
     last_values: Tensor,
