@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "rows.h"
+#include "simd.h"
 
 namespace rlstore {
 
@@ -30,6 +31,7 @@ void split_segments(const uint8_t* dones, size_t steps, size_t lanes, size_t fir
   }
 }
 
+RLSTORE_CLONES
 void pad_segments(char* target, const char* source, const Segments& segments, size_t steps, size_t lanes, size_t row_bytes) {
   if (row_bytes == 0) return;  // without memory
   for (size_t t = 0; t < steps; t++) {
@@ -53,6 +55,7 @@ void mask_segments(uint8_t* mask, const Segments& segments, size_t steps) {
     for (size_t s = 0; s < segments.count; s++) *mask++ = static_cast<int64_t>(t) < segments.lengths[s];
 }
 
+RLSTORE_CLONES
 void first_states(char* target, const char* states, const int64_t* segment_lanes, const int64_t* starts, size_t count,
                   size_t layers, size_t lanes, size_t state_bytes) {
   constexpr size_t kAhead = 4;  // states are far apart in memory: prefetch the next ones

@@ -119,7 +119,7 @@ class RolloutGather:
         if self._calls % 256 == 0:
             self._outputs.begin()  # frees what was not reused since
         memory = self._memory
-        tensors = gather_slots(tuple(memory.columns.values()), slots, self._outputs.empty, self._pin_memory)
+        tensors = gather_slots(tuple(memory.columns.values()), slots, self._outputs.empty_group, self._pin_memory)
         count = len(memory.blocks)
         return Gathered(dict(zip(memory.blocks, tensors[:count], strict=True)), tensors[count:-1], tensors[-1][0])
 

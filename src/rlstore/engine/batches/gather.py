@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import repeat
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.memory.tensors import (
-    Allocator,
     GroupAllocator,
     ahead_bytes,
-    allocate_empty,
     allocate_group,
 )
 from rlstore.kernels import kernel
@@ -56,35 +53,35 @@ def _gather_kernel(device_type: str) -> Gather:
 
 # Slots are in shared memory, and so on the CPU.
 _gather_slots = kernel("gather_slots", "cpu")
-# Outputs of this size and more come from the allocator that the caller gives.
-_LARGE_OUTPUT_BYTES = 256 << 10
 
 
 def gather_slots(
-    sources: tuple[Tensor, ...], slots: Sequence[int], empty: Allocator = allocate_empty, pin_memory: bool = False
+    sources: tuple[Tensor, ...],
+    slots: Sequence[int],
+    empty: GroupAllocator = allocate_group,
+    pin_memory: bool = False,
 ) -> tuple[Tensor, ...]:
     """The rollouts of some slots side by side: ``result[t, i] = source[slots[i], t]``.
 
     Args:
         sources: Blocks ``[slots, rows, *shape]`` on the CPU, each slot contiguous.
         slots: Slot numbers.
-        empty: What allocates large results.
+        empty: Allocates the results.
         pin_memory: Whether the results are page-locked; ``empty`` is not used then.
 
     Returns:
         New tensors ``[rows, len(slots), *shape]``.
     """
-    count, outs = len(slots), []
+    count, dtypes = len(slots), [source.dtype for source in sources]
+    shapes = [(source.shape[1], count, *source.shape[2:]) for source in sources]
     with torch.inference_mode(False):
-        for source in sources:
-            shape = (source.shape[1], count, *source.shape[2:])
-            if pin_memory or math.prod(shape) * source.itemsize < _LARGE_OUTPUT_BYTES:
-                outs.append(torch.empty(shape, dtype=source.dtype, device="cpu", pin_memory=pin_memory))
-            else:
-                outs.append(empty(shape, source.dtype, source.device))
-        results = tuple(outs)
-        _gather_slots(sources, torch.tensor(slots, dtype=torch.int64, device="cpu"), results)
-    return results
+        if pin_memory:
+            forms = zip(shapes, dtypes, strict=True)
+            outs = tuple([torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True) for shape, dtype in forms])
+        else:
+            outs = empty(shapes, dtypes, sources[0].device)
+        _gather_slots(sources, torch.tensor(slots, dtype=torch.int64, device="cpu"), outs)
+    return outs
 
 
 def gather_batches(

@@ -15,7 +15,6 @@ KEEP_BYTES = 512 << 20
 # The part of a CUDA device's memory that is gathered in one launch, at most.
 _CUDA_AHEAD_PART = 256
 
-Allocator = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 GroupAllocator = Callable[[Sequence[Sequence[int]], Sequence[torch.dtype], torch.device], tuple[Tensor, ...]]
 
 
