@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def result():
     names = [*gpu.SMALL, *gpu.TRAININGS]
-    console = Console(file=io.StringIO(), width=170)
+    console = Console(file=io.StringIO(), width=200)
     *_, last = gpu.run(names, small=True, profile_only=False, console=console)
     return json.loads(json.dumps(last)) | {"shown": console.file.getvalue()}
 
