@@ -16,6 +16,7 @@
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
 #include "bindings_pieces.h"
+#include "bindings_reader.h"
 #include "bindings_rollouts.h"
 #include "bindings_row_launcher.h"
 #include "bindings_slots.h"
@@ -310,6 +311,7 @@ NB_MODULE(_native, m) {
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
       .def("write", &RowWriter::write);
+  nb::class_<RowReader>(m, "RowReader").def(nb::init<nb::tuple, nb::tuple, nb::tuple>()).def("read", &RowReader::read);
   nb::class_<Cutter>(m, "Cutter")
       .def(nb::init<nb::object, nb::object, nb::sequence, nb::sequence>())
       .def("empty", &Cutter::empty)

@@ -32,7 +32,7 @@ class WindowIndex {
     ring_->require_tables();
     windows_.rebuild(ring_->lanes());
   }
-  int64_t count() const { return windows_.count(ring_->lanes()); }
+  int64_t count() const { return windows_.count(); }
   void draw(nb::handle generator, nb::handle rows) const {
     const size_t count = element_count(describe(rows));
     draw_into(generator, typed<int64_t>(rows, count), count);
@@ -64,7 +64,9 @@ class WindowIndex {
       if (head < 0 || tail < head || tail - head > lanes.steps || tail >= kCountLimit || bound[2][lane] < 0 || bound[3][lane] < 0)
         throw nb::value_error("windows: a queue that cannot be");
     }
-    return Windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
+    Windows windows(length, stride, across, starts, bound[0], bound[1], bound[2], bound[3]);
+    windows.count_all(lanes);
+    return windows;
   }
 
   nb::object owner_;

@@ -218,13 +218,8 @@ class EpisodeRing {
   }
 
   void draw_into(nb::handle generator, int64_t* rows, size_t count) const {
-    bool any = false;
-    for (int64_t lane = 0; lane < lanes_.lanes; lane++) {
-      check_counts(lane);
-      any = any || lanes_.written[lane] > lanes_.begun[lane];
-    }
-    if (!any) throw nb::value_error("draw: there are no rows");
-    draw_rows(lanes_, typed<int64_t>(generator, 2), rows, count);
+    if (!counts_can_be(lanes_)) throw nb::value_error(kNoCount);
+    if (!draw_rows(lanes_, typed<int64_t>(generator, 2), rows, count)) throw nb::value_error("draw: there are no rows");
   }
 
   void bounds(nb::handle rows, nb::handle first, nb::handle stop) const {
@@ -303,7 +298,7 @@ class EpisodeRing {
 
   void check_counts(int64_t lane) const {
     if (lanes_.begun[lane] < 0 || lanes_.written[lane] < lanes_.begun[lane] || lanes_.written[lane] >= kCountLimit)
-      throw nb::value_error("a lane has written fewer rows than none, or more than can be");
+      throw nb::value_error(kNoCount);
   }
 
   // Checks the table indices that a write uses, which are in the caller's memory.
@@ -430,6 +425,8 @@ class EpisodeRing {
     Guard* guard;
     ~Exit() { guard->exit(); }
   };
+
+  static constexpr const char* kNoCount = "a lane has written fewer rows than none, or more than can be";
 
   Lanes lanes_;
   std::vector<Observation> leaves_;

@@ -485,27 +485,60 @@ void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64
   }
 }
 
-void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
-  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
-  std::vector<int64_t> ends(static_cast<size_t>(lanes.lanes));  // rows held by this lane and all lanes before it
-  int64_t total = 0, oldest = lanes.oldest(0);
-  bool alike = true;
+RLSTORE_CLONES
+bool counts_can_be(const Lanes& lanes) {
+  uint64_t wrong = 0;  // the sign bit is set if any is; differences wrap around
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    alike = alike && lanes.oldest(lane) == oldest && lanes.written[lane] == lanes.written[0];
-    total += lanes.written[lane] - lanes.oldest(lane);
-    ends[static_cast<size_t>(lane)] = total;
+    const uint64_t begun = static_cast<uint64_t>(lanes.begun[lane]), written = static_cast<uint64_t>(lanes.written[lane]);
+    wrong |= begun | written | (written - begun) | (static_cast<uint64_t>(kCountLimit) - 1 - written);
   }
+  return static_cast<int64_t>(wrong) >= 0;
+}
+
+namespace {
+
+// What lanes have in common: then the lane of a row that is drawn is known without counting the rows of every lane.
+enum class Alike { kNot, kFull, kSameTimes };
+
+RLSTORE_CLONES
+Alike lanes_alike(const Lanes& lanes) {
+  int64_t differs = 0, is_short = 0;  // negative if any is short
+  for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.begun[lane] ^ lanes.begun[0]);
+    is_short |= lanes.written[lane] - lanes.begun[lane] - lanes.steps;
+  }
+  return differs == 0 ? Alike::kSameTimes : is_short >= 0 ? Alike::kFull : Alike::kNot;
+}
+
+}  // namespace
+
+bool draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count) {
+  const uint64_t seed = static_cast<uint64_t>(generator[0]), counter = static_cast<uint64_t>(generator[1]);
+  const Alike alike = lanes_alike(lanes);
+  std::vector<int64_t> ends;  // rows held by this lane and all lanes before it
+  int64_t total = (lanes.written[0] - lanes.oldest(0)) * lanes.lanes;
+  if (alike == Alike::kNot) {
+    total = 0;
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) ends.push_back(total += lanes.written[lane] - lanes.oldest(lane));
+  }
+  if (total == 0) return false;
   for (size_t i = 0; i < count; i++) {
     const int64_t drawn = random_below(seed, counter + i, total);
-    if (alike) {
-      rows[i] = oldest * lanes.lanes + drawn;
+    if (alike == Alike::kSameTimes) {
+      rows[i] = lanes.oldest(0) * lanes.lanes + drawn;
       continue;
     }
-    const int64_t lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
-    const int64_t before = lane ? ends[static_cast<size_t>(lane - 1)] : 0;
-    rows[i] = (lanes.oldest(lane) + drawn - before) * lanes.lanes + lane;
+    int64_t lane, after;  // the row of its lane, counted from the oldest
+    if (alike == Alike::kFull) {
+      after = lanes.by_steps.remainder(drawn, &lane);
+    } else {
+      lane = std::upper_bound(ends.begin(), ends.end(), drawn) - ends.begin();
+      after = drawn - (lane ? ends[static_cast<size_t>(lane - 1)] : 0);
+    }
+    rows[i] = (lanes.oldest(lane) + after) * lanes.lanes + lane;
   }
   advance(generator, count);
+  return true;
 }
 
 bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, size_t length, bool across, int64_t* out) {

@@ -47,8 +47,11 @@ bool rows_are_held(const Lanes& lanes, const int64_t* rows, size_t count);
 // The first and one past the last held row of the episode of each row, as times.
 void episode_bounds(const Lanes& lanes, const int64_t* rows, size_t count, int64_t* first, int64_t* stop);
 
-// Draws `count` rows uniformly from all rows held, with the generator {seed, counter}, which is advanced.
-void draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count);
+// True if the counters of all lanes can be.
+bool counts_can_be(const Lanes& lanes);
+
+// Draws `count` rows uniformly from all rows held, with the generator {seed, counter}, which is advanced; false if there are none.
+bool draw_rows(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t count);
 
 // The rows of windows that begin at `starts`: out[w, j] = the j-th row of the window or -1 after the end of its episode
 // (`across`: of the lane). False if one of them is not held.

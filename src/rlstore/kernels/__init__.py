@@ -5,7 +5,8 @@ have a native version, on CUDA most have one in Triton; all have the signature o
 
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
-that serves again once no tensor uses it, ``is_in_memory``, which is False for a tensor that has elements but no memory,
+that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
+attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
 ``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
 """
 
@@ -20,6 +21,7 @@ from rlstore.kernels._native import (
     Guard,
     Limiter,
     OutputPool,
+    RowReader,
     SlotTable,
     add_to_word,
     await_event,
@@ -38,6 +40,7 @@ __all__ = [
     "Guard",
     "Limiter",
     "OutputPool",
+    "RowReader",
     "SlotTable",
     "add_to_word",
     "await_event",

@@ -15,7 +15,16 @@ class OutputPool:
 
 class RowWriter:
     def __init__(self, targets: Sequence[tuple[Tensor, int, bool, bool]], rules: dict[int, Rule] = ...) -> None: ...
-    def write(self, row: int, values: tuple[Tensor | None, ...]) -> int: ...
+    def write(self, row: int, values: tuple[object, ...]) -> int: ...
+
+class RowReader:
+    def __init__(
+        self,
+        parts: tuple[tuple[str, tuple[str, ...] | int | None], ...],
+        blanks: tuple[tuple[str, int], ...],
+        nest: tuple[type, str],
+    ) -> None: ...
+    def read(self, given: object) -> tuple[object, ...] | None: ...
 
 class Cutter:
     def __init__(

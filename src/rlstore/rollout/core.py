@@ -351,7 +351,7 @@ class RolloutCore(Storage):
                 raise
             if changed:
                 self._observation_view = None  # what is held may be a converted copy: show that one
-        for name in list(self._handed_lists) if self._handed_lists else ():
+        for name in list(self._handed_lists):
             handed, blocks = self._handed_lists.pop(name), self._columns[name].blocks
             if len(blocks) != len(handed):
                 raise InvalidInputError(f"{name} holds {len(blocks)} tensors and cannot become {len(handed)} of them")

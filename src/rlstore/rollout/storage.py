@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -276,6 +275,7 @@ class RolloutStorage(RolloutCore):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
+        self._read_row: Callable[[Any], tuple[Any, ...] | None] | None = None  # made when it is first needed
         self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
         stored = [name for name in self.Transition.__annotations__ if name in self._columns]
         self._stored = {*stored, "hidden_states", *(field.name for field in self._extra)}  # of a transition
@@ -354,11 +354,9 @@ class RolloutStorage(RolloutCore):
         rule: Rule | None = None,
     ) -> None:
         super()._allocate(structure, observations, actions, lanes, rule)
-        row = [
-            c.name for c in self._columns.values() if not (c.computed or c.late or c.form in ("observations", "extra"))
-        ]
-        self._get_row = attrgetter(*row)
-        self._dones_place = len(structure.paths) + row.index("dones")
+        # What every transition brings besides observations.
+        self._row_names = [c.name for c in self._columns.values() if not (c.computed or c.late or c.structure)]
+        self._dones_place = len(structure.paths) + self._row_names.index("dones")
         self._late: dict[str, int] = {}  # late columns that were given and their leaves, in the order of a row
         # What is written for a late column that a transition does not bring: not truncated, no known value.
         self._absent = {
@@ -377,7 +375,7 @@ class RolloutStorage(RolloutCore):
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
-            self._late = {}
+            self._late, self._read_row = {}, None
             self._handed_lists = {}
         self._last_observations = None
         super().reset()
@@ -393,23 +391,42 @@ class RolloutStorage(RolloutCore):
                 of the first step of a rollout that is named almost like a field that is not set is warned of.
         """
         with self._guard:
-            ring = self._ready_ring()
+            ring = self._ring if self._ring is not None else self._ready_ring()
             if ring.size >= ring.steps:
                 raise RolloutFullError(
                     f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
                     "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
                     "Nothing was written."
                 )
-            self._follow_callers()
-            values, new = self._row(transition)
-            if new:
-                values = self._extend(values, new)
+            if self._observation_view is not None or self._handed_lists:
+                self._follow_callers()
+            if self._read_row is None:
+                self._read_row = self._row_reader()
+            values = self._read_row(transition)
+            if values is None:
+                values = self._row_or_extend(transition)
             ring.write(values)
             if ring.size == 1:  # what is done once for each rollout
                 self._targets.blank(ring)
                 if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
                     self._check_spelling(given)
             self._spent, self._last_observations = False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_read_row": None}
+
+    def _row_reader(self) -> Callable[[Any], tuple[Any, ...] | None]:
+        """What takes the values of a row from a transition that brings every column held, and no other."""
+        if self._late.keys() - {"distribution_params"}:
+            return lambda transition: None
+        absent = {"distribution_params": 0, "hidden_states": 2, "truncated": 0, "final_values": 0}
+        others: dict[str, int | None] = {**dict.fromkeys(self._row_names), **self._late}
+        return self._observations.row_reader(others, {k: v for k, v in absent.items() if k not in self._late})
+
+    def _row_or_extend(self, transition: RolloutStorage.Transition) -> tuple[Any, ...]:
+        """The values of a row, once late columns that a transition is the first to bring are held."""
+        values, new = self._row(transition)
+        return self._extend(values, new) if new else values
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
@@ -422,9 +439,7 @@ class RolloutStorage(RolloutCore):
         if observations is None:
             raise InvalidInputError("observations are missing (None). Nothing was written.")
         values = self._observations.leaves(observations)
-        values.extend(self._get_row(transition))
-        if self._extra:
-            values.extend([getattr(transition, field.name, None) for field in self._extra])
+        values.extend([getattr(transition, name, None) for name in self._row_names])
         late = _late_values(transition)
         if not late and not self._late:
             return tuple(values), late
@@ -525,6 +540,7 @@ class RolloutStorage(RolloutCore):
         parts = [part for c in columns for part in c.row_columns(optional=c.name in _HIDDEN_STATES)]
         self._ready_ring().extend(parts, fills={"final_values": torch.nan})
         self._columns = {**self._columns, **{column.name: column for column in columns}}
+        self._read_row = None
         self._late = {**self._late, **{column.name: len(column.fields) for column in columns}}
 
     # ---------------------------------------------------------------------------------------------- targets

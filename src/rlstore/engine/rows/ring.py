@@ -177,7 +177,8 @@ class Ring:
             self.check_blocks()
             raise
         self.written += 1
-        self.size = min(self.size + 1, self.steps)
+        if self.size < self.steps:
+            self.size += 1
 
     def fit(self, values: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """The values as tensors that :meth:`write` can copy, or an error that names the first that cannot be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
+from rlstore.kernels import RowReader
 from rlstore.kernels import is_in_memory as is_in_memory
 from rlstore.kernels.rules import FINITE, obeys
 from rlstore.kernels.rules import Rule as Rule
@@ -324,6 +325,11 @@ class Structure:
     """The structure of observations: one tensor, or nested dicts and tuples of them.
 
     Leaves are in the order of :attr:`paths`. :meth:`build` returns dicts as ``TensorDict``, tuples as tuples.
+
+    Attributes:
+        paths: The path to each leaf.
+        names: The name of each leaf.
+        is_leaf: True for a single tensor.
     """
 
     def __init__(self, paths: Sequence[Path], name: str) -> None:
@@ -331,21 +337,35 @@ class Structure:
         self.names = tuple(
             name + "".join(f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path) for path in paths
         )
+        self.is_leaf = self.paths == ((),)
         self._name = name
         # One level of names, as most observations have, needs no recursion.
         flat = all(len(path) == 1 and isinstance(path[0], str) for path in self.paths)
         self._keys = dict.fromkeys(path[0] for path in self.paths) if flat else {}
         self._is_tuple = bool(self.paths) and self.paths == tuple((index,) for index in range(len(self.paths)))
 
+    def row_reader(
+        self, others: Mapping[str, int | None], absent: Mapping[str, int]
+    ) -> Callable[[Any], tuple[Any, ...] | None]:
+        """What reads the leaves of an object's ``observations``, and others of its attributes, in one call.
+
+        Args:
+            others: The names of the attributes: None for those that are a tensor or an array, and for tuples how many.
+            absent: The names of those that have to be None or, with a number, a tuple of so many Nones.
+
+        Returns:
+            A function of the object: the values in a row, or None if there is anything else to them. It always returns
+            None if the observations are nested.
+        """
+        if not (self.is_leaf or self._is_tuple or self._keys):
+            return lambda given: None
+        keys = tuple(map(str, self._keys)) or (len(self.paths) if self._is_tuple else None)
+        return RowReader((("observations", keys), *others.items()), tuple(absent.items()), _NEST).read
+
     @classmethod
     def of(cls, example: Any, name: str) -> Structure:
         """The structure of an example observation."""
         return cls([path for path, _ in walk(example)], name)
-
-    @property
-    def is_leaf(self) -> bool:
-        """True for a single tensor."""
-        return self.paths == ((),)
 
     def leaves(self, value: Any) -> list[Any]:
         """The leaves of a value of this structure, in order.
@@ -353,10 +373,13 @@ class Structure:
         Raises:
             InvalidInputError: If a leaf is missing or unknown.
         """
-        if isinstance(value, (TensorDict, TensorDictBase, Mapping)):
-            parts = dict(value.items())
+        if self.is_leaf and isinstance(value, (Tensor, np.ndarray)):
+            return [value]
+        # The classes that most observations have come first: to ask the others takes as long as to write the row.
+        if isinstance(value, (dict, TensorDict, TensorDictBase, Mapping)):
+            parts = value if type(value) is dict else dict(value.items())
             if self._keys and parts.keys() == self._keys.keys():
-                return list(map(parts.__getitem__, self._keys))
+                return [parts[key] for key in self._keys]
         elif self.is_leaf:
             return [value]
         found = dict(walk(value))
@@ -427,6 +450,9 @@ def described_fields(settings: Mapping[str, Any], name: str) -> tuple[Structure,
     parts = zip(structure.names, settings["shapes"], settings["dtypes"], strict=True)
     return structure, [Field(leaf, tuple(shape), dtype, "the snapshot") for leaf, shape, dtype in parts]
 
+
+# Where a TensorDict has its parts; an add to a rollout takes 2.6 us with it and 3.7 without.
+_NEST = (TensorDict, "_tensordict")
 
 # Skips the check of each part's batch size, which is known here: a replay sample of dict observations takes 60 us
 # instead of 85.
