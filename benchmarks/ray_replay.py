@@ -218,7 +218,7 @@ def _workload(name: str, title: str, source: Source, capacity: int, served: int,
         contenders={name: partial(make, name, source, capacity, prefetch) for name, make in CONTENDERS.items()}
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source, (BATCH,), 1),
-        rounds=15,
+        rounds=8,
         targets=(Target("batch", ("Ray calls",), round(1 / 0.7, 2)), Target("batch", ("one actor",), round(1 / 3, 2))),
         clock="wall",
     )

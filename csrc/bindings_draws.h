@@ -102,6 +102,21 @@ class Priorities {
     for (int64_t lane = 0; lane < lanes.lanes; lane++) seen_[lane] = std::max(seen_[lane], lanes.written[lane]);
   }
 
+  // The newest rows of lanes that have written more than `before` int64 [lanes] get these priorities, float32 [lanes], instead.
+  void begin(nb::handle before, nb::handle priorities, double alpha) {
+    const Lanes& lanes = ring_->lanes();
+    const int64_t* counts = typed<int64_t>(before, static_cast<size_t>(lanes.lanes));
+    const float* given = typed<float>(priorities, static_cast<size_t>(lanes.lanes));
+    indices_.clear(), values_.clear();
+    for (int64_t lane = 0; lane < lanes.lanes; lane++) {
+      if (lanes.written[lane] <= counts[lane]) continue;
+      if (!(given[lane] >= 0.0f && given[lane] <= FLT_MAX)) throw nb::value_error("begin: not a priority");
+      indices_.push_back(leaf_of(lane, lanes.written[lane] - 1));
+      values_.push_back(raised(given[lane], static_cast<float>(alpha)));
+    }
+    tree_.set(indices_.data(), values_.data(), indices_.size());
+  }
+
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
   void follow_windows(const WindowIndex& windows) {
     if (windows.ring() != ring_) throw nb::value_error("follow_windows: the windows of another ring");

@@ -54,6 +54,27 @@ def test_draws_and_updates_agree(lanes, steps, device):
     assert_draws_and_updates_agree(lanes, steps, device)
 
 
+def test_first_priorities_agree_and_those_that_are_none_are_dropped(device):
+    twins = twins_of(5, 7, device)
+    both = priorities_of(twins)
+    generators = [torch.tensor([3, 0], device=device), torch.tensor([3, 0])]
+    for write_number in range(12):
+        given = torch.rand(5) * (torch.arange(5) != write_number % 5)
+        before = [memory.counters[0].clone() for memory in (twins.mine, twins.truth)]
+        write(twins, both, 1)
+        if write_number % 3:
+            both[0].tree.begin(before[0], given.to(device), 0.6)
+            both[1].tree.begin(before[1], given, 0.6)
+        if write_number % 2:
+            assert_draws_agree(both, generators, 6)
+    before = twins.mine.counters[0].clone()
+    write(twins, both, 1)
+    moved = (twins.mine.counters[0] > before).cpu()
+    both[0].tree.begin(before, torch.full((5,), torch.nan, device=device), 0.6)
+    assert both[0].tree.dropped() == int(moved.sum()) > 0
+    assert_draws_agree(both, generators, 6)  # they have the largest, as if none had been given
+
+
 def test_above_very_many_leaves_there_are_wider_sums(device, monkeypatch):
     narrow = Priorities.level_sizes(2112)
     monkeypatch.setattr(on_cuda, "_MOST_BLOCKS", 1)

@@ -45,7 +45,6 @@ def ahead(limit, inserted, sampled):
         ({"samples_per_insert": float("nan")}, "samples_per_insert is nan"),
         ({"samples_per_insert": float("inf")}, "samples_per_insert is inf"),
         ({"samples_per_insert": "8"}, "samples_per_insert is '8'"),
-        ({"samples_per_insert": None}, "samples_per_insert is None"),
         ({"samples_per_insert": True}, "samples_per_insert is True"),
         ({"samples_per_insert": 1.0, "min_size": 0}, "min_size is 0; RateLimit needs a whole number of at least 1"),
         ({"samples_per_insert": 1.0, "min_size": 1.5}, "min_size is 1.5"),
@@ -60,6 +59,21 @@ def ahead(limit, inserted, sampled):
 def test_what_is_no_limit_is_refused(arguments, told):
     with pytest.raises(InvalidInputError, match=told):
         RateLimit(**arguments)
+
+
+def test_a_minimum_size_alone_lets_samples_wait_and_nothing_else():
+    limit = RateLimit(min_size=10)
+    assert limit.resolved(inserts=99, samples=99) == limit
+    limiter = make_limiter(limit)
+    assert limiter.limit == limit
+    assert limiter.insert(9, 0.0)
+    assert not limiter.sample(1, 0.0)
+    assert limiter.insert(1, 0.0)
+    assert limiter.sample(1_000_000, 0.0)
+    assert limiter.insert(1_000_000, 0.0)
+    assert (limiter.inserted, limiter.sampled) == (1_000_010, 1_000_000)
+    with pytest.raises(InvalidInputError, match="no samples_per_insert that it could be for"):
+        RateLimit(min_size=10, tolerance=5.0)
 
 
 def test_a_tolerance_that_is_not_given_is_twice_what_a_call_needs():

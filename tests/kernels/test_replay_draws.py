@@ -228,6 +228,24 @@ def test_priorities_agree(layout, updates, alpha, length, count, seed):
         assert_draws_agree(both, states, count)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_first_priorities_agree(alpha):
+    twins = Twins(Layout(3, 5, (Leaf(torch.float32, 1, 1, 2),), torch.int64, (), 0, 0, seed=1))
+    both = priority_twins(twins)
+    for number in range(12):
+        given, before = torch.tensor([0.0, 1e-30, 2.5]).roll(number), twins.native.counters[0].clone()
+        twins.write()
+        for priorities in both:
+            priorities.tree.follow()
+            priorities.tree.begin(before, given, alpha)
+        assert_trees_agree(*both)
+    before = twins.native.counters[0] - 1
+    for priorities in both:
+        with pytest.raises(ValueError, match="not a priority"):
+            priorities.tree.begin(before, torch.full((3,), -1.0), alpha)
+    assert_trees_agree(*both)
+
+
 def assert_draws_agree(both: list[PriorityMemory], states: list[torch.Tensor], count: int) -> None:
     rows, weights = [torch.empty(count).long() for _ in both], [torch.empty(count, 1) for _ in both]
     for priorities, state, drawn, weight in zip(both, states, rows, weights, strict=True):

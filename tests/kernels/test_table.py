@@ -19,7 +19,7 @@ from rlstore import kernels
 from rlstore.kernels import _native, cuda, kernel, portable, protocol
 
 # What is a launch of its own on CUDA, and on the CPU done by other operations.
-ON_CUDA_ALONE = {"fill_gae", "gather_batches", "permutation", "tabulate_trajectories", "fill_trajectories"}
+ON_CUDA_ALONE = {"gather_batches", "permutation", "tabulate_trajectories", "fill_trajectories"}
 NATIVE = set(portable.OPERATIONS) - ON_CUDA_ALONE
 STUB = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
 DECLARED = {node.name: node for node in STUB.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

@@ -252,6 +252,25 @@ def test_a_permit_that_does_not_come_says_why_and_lets_the_others_by(make):
     asyncio.run(run())
 
 
+def test_with_a_minimum_size_alone_only_samples_wait(make, monkeypatch):
+    told = []
+    handle = SimpleNamespace(store_backup=SimpleNamespace(remote=lambda version, state, *limited: told.append(limited)))
+    monkeypatch.setattr(Ledger, "_handle", lambda self, shard: handle)
+
+    async def run():
+        ledger = make(shards=1, limit=RateLimit(min_size=10))
+        await ledger.heartbeat(ShardState(0, generation=1, lanes=4, splits=True))
+        await ledger.heartbeat(ShardState(0, generation=1, inserted=9, inserted_freely=9))
+        with pytest.raises(WaitTimeoutError, match="9 were inserted"):
+            await ledger.permit_sample(64, 1, 0.01)
+        waiting = asyncio.ensure_future(ledger.permit_sample(64, 100, 10.0))
+        await ledger.heartbeat(ShardState(0, generation=1, inserted=10, inserted_freely=10))
+        assert (await waiting)[0] == 100
+
+    asyncio.run(run())
+    assert set(told) == {(False, True)}  # inserts need no permits, draws do
+
+
 def test_a_permit_that_times_out_lets_smaller_ones_behind_it_go_ahead(make):
     async def run():
         ledger = make(limit=RateLimit(1.0, min_size=1, tolerance=10))

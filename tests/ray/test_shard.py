@@ -34,8 +34,8 @@ from rlstore.ray.calls import Deadline
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
 from rlstore.ray.shard import Shard, packed_factory
+from rlstore.ray.steps import StepBuffer
 from rlstore.ray.wire import join
-from rlstore.ray.writer import StepBuffer
 
 
 class FakeMethod:
@@ -161,13 +161,13 @@ def test_without_a_rate_limit_nobody_needs_a_permit_and_all_is_counted(make):
     shard, _ = make(uniform(num_envs=4))
     stored = shard.insert("a", WHOLE, steps([step_of(0, 0, 4)], 4), True)
     assert (stored.stored, stored.state.inserted, stored.state.held, stored.limited) == (4, 4, 4, True)
-    shard.store_backup(1, None, False)
+    shard.store_backup(1, None, False, False)
     assert not shard.insert("a", WHOLE, steps([step_of(0, 1, 4)], 4), True).limited
     assert not shard.insert("b", WHOLE._replace(ticket=1), steps([step_of(1, 0, 4)], 4), False).limited
     assert [draw.limited for draw in shard.draw([3, 2], False)] == [False, False]
-    shard.store_backup(0, None, True)  # older than what is known
+    shard.store_backup(0, None, True, True)  # older than what is known
     assert shard.draw([7], True)[0].limited is False
-    shard.store_backup(2, None, True)
+    shard.store_backup(2, None, True, True)
     assert shard.draw([1], True)[0].limited is True
     told = shard.ready()
     assert (told.inserted, told.inserted_freely, told.sampled, told.sampled_freely) == (12, 4, 13, 5)

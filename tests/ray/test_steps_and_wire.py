@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlstore import InvalidInputError
+from rlstore.ray.steps import Chunk, StepBuffer
 from rlstore.ray.wire import join, pack
-from rlstore.ray.writer import StepBuffer, each_step
 
 
 def plain(shape, dtype):
@@ -87,7 +87,7 @@ def test_steps_come_out_as_they_were_added_and_are_copies():
     buffer.add(sample(2.0, masks=torch.tensor([True, False])))
     buffer.add(sample(3.0, hidden_states=(torch.full((1, 2, 4), 3.0), None)))
     assert (buffer.steps, buffer.transitions, buffer.is_full) == (3, 5, False)
-    steps = list(each_step(sent(buffer.packed())))
+    steps = list(Chunk.of(sent(buffer.packed())).each())
     assert [count for _, count in steps] == [2, 1, 2]
     assert [float(step["observations"][1, 2]) for step, _ in steps] == [1, 2, 3]
     assert [sorted(step) for step, _ in steps] == [
@@ -99,7 +99,7 @@ def test_steps_come_out_as_they_were_added_and_are_copies():
     assert steps[2][0]["hidden_states"][0].shape == (1, 2, 4)
     buffer.clear()
     buffer.add(sample(5.0))
-    ((only, _),) = each_step(buffer.packed())
+    ((only, _),) = Chunk.of(buffer.packed()).each()
     assert sorted(only) == ["observations", "rewards"]
 
 
@@ -120,12 +120,85 @@ def test_a_refused_step_changes_nothing(bad, says):
     with pytest.raises(InvalidInputError, match=says):
         buffer.add(bad)
     buffer.add(sample(2.0))
-    assert [float(step["rewards"][0]) for step, _ in each_step(buffer.packed())] == [1, 2]
+    assert [float(step["rewards"][0]) for step, _ in Chunk.of(buffer.packed()).each()] == [1, 2]
 
 
 def test_final_observations_with_gaps_are_filled_with_what_the_environment_showed():
     buffer = StepBuffer(2, 2)
     final = np.array([None, np.full(3, 7.0)], dtype=object)
     buffer.add(sample(1.0, next_observations=np.full((2, 3), 5.0), final_observations=final))
-    ((step, _),) = each_step(buffer.packed())
+    ((step, _),) = Chunk.of(buffer.packed()).each()
     assert step["final_observations"].tolist() == [[5.0] * 3, [7.0] * 3]
+
+
+# --------------------------------------------------------------------------------------------------- large observations
+
+
+def stacks(frames):
+    """Observations of one environment, the last three of these frames."""
+    return np.stack([np.full((20, 20), frame, np.float32) for frame in frames])[None]
+
+
+def pass_through(buffer, given):
+    """The steps after a writer has sent them, each with what was given for it."""
+    for observations, following in given:
+        buffer.add({"observations": observations, "next_observations": following})
+    sent_steps = sent(buffer.packed())
+    return sent_steps, zip([step for step, _ in Chunk.of(sent_steps).each()], given, strict=True)
+
+
+def assert_same(steps):
+    for step, (observations, following) in steps:
+        for name, value in (("observations", observations), ("next_observations", following)):
+            assert step[name].numpy().tobytes() == value.tobytes(), name
+
+
+def test_frames_of_large_observations_are_sent_once():
+    given = [(stacks((t, t + 1, t + 2)), stacks((t + 1, t + 2, t + 3))) for t in range(5)]
+    given += [(stacks((50, 50, 50)), stacks((50, 50, 51)))]  # after a reset
+    given += [(stacks((50, 50, 51)), stacks((90, 91, 92)))]  # frames were skipped
+    given += [(stacks((90, 91, 92)), stacks((91, 92, 93))), (stacks((7, 8, 9)), stacks((8, 9, 10)))]
+    buffer = StepBuffer(16, 1)
+    for _ in range(2):  # the memory is used again
+        steps, came = pass_through(buffer, given)
+        assert [len(frames) for frames in steps.large] == [3 + 5 + 3 + 1 + 3 + 1 + 3 + 1]
+        assert_same(came)
+        buffer.clear()
+
+
+def test_observations_are_the_same_only_bit_for_bit():
+    zeros, nans = np.zeros((2, 20, 20, 3), np.float32), np.full((2, 20, 20, 3), np.nan, np.float32)
+    given = [(zeros, zeros + 1), (zeros + 1, -zeros), (zeros, nans), (nans, zeros), (zeros, zeros)]
+    given[-1] = (zeros, np.where(np.arange(3) == 2, zeros, 5).astype(np.float32))  # of two environments
+    steps, came = pass_through(StepBuffer(8, 2), given)
+    assert [len(frames) for frames in steps.large] == [1 + 1 + 1 + 1 + 1 + 1 + 1]
+    assert_same(came)
+
+
+def test_frames_of_several_environments_in_a_nest_with_small_and_foreign_parts():
+    random = np.random.default_rng(0)
+    frames = random.integers(0, 256, (12, 3, 16, 16), dtype=np.uint8)  # [time, envs, ...]
+
+    def observe(t):
+        pixels = torch.from_numpy(np.ascontiguousarray(frames[t : t + 4].swapaxes(0, 1)))
+        return {"pixels": pixels, "half": pixels.to(torch.bfloat16), "speed": np.full((3, 2), t)}
+
+    buffer = StepBuffer(8, 3)
+    for t in range(8):
+        buffer.add({"observations": observe(t), "next_observations": observe(t + 1), "rewards": [t, t, t]})
+    steps = sent(buffer.packed())
+    assert [len(sent_frames) for sent_frames in steps.large] == [12, 12]
+    for t, (step, count) in enumerate(Chunk.of(steps).each()):
+        assert count == 3
+        for name, at in (("observations", t), ("next_observations", t + 1)):
+            for key, value in observe(at).items():
+                assert step[name][key].dtype == torch.as_tensor(value).dtype
+                assert torch.equal(step[name][key], torch.as_tensor(value)), key
+
+
+def test_a_buffer_grows_only_where_steps_are_small():
+    small, large = StepBuffer(2, 1, growth=8), StepBuffer(2, 1, growth=8)
+    for t in range(2):
+        small.add({"observations": np.zeros((1, 3)), "next_observations": np.zeros((1, 3))})
+        large.add({"observations": np.full((1, 600_000), t), "next_observations": np.full((1, 600_000), t + 1)})
+    assert (small.is_full, large.is_full) == (False, True)

@@ -148,7 +148,8 @@ class Gae(Protocol):
 class FillGae(Protocol):
     """:class:`Gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
 
-    With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags too were only cut off.
+    On the CPU flags have one byte. With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags
+    too were only cut off.
     """
 
     def __call__(
@@ -533,6 +534,16 @@ class Priorities(Protocol):
 
     def follow(self) -> None:
         """Set the first priorities of the rows written since; on CUDA the next draw does."""
+
+    def begin(self, before: Tensor, priorities: Tensor, alpha: float) -> None:
+        """Set other first priorities, after :meth:`follow`: of the newest row of each lane that has written since.
+
+        Args:
+            before: The rows that were written when the lanes began to, int64 ``[lanes]``.
+            priorities: Float32 ``[lanes]``, finite and not negative where a row was written. On CUDA others are
+                dropped, and counted in :meth:`dropped`.
+            alpha: Their exponent.
+        """
 
     def follow_windows(self, windows: WindowIndex) -> None:
         """Set the first priorities of windows that ``windows.follow()`` added, and drop those that it dropped."""

@@ -316,8 +316,10 @@ class Ledger:
         self._state.version += 1
         state = self._current()
         handles = [self._handle(shard) for shard in range(len(state.shards))]
-        limited = state.limit is not None
-        return [handle.store_backup.remote(state.version, state, limited) for handle in handles if handle is not None]
+        limit = state.limit
+        # With a minimum size alone only samples wait.
+        limited = limit is not None and limit.samples_per_insert is not None, limit is not None
+        return [handle.store_backup.remote(state.version, state, *limited) for handle in handles if handle is not None]
 
     def _handle(self, shard: int) -> Any:
         """The actor of a shard, which remains the same when it is restarted; None before it has started."""
@@ -368,6 +370,6 @@ def _resolved(limit: RateLimit, inserts: int, samples: int) -> RateLimit:
     A call of a writer has many steps; so a tolerance that is not given is the least with which one side can always
     proceed, not twice as much.
     """
-    if limit.tolerance is None:
+    if limit.samples_per_insert is not None and limit.tolerance is None:
         limit = replace(limit, tolerance=max(inserts * limit.samples_per_insert, float(samples)))
     return limit.resolved(inserts, samples)

@@ -155,6 +155,11 @@ class Saves:
 
     # ---------------------------------------------------------------------------------------------- writing
 
+    @property
+    def records_steps(self) -> bool:
+        """True if the inserts are recorded beside the rows: after each step, since the process may die any time."""
+        return self._count is not None
+
     def record(self, storage: Storage, inserted: int) -> None:
         """Record the inserts up to now beside the rows, if the storage keeps them in a folder of its own."""
         if self._count is not None:

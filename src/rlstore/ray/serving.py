@@ -62,7 +62,7 @@ def serve(
             that the storage is given (``path``, ``snapshot_dir``); another function can do so if it takes the name of
             that folder as ``subfolder``.
         shards: The number of storages, each in an actor of its own, spread over the nodes.
-        rate_limit: Samples per insert, over all writers and learners; None for no limit.
+        rate_limit: Samples per insert or a minimum size, over all writers and learners; None for no limit.
         snapshot_dir: The folder for the snapshots of the shards, which every node must see. What an earlier run with as
             many shards has saved in it is restored as a whole, with all counts.
         snapshot_every: Transitions inserted into a shard between its snapshots, which are written in the background;
@@ -144,7 +144,7 @@ class ServedStorage:
         Args:
             num_envs: The environments of each sample; None for all of a shard. Several writers can share the
                 environments of a replay storage; other storages take one writer per shard.
-            batch_steps: Steps sent in one call.
+            batch_steps: Steps sent in one call; up to eight times as many while the shard is busy.
             max_in_flight: Calls that may be open before ``add`` waits.
 
         Raises:

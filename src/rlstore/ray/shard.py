@@ -1,7 +1,8 @@
 """A shard: an actor that holds a storage.
 
-Inserts run in one thread, draws in two others, and saves in one more. Each step and each draw holds ``_lock``: a draw
-waits for one step, never for a call of many steps, and a batch is sent while the next one is drawn.
+Inserts run in one thread, draws in two others, and saves in one more. Each insert and each draw holds ``_lock``: the
+steps of a call are inserted at once where the storage can, else one by one, and a batch is sent while the next one is
+drawn.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from rlstore.ray.counts import ShardState
 from rlstore.ray.ledger import NAMESPACE, ledger_name
 from rlstore.ray.places import Place
 from rlstore.ray.saves import Saves, Saving
+from rlstore.ray.steps import Chunk, Steps
 from rlstore.ray.wire import Array, Packed, pack
-from rlstore.ray.writer import Steps, each_step
 from rlstore.storage import BatchDict, Sample, Storage
 
 # The delay of a heartbeat after an insert: one heartbeat covers many inserts. If the process dies in the meantime, the
 # writers forward the state that they know.
-_HEARTBEAT_SECONDS = 0.02
+_HEARTBEAT_SECONDS = 0.1
 
 _ANNOUNCE_SECONDS = 120.0
 
@@ -115,7 +116,7 @@ class Shard:
         self._journal: RunningJournal | None = None
         self._save_turn = threading.Lock()  # taken before the other, never by a thread that has it
         self._backup: tuple[int, Any] = (0, None)
-        self._limited = True  # until the ledger sends that there is no rate limit
+        self._inserts_limited = self._draws_limited = True  # until the ledger sends that there is no rate limit
         self._pending: set[str] | None = None  # the writers since the last heartbeat; None if nothing has changed
         self._state = ShardState(index, f"node {this_node()}, process {os.getpid()}", generation=time.time_ns())
         self._storage: Storage | None = None
@@ -212,25 +213,33 @@ class Shard:
 
         If a step is refused, those before it are stored; it and those after it are not.
         """
-        storage, stored, refused = self._open(), 0, None
+        storage, before, refused = self._open(), self._state.inserted, None
         try:
+            chunk = Chunk.of(steps)
             with self._lock:
                 self._assign_lanes(storage, writer, place)
-            for sample, count in each_step(steps):
+                lanes = self._writers[writer]
+                at_once = not self._saves.records_steps and lanes.insert_all(chunk)
+                if at_once:
+                    self._count_inserted(chunk.transitions, permitted)
+            for sample, count in () if at_once else chunk.each():
                 with self._lock:
-                    self._writers[writer].insert(sample)
-                    self._state.inserted += count
-                    self._state.inserted_freely += 0 if permitted else count
+                    lanes.insert(sample)
+                    self._count_inserted(count, permitted)
                     self._saves.record(storage, self._state.inserted)
-                stored += count
         except Exception as error:
             refused = error
+        stored = self._state.inserted - before
         self._heartbeat_soon(writer)
         every, since = self._snapshot_every, self._state.inserted - self._saved_at
         if every is not None and since >= every and not self._save_turn.locked():
             self._saved_at = self._state.inserted
             threading.Thread(target=self._try_to_write_snapshot, name="rlstore snapshot", daemon=True).start()
-        return Stored(stored, refused, self.ready(), self._limited)
+        return Stored(stored, refused, self.ready(), self._inserts_limited)
+
+    def _count_inserted(self, count: int, permitted: bool) -> None:
+        self._state.inserted += count
+        self._state.inserted_freely += 0 if permitted else count
 
     def _assign_lanes(self, storage: Storage, writer: str, place: Place) -> None:
         if writer in self._writers:
@@ -284,7 +293,7 @@ class Shard:
             self._state.sampled_freely += 0 if permitted else count
         parts = [pack(batch) for batch in batches]
         generation = self._state.generation
-        return Draw(parts, axis, rows.cpu().numpy(), generation, priorities, total, beta, self._limited)
+        return Draw(parts, axis, rows.cpu().numpy(), generation, priorities, total, beta, self._draws_limited)
 
     @ray.method(concurrency_group="draw")
     def update(self, rows: Array, generations: Array, priorities: Array) -> None:
@@ -357,10 +366,11 @@ class Shard:
         return self.ready(), self._late + stale, self._saved
 
     @ray.method(concurrency_group="draw")
-    def store_backup(self, version: int, backup: Any, limited: bool) -> None:
-        """Store the newest state of the ledger, in case that it dies; and whether there is a rate limit."""
+    def store_backup(self, version: int, backup: Any, inserts_limited: bool, draws_limited: bool) -> None:
+        """Store the newest state of the ledger, in case that it dies; and what there is a rate limit for."""
         if version > self._backup[0]:
-            self._backup, self._limited = (version, backup), limited
+            self._backup = (version, backup)
+            self._inserts_limited, self._draws_limited = inserts_limited, draws_limited
 
     @ray.method(concurrency_group="draw")
     def get_backup(self) -> tuple[Any, ShardState]:
@@ -436,6 +446,19 @@ class _LaneWriter:
         if _can_split(storage) and lanes is not None:
             writer: Any = storage.writer  # type: ignore[attr-defined]
             self._writer = writer(range(lanes) if place.whole else range(place.first, place.stop))
+
+    def insert_all(self, chunk: Chunk) -> bool:
+        """Store several steps of these lanes at once; False, with nothing stored, if that cannot be."""
+        if self._writer is None or chunk.present.keys() - {"final_observations"}:
+            return False
+        has_final = chunk.present.get("final_observations")
+        try:
+            self._writer._insert_steps(
+                chunk.whole(), chunk.steps, None if has_final is None else torch.from_numpy(has_final.copy())
+            )
+        except InvalidInputError:  # of some step; those before it are stored
+            return False
+        return True
 
     def insert(self, sample: Sample) -> None:
         """Store one step of these lanes."""

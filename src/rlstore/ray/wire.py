@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,16 +85,22 @@ def build(form: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _as_array(tensor: Tensor) -> Array:
-    return _bits_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+    return bits_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def _bits_of(tensor: Tensor) -> Array:
+def bits_of(tensor: Tensor) -> Array:
     """The memory of a tensor as a numpy array; as integers where numpy does not know the dtype (bfloat16)."""
     try:
         array: Array = tensor.numpy()
     except TypeError:
         array = tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
     return array
+
+
+@lru_cache
+def bits_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype of :func:`bits_of`."""
+    return bits_of(torch.empty(0, dtype=dtype)).dtype
 
 
 def join(parts: Sequence[Packed], allocate: Allocator, axis: int = 0) -> Any:
@@ -132,7 +140,7 @@ def _concatenate(arrays: Sequence[Array], dtype: torch.dtype, axis: int, allocat
     axis = min(axis, len(shape) - 1)
     shape[axis] = sum(array.shape[axis] for array in arrays)
     joined = allocate(shape, dtype)
-    np.concatenate(arrays, axis=axis, out=_bits_of(joined))
+    np.concatenate(arrays, axis=axis, out=bits_of(joined))
     return joined
 
 
@@ -142,6 +150,17 @@ def own_tensors(packed: Packed) -> list[Tensor]:
         _concatenate([array], dtype, 0, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
         for array, dtype in zip(packed.arrays, packed.dtypes, strict=True)
     ]
+
+
+with warnings.catch_warnings():
+    # Of arrays that may not be written torch warns once; from here on it does not.
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(bytes(1), np.uint8))
+
+
+def read_only(array: Array, dtype: torch.dtype) -> Tensor:
+    """A tensor in the memory of an array; the memory may be one that nobody may write."""
+    return torch.from_numpy(array).view(dtype)
 
 
 class Output:

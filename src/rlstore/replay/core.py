@@ -35,7 +35,7 @@ from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
-from rlstore.replay.views import View
+from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import BatchDict, Sample, Storage
@@ -86,7 +86,7 @@ class ReplayCore(Storage):
             options.fetch_every,
         )
         self._options, self._view, self._sampler = options, view, sampler
-        extra = extra_fields(options.extra_fields, owner, TAKEN)
+        extra = extra_fields(options.extra_fields, owner, (*TAKEN, *INFO) if options.sample_info else TAKEN)
         stack = (options.frame_stack, options.stack_axis)
         allowed = options.allow_nonfinite_rewards
         self._fields = StepFields(owner, *stack, options.reward_shape, hidden_shapes, extra, allowed)
@@ -138,7 +138,7 @@ class ReplayCore(Storage):
             raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
-        view.bind(self._fields, self.dtype, self._torch_device)
+        view.bind(self._fields, self.dtype, self._torch_device, informs=options.sample_info)
         self._require_batches(view, self.batch_size, self.num_workers)
         on_device = options.memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
@@ -146,6 +146,8 @@ class ReplayCore(Storage):
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
         sampler.bind(owner, ring)
+        if options.sample_info:
+            sampler.count_draws()
         appender = Appender(ring, fields, self._guard, sampler)
         if self._rows is not None:
             appender.added, appender.warned = self._appender.added, self._appender.warned
@@ -355,6 +357,7 @@ class ReplayCore(Storage):
         next_observations: Any,
         *,
         mask: Any = None,
+        priorities: Any = None,
         **extra: Any,
     ) -> None:
         """Add one step of all environments; everything is checked before anything is written.
@@ -374,6 +377,8 @@ class ReplayCore(Storage):
             next_observations: Observations after the step, ``[envs, ...]``.
             mask: False for environments that did not take part in this step, bool ``[envs]``; nothing is stored for
                 them.
+            priorities: The first priorities of these transitions, ``[envs]``, finite and not negative like those given
+                to ``update``; None for the largest so far. Only for storages that draw transitions by priority.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
 
         Raises:
@@ -384,10 +389,20 @@ class ReplayCore(Storage):
             raise self._not_ready()
         if self._sharing is None:
             self._appender.append(
-                observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra
+                observations,
+                actions,
+                rewards,
+                terminateds,
+                truncateds,
+                infos,
+                next_observations,
+                mask,
+                extra,
+                priorities,
             )
         else:
-            step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
+            given = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
+            step = (*given, mask, extra, priorities)
             with self._guard:
                 self._sharing.append(self._appender, step, mask)
 
@@ -535,8 +550,8 @@ class ReplayCore(Storage):
         """Append one step of all environments, with the keys of the vocabulary (see :mod:`rlstore.storage`).
 
         It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations`` and
-        the storage's extra fields; optional are ``final_observations``, used where an episode ended, and ``masks``,
-        False for environments that did not take part.
+        the storage's extra fields; optional are ``final_observations``, used where an episode ended, ``masks``, False
+        for environments that did not take part, and ``priorities`` (see :meth:`add`).
         """
         if self._rows is None:
             self.init_tensors(sample)
@@ -602,9 +617,10 @@ class ReplayCore(Storage):
         if not new_data:
             return
         check_sample(new_data, self._fields, type(self).__name__)
-        if "final_observations" in new_data:
+        if "final_observations" in new_data or "priorities" in new_data:
             raise InvalidInputError(
-                "new_data needs no final_observations: its next_observations are. Nothing was changed."
+                "new_data has no final_observations, which its next_observations are, and no priorities: give those to "
+                "add() or update(). Nothing was changed."
             )
         rewards = as_tensor(new_data["rewards"], "rewards")
         if rewards.dim() < 2:

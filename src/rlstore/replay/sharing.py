@@ -57,7 +57,7 @@ class Sharing:
         control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
         free = control.free_lanes(lanes)
         self._had_writers = True
-        part = Appender(ring.part(free), fields, control.turn)
+        part = Appender(ring.part(free), fields, control.turn, whole=None if ring.is_shared else self._sampler)
         return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
     @property

@@ -20,7 +20,7 @@ from rlstore.trainer import check_names, fit
 
 # What a step must hold, and what it may hold.
 _NEEDED = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations")
-_OPTIONAL = ("final_observations", "masks")
+_OPTIONAL = ("final_observations", "masks", "priorities")
 
 
 def check_sample(sample: Sample, fields: StepFields, owner: str) -> None:
@@ -36,7 +36,8 @@ def step_arguments(sample: Sample, fields: StepFields, owner: str) -> tuple[tupl
     infos = {} if final is None else {"final_obs": final}
     step = [sample[name] for name in _NEEDED[:-1]]
     named = {name: sample.get(name) for name in fields.named}
-    return (*step, infos, sample["next_observations"]), {"mask": sample.get("masks"), **named}
+    optional = {"mask": sample.get("masks"), "priorities": sample.get("priorities")}
+    return (*step, infos, sample["next_observations"]), {**optional, **named}
 
 
 def steps_at_once(

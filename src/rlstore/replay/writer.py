@@ -74,6 +74,7 @@ class ReplayWriter:
         next_observations: Any,
         *,
         mask: Any = None,
+        priorities: Any = None,
         **extra: Any,
     ) -> None:
         """Add one step of its environments, ``[num_envs, ...]``; otherwise as the storage's own ``add``.
@@ -89,6 +90,7 @@ class ReplayWriter:
             infos: May hold ``final_obs`` or ``final_observation``, read where an episode ended.
             next_observations: What the environment showed after the step.
             mask: False for environments that take no part in this step, bool ``[num_envs]``.
+            priorities: The first priorities of these transitions, ``[num_envs]``; not with ``memory="shared"``.
             **extra: The storage's extra fields, and ``hidden_states`` where it holds them.
 
         Raises:
@@ -97,7 +99,8 @@ class ReplayWriter:
             StorageClosedError: If the storage was closed.
             DoesNotFitError: (a MemoryError) if the rows so far have taken all memory. Nothing was written.
         """
-        step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations, mask, extra)
+        given = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
+        step = (*given, mask, extra, priorities)
         self._append(count_of(mask, len(self.lanes)), partial(self._part.append, *step))
 
     def insert_transition(self, sample: Mapping[str, Any]) -> None:
@@ -119,15 +122,21 @@ class ReplayWriter:
         part, lanes = self._part, len(self.lanes)
         check_sample(samples, part.fields, self._kind)
         given, fit = steps_at_once(samples, part.fields, steps, part.ring, has_final)
-        if not self._control.limiter.is_on:
-            return self._append(
-                count_of(samples.get("masks"), steps * lanes), partial(part.append_steps, given, steps, fit)
-            )
+        priorities = samples.get("priorities")
+        if priorities is None and not self._control.limiter.is_on:
+            count = count_of(samples.get("masks"), steps * lanes)
+            return self._append(count, partial(part.append_steps, given, steps, fit))
+        # Each waits for the limit, and has its own priorities.
         stored, values = 0, fit()
-        for step in range(steps):  # each waits for the limit
-            row = tuple(None if value is None else value[step : step + 1] for value in values)
-            mask = row[-len(part.fields.observations) - 2]
-            stored += self._append(count_of(mask, lanes), partial(part.append_steps, None, 1, partial(tuple, row)))
+        rows = [tuple(None if value is None else value[i : i + 1] for value in values) for i in range(steps)]
+        masks = [row[-len(part.fields.observations) - 2] for row in rows]
+        firsts = [None] * steps if priorities is None else priorities
+        if priorities is not None:
+            for first, mask in zip(firsts, masks, strict=True):
+                part.begin(first, mask)
+        for row, mask, first in zip(rows, masks, firsts, strict=True):
+            step = partial(part.append_steps, None, 1, partial(tuple, row), first, mask)
+            stored += self._append(count_of(mask, lanes), step)
         return stored
 
     def _append(self, count: int, append: Callable[[], None]) -> int:

@@ -43,6 +43,8 @@ class Drawn(NamedTuple):
     rows: Tensor
     weights: Tensor | None = None
     others: Tensor | None = None  # rows to gather something else from: where sequences begin, or goals come from
+    probabilities: Tensor | None = None  # of each row or window, if asked for
+    counts: Tensor | None = None  # its draws so far, if asked for
 
 
 class Gather:
@@ -130,6 +132,11 @@ class Draws(Protocol):
     @property
     def has_weights(self) -> bool:
         """Whether what is drawn has weights."""
+        ...
+
+    @property
+    def counts_draws(self) -> bool:
+        """Whether what is drawn has probabilities and counts."""
         ...
 
     def draw(self, count: int, random: Tensor) -> Drawn:
@@ -340,6 +347,9 @@ class Pipeline:
             }
             drawn = Drawn(**fields)
             if (drawn.weights is None) == self._sampler.has_weights or (self._others and drawn.others is None):
+                raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
+            informs = self._sampler.counts_draws
+            if any((tensor is None) == informs for tensor in (drawn.probabilities, drawn.counts)):
                 raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
             forms = self._forms(drawn)
             names = [f"prepared {index} {k}" for k in range(len(forms))]

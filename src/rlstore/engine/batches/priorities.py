@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.schema import as_tensor
+from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.kernels import kernel, protocol
 
@@ -101,6 +101,48 @@ class Priorities:
             self.kernel.follow()
         else:
             self.kernel.follow_windows(self._windows.kernel)
+
+    def begin(self, priorities: Any, mask: Any, lanes: range) -> Callable[[], None]:
+        """Check the first priorities of the next rows of some lanes.
+
+        Args:
+            priorities: Finite and not negative, ``[lanes]`` or ``[lanes, 1]``; on CUDA they are not looked at.
+            mask: False for lanes that take no part, or None.
+            lanes: Which lanes of the ring.
+
+        Returns:
+            What sets them, to be called once the rows are written. Lanes that have written none keep what they have.
+
+        Raises:
+            InvalidInputError: If they are no priorities.
+        """
+        ring, count, given = self._ring, len(lanes), as_tensor(priorities, "priorities")
+        if tuple(given.shape) not in ((count,), (count, 1), *([()] if count == 1 else [])) or given.dtype.is_complex:
+            raise InvalidInputError(
+                f"priorities are {tuple(given.shape)} {dtype_name(given.dtype)}; give a real number for each of "
+                f"{count} environments. Nothing was written."
+            )
+        given = given.to(ring.device).flatten()
+        values = _as_float32(given)
+        if not values.is_cuda:
+            taken = torch.ones(count, dtype=torch.bool) if mask is None else as_tensor(mask, "mask").flatten() != 0
+            wrong = ~((values >= 0) & (values < torch.inf))
+            if len(taken) == count and bool((wrong & taken).any()):  # else the mask is refused with the step
+                lane = int((wrong & taken).nonzero()[0])
+                raise InvalidInputError(
+                    f"the priority of environment {lane} is {given[lane].item()}; priorities must be finite (as "
+                    "float32) and >= 0. Nothing was written."
+                )
+            values = torch.where(wrong, 0.0, values)
+        new = torch.zeros(ring.lanes, device=ring.device)
+        new[lanes.start : lanes.stop] = values
+        before = ring.written.clone()
+
+        def begin() -> None:
+            self.follow()
+            self.kernel.begin(before, new, self.alpha)
+
+        return begin
 
     def clear(self) -> None:
         """No row has a priority any more."""
@@ -194,10 +236,7 @@ class Priorities:
             )
         ids = ids.to(self._ring.device, torch.int64).contiguous()
         given = given.to(self._ring.device).flatten()
-        values = given.to(torch.float32).contiguous()
-        if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
-            values = torch.where(given > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
-        return ids, given, values
+        return ids, given, _as_float32(given)
 
     def _refuse(self, reason: int, index: int, rows: Tensor, priorities: Tensor) -> None:
         row, count = int(rows[index]), len(rows)
@@ -221,6 +260,13 @@ class Priorities:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stale": self.stale, "_leaves": self.leaves, "_kernel": None}
+
+
+def _as_float32(given: Tensor) -> Tensor:
+    values = given.to(torch.float32).contiguous()
+    if given.dtype == torch.float64:  # what is above 0 stays so, though a float32 cannot tell
+        values = torch.where(given > 0, values.clamp(min=torch.finfo(torch.float32).tiny), values)
+    return values
 
 
 _UNCHANGED = "No priority was changed."

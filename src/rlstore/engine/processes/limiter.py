@@ -1,4 +1,4 @@
-"""How fast data are used: a limit on samples for each insert that holds both sides back."""
+"""How fast data are used: a limit on samples for each insert that holds both sides back, or until there are enough."""
 
 from __future__ import annotations
 
@@ -30,25 +30,34 @@ class RateLimit:
     - an insert is allowed if ``d <= d0 + tolerance`` after it, or if at most ``min_size`` transitions are inserted;
     - a sample is allowed if ``d >= d0 - tolerance`` after it, and at least ``min_size`` transitions are inserted.
 
+    ``RateLimit(min_size=1000)`` has no ratio: samples wait until so many transitions are inserted, and nothing waits
+    after that.
+
     Attributes:
-        samples_per_insert: How often each added transition is sampled, on average.
+        samples_per_insert: How often each added transition is sampled, on average; None for no ratio.
         min_size: Transitions that must have been added before anything is sampled.
         tolerance: How far ``d`` may be from ``d0``, in sampled transitions. None is twice what one call can need: the
-            larger of a batch, and of ``samples_per_insert`` times the environments.
+            larger of a batch, and of ``samples_per_insert`` times the environments. None without a ratio.
     """
 
-    samples_per_insert: float
+    samples_per_insert: float | None = None
     min_size: int = 1
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_above_0(self.samples_per_insert):
+        if self.samples_per_insert is not None and not _is_above_0(self.samples_per_insert):
             raise InvalidInputError(
-                f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0"
+                f"samples_per_insert is {self.samples_per_insert!r}; RateLimit needs a number above 0, or None for no "
+                "ratio"
             )
         check_positive("RateLimit", min_size=self.min_size)
         if self.tolerance is not None and not _is_above_0(self.tolerance):
             raise InvalidInputError(f"tolerance is {self.tolerance!r}; RateLimit needs a number above 0, or None")
+        if self.samples_per_insert is None and self.tolerance is not None:
+            raise InvalidInputError(
+                f"tolerance is {self.tolerance!r}, but there is no samples_per_insert that it could be for; give both, "
+                "or min_size alone"
+            )
 
     def resolved(self, inserts: int, samples: int) -> RateLimit:
         """The limit with a tolerance that lets calls of these sizes go ahead.
@@ -60,6 +69,8 @@ class RateLimit:
         Raises:
             InvalidInputError: If the tolerance is so small that both sides could wait for each other.
         """
+        if self.samples_per_insert is None:
+            return self
         need = max(inserts * self.samples_per_insert, float(samples))
         if self.tolerance is None:
             return RateLimit(self.samples_per_insert, self.min_size, 2 * need)
@@ -75,16 +86,23 @@ class RateLimit:
         """Whether ``count`` inserts may go ahead after so many inserts and samples."""
         if inserted + count <= self.min_size:
             return True
-        ahead = (inserted + count) * self.samples_per_insert - sampled
-        return ahead <= self.min_size * self.samples_per_insert + self._slack
+        ahead = (inserted + count) * self._ratio - sampled
+        return ahead <= self.min_size * self._ratio + self._slack
 
     def allows_sample(self, inserted: int, sampled: int, count: int) -> bool:
         """Whether ``count`` samples may go ahead after so many inserts and samples."""
-        ahead = inserted * self.samples_per_insert - sampled - count
-        return inserted >= self.min_size and ahead >= self.min_size * self.samples_per_insert - self._slack
+        ahead = inserted * self._ratio - sampled - count
+        return inserted >= self.min_size and ahead >= self.min_size * self._ratio - self._slack
+
+    @property
+    def _ratio(self) -> float:
+        """The ratio; 0, with an endless slack, for none."""
+        return self.samples_per_insert or 0.0
 
     @property
     def _slack(self) -> float:
+        if self.samples_per_insert is None:
+            return math.inf
         if self.tolerance is None:
             raise InvalidInputError("the tolerance is not known yet; ask resolved()")
         return self.tolerance
@@ -127,7 +145,8 @@ class Limiter:
         """The limit that holds now; None for none."""
         if not self._rule[_ON]:
             return None
-        return RateLimit(float(self._rule[_RATIO]), int(self._rule[_LEAST]), float(self._rule[_SLACK]))
+        ratio, least, slack = (float(self._rule[word]) for word in (_RATIO, _LEAST, _SLACK))
+        return RateLimit(ratio, int(least), slack) if ratio else RateLimit(min_size=int(least))
 
     def set(self, limit: RateLimit | None) -> None:
         """Change the limit, and wake all that wait."""
@@ -135,7 +154,7 @@ class Limiter:
             self._rule[_ON] = 0
         else:
             self._rule[_RATIO], self._rule[_LEAST], self._rule[_SLACK] = (
-                limit.samples_per_insert,
+                limit._ratio,
                 limit.min_size,
                 limit._slack,
             )
@@ -150,7 +169,7 @@ class Limiter:
     def begin(self, limit: RateLimit) -> None:
         """Hold what goes ahead from now on to a limit: what went ahead before it was set counts as in balance."""
         self._rule[_ON] = 0
-        self._counts[1] = max(0, round((self.inserted - limit.min_size) * limit.samples_per_insert))
+        self._counts[1] = max(0, round((self.inserted - limit.min_size) * limit._ratio))
         self.set(limit)
 
     @property

@@ -35,6 +35,10 @@ class Follower(Protocol):
         """Take in the rows that were written since."""
         ...
 
+    def begin(self, priorities: Any, mask: Any, lanes: range) -> Callable[[], None]:
+        """Check the first priorities of the next rows of some lanes; returns what sets them once they are written."""
+        ...
+
 
 class Appender:
     """Appends steps to a ring, one step of all its lanes at a time.
@@ -47,6 +51,7 @@ class Appender:
         fields: What a step consists of.
         guard: That of the storage.
         sampler: What draws from the ring; None for a part of it.
+        whole: What draws from the ring of which this is a part, if that is done with the same guard.
 
     Attributes:
         warned: True once it has warned of observations that do not continue their episode.
@@ -56,13 +61,20 @@ class Appender:
             lanes to a writer; it may raise. None while there can be no writers.
     """
 
-    def __init__(self, ring: EpisodeRing, fields: StepFields, guard: Guard, sampler: Follower | None = None) -> None:
+    def __init__(
+        self,
+        ring: EpisodeRing,
+        fields: StepFields,
+        guard: Guard,
+        sampler: Follower | None = None,
+        whole: Follower | None = None,
+    ) -> None:
         self._steps, self.warned = array("q", [0]), False  # the kernel that appends alone counts here
         self.ring, self.fields = ring, fields
         self.settle: Callable[[], None] | None = None
         self.keep: Callable[[], None] | None = None
         self.permit: Callable[[], None] | None = None
-        self._guard, self._sampler = guard, sampler
+        self._guard, self._sampler, self._whole = guard, sampler, whole or sampler
         self._kernel: protocol.EpisodeRing | None = None
         self._direct: protocol.EpisodeRing | None = None  # the same, once it may append alone
         self._followers: Kernels = (None, None)  # what it refers to then
@@ -93,6 +105,7 @@ class Appender:
         next_observations: Any,
         mask: Any,
         named: Mapping[str, Any],
+        priorities: Any = None,
     ) -> None:
         """Append one step; everything is checked before anything is written.
 
@@ -106,6 +119,7 @@ class Appender:
             next_observations: After the step.
             mask: False for lanes that take no part, or None.
             named: Recurrent states and extra fields by name.
+            priorities: The first priorities of the rows, ``[lanes]``; None for the largest.
         """
         if self._is_plain and not named:
             values = (observations, next_observations, actions, rewards, terminateds, truncateds, mask, None, None)
@@ -116,7 +130,7 @@ class Appender:
             values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
         if type(infos) is not dict or "final_obs" in infos or "final_observation" in infos:  # the KEYS of finals
             values = self._with_final(values, infos)
-        kernel = self._direct
+        kernel = self._direct if priorities is None else None
         outcome = BUSY if kernel is None else kernel.append(values)
         if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
             with self._guard:
@@ -124,15 +138,32 @@ class Appender:
                     self.permit()
                 if outcome == BUSY and not self._is_part:
                     self._find_direct()
+                begin = None if priorities is None else self.begin(priorities, mask)
                 outcome = self.write(values, outcome, infos)
+                if begin is not None:
+                    begin()
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self._warn_of_break()
 
-    def append_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit) -> None:
-        """Append several steps: see :meth:`write_steps`."""
+    def begin(self, priorities: Any, mask: Any) -> Callable[[], None]:
+        """Check the first priorities of the next step; returns what sets them once it is written."""
+        if self._whole is None:
+            raise InvalidInputError(
+                'priorities were given to a writer of memory="shared", whose storage keeps them in its own process: it '
+                "gives new rows the largest, and update() others. Nothing was written."
+            )
+        return self._whole.begin(priorities, mask, range(self.ring.first, self.ring.first + self.ring.lanes))
+
+    def append_steps(
+        self, values: tuple[Any, ...] | None, steps: int, fit: Fit, priorities: Any = None, mask: Any = None
+    ) -> None:
+        """Append several steps: see :meth:`write_steps`; or a single one with first priorities and their mask."""
         with self._guard:
             self.ring.require_room(steps)
+            begin = None if priorities is None else self.begin(priorities, mask)
             outcome = self.write_steps(values, steps, fit, resumed=False)
+            if begin is not None:
+                begin()
         if outcome == WRITTEN_WITH_BREAK and not self.warned:
             self._warn_of_break()
 

@@ -43,6 +43,7 @@ _LEAST_WIDTH = 32
 _DRAWN, _DRAW_WARPS, _UPDATED, _UPDATE_WARPS = 32, 8, 32, 1  # rows of a program that draws, and of one that updates
 _MOST_UPDATED = UPDATE.value  # rows of an update
 _FINISHED = 256  # weights of a program
+_BEGUN = 256  # lanes of a program that sets first priorities
 _SETTLED_LANES, _SETTLED = 64, 1024  # lanes and rows that get their first priority at once
 
 
@@ -321,6 +322,24 @@ def _leaf_value(priority, alpha):
     return tl.where(priority > 0.0, power, tl.where(alpha == 0.0, 1.0, 0.0).to(tl.float32))
 
 
+@triton.jit(do_not_specialize=["alpha"])
+def begin_leaves(
+    priorities, before, leaves, dropped, written, alpha: tl.float64,
+    LANES: tl.constexpr, STEPS: tl.constexpr, WRITTEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``leaf = priority ** alpha`` of the newest row of each lane that has written since."""
+    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = lane < LANES
+    count = tl.load(written + WRITTEN + lane, mask=there, other=0)
+    is_new = there & (count > tl.load(before + lane, mask=there, other=0))
+    priority = tl.load(priorities + lane, mask=is_new, other=0.0)
+    fits = is_new & (priority >= 0.0) & (priority < _INFINITY)
+    leaf = lane * STEPS + tl.maximum(count - 1, 0) % STEPS
+    tl.store(leaves + leaf, _leaf_value(priority, alpha), mask=fits)
+    lost = tl.sum((is_new & (fits == 0)).to(tl.int64), 0)
+    tl.atomic_add(dropped, lost, mask=lost > 0, sem="relaxed")
+
+
 class Priorities:
     """Priorities of the rows of a ring, drawn and updated without waiting for the device.
 
@@ -354,6 +373,7 @@ class Priorities:
         self._draw = Launcher(draw_leaves, (*every, _DRAWN), _DRAW_WARPS)
         self._finish = Launcher(finish_draw, (*self.settled, _FINISHED))
         self._settle = Launcher(settle_rows, (*self.settled, self._blocks, supers))
+        self._begin = Launcher(begin_leaves, (ring.lanes, ring.steps, written, _BEGUN))
         self._update = Launcher(update_leaves, (ring.lanes, ring.steps, written, begun, _UPDATED), _UPDATE_WARPS)
         self._is_behind = False
         self._on_cuda = device.type == "cuda"
@@ -393,14 +413,24 @@ class Priorities:
     def settle(self) -> None:
         """Set the first priorities of the rows written since the last draw."""
         if self._is_behind:
-            self._sum_leaves()
-            grid = (min(-(-self._ring.lanes // _SETTLED_LANES), 128), 1, 1)
-            self._settle(grid, self._ring.device, self._leaves, self._maxima, self._written, self._seen)
+            self._settle_now()
             self._is_behind = False
+
+    def _settle_now(self) -> None:
+        self._sum_leaves()
+        grid = (min(-(-self._ring.lanes // _SETTLED_LANES), 128), 1, 1)
+        self._settle(grid, self._ring.device, self._leaves, self._maxima, self._written, self._seen)
 
     def follow(self) -> None:
         """Leave the first priorities of rows written since to the next draw."""
         self._is_behind = True
+
+    def begin(self, before: Tensor, priorities: Tensor, alpha: float) -> None:
+        """Set the first priorities of the newest rows of lanes that have written since, but for those that are none."""
+        self._settle_now()  # whatever is behind: a graph that is captured now will run again
+        grid = (-(-self._ring.lanes // _BEGUN), 1, 1)
+        tensors = (priorities, before, self._leaves, self._dropped, self._written)
+        self._begin(grid, self._ring.device, *tensors, as_float32(alpha))
 
     def follow_windows(self, windows: Any) -> None:
         """Nothing more: :meth:`WindowIndex.follow` has set the priorities of windows."""

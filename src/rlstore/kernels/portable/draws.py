@@ -147,6 +147,12 @@ class WindowIndex(WindowQueues):
         """Nothing: :meth:`Priorities.follow_windows` sets the priorities of windows."""
 
 
+def _raised(priorities: Tensor, alpha: float) -> Tensor:
+    """``priority ** alpha``; what is above 0 stays so."""
+    raised = (priorities.double() ** as_float32(alpha)).to(torch.float32).clamp(min=_SMALLEST)
+    return torch.where(priorities > 0, raised, 1.0 if as_float32(alpha) == 0 else 0.0)
+
+
 class Priorities:
     """Priorities of the rows of a ring in a tree of sums and maxima, 16 children a node."""
 
@@ -207,6 +213,14 @@ class Priorities:
         self._set(torch.unique(self._leaf_of(lane, time)), self._first_value())
         self._seen.copy_(torch.maximum(self._seen, ring.written))
 
+    def begin(self, before: Tensor, priorities: Tensor, alpha: float) -> None:
+        """Set the first priorities of the newest rows of lanes that have written since."""
+        lane = (self._ring.written > before).nonzero().flatten()
+        given = priorities[lane]
+        if not bool(((given >= 0) & (given < torch.inf)).all()):
+            raise ValueError("begin: not a priority")
+        self._set(self._leaf_of(lane, self._ring.written[lane] - 1), _raised(given, alpha))
+
     def follow_windows(self, windows: WindowIndex) -> None:
         """Only rows at which a window begins have a priority."""
         first, lanes = self._first_value(), self._ring.lanes
@@ -260,9 +274,7 @@ class Priorities:
         refused = wrong.nonzero().flatten()
         if len(refused):
             return int(wrong[refused[0]]), int(refused[0]), 0
-        raised = (given.double() ** as_float32(alpha)).to(torch.float32).clamp(min=_SMALLEST)
-        raised = torch.where(given > 0, raised, 1.0 if as_float32(alpha) == 0 else 0.0)
-        leaves, values = self._leaf_of(lane, time)[held], raised[held]
+        leaves, values = self._leaf_of(lane, time)[held], _raised(given, alpha)[held]
         # Where a row comes twice, the later priority counts.
         leaves, which = torch.unique(leaves, return_inverse=True)
         last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amax")
