@@ -509,7 +509,7 @@ RLSTORE_CLONES
 Alike lanes_alike(const Lanes& lanes) {
   int64_t differs = 0, is_short = 0;  // negative if any is short
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.begun[lane] ^ lanes.begun[0]);
+    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.oldest(lane) ^ lanes.oldest(0));
     is_short |= lanes.written[lane] - lanes.begun[lane] - lanes.steps;
   }
   return differs == 0 ? Alike::kSameTimes : is_short >= 0 ? Alike::kFull : Alike::kNot;
