@@ -167,7 +167,7 @@ class UniformSampler(Sampler):
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` rows."""
         self._require_rows()
-        tensors = gather.kernel.sample(random, count) if gather.is_small(count) else None
+        tensors = gather.kernel.sample(random, count)
         return None if tensors is None else (Drawn(_UNSEEN), tensors)
 
 
@@ -260,8 +260,6 @@ class PrioritySampler(Sampler):
         """The tensors of ``count`` rows, with rows and weights."""
         self._require_rows()
         assert self.tree is not None
-        if not gather.is_small(count):
-            return None
         made = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
         if made is None:
             return None
@@ -426,8 +424,6 @@ class WindowSampler(PrioritySampler):
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` windows, with their first rows and weights."""
         self._require_rows()
-        if not gather.is_small(count * self._length):
-            return None
         tree = None if self.tree is None else self.tree.kernel
         made = gather.kernel.sample_windows(self._windows.kernel, tree, random, self.current_beta, count)
         if made is None:
