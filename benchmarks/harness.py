@@ -187,10 +187,10 @@ class Outcome:
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a process of its own, so that no workload inherits the memory of another.
 
-    It is forked from a process that has only imported the benchmarks.
+    It is forked from a process that has imported most of what is needed, and done nothing else.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.run"])
+    context.set_forkserver_preload(["benchmarks.report"])
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(work, *arguments).result()
 

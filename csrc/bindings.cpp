@@ -11,7 +11,6 @@
 #include <optional>
 #include <vector>
 
-#include "bindings_checker.h"
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
@@ -19,6 +18,7 @@
 #include "bindings_pieces.h"
 #include "bindings_reader.h"
 #include "bindings_rollouts.h"
+#include "bindings_row_launcher.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
@@ -466,6 +466,7 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("count_readable", &count_readable);
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());
