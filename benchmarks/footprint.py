@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from benchmarks import replay_nstep_pixels, replay_pixels, replay_vector
-from benchmarks.harness import Role
+from benchmarks.harness import Role, alone
 from benchmarks.replay_buffers import Buffer
 
 SMALLER = 20
@@ -60,15 +58,9 @@ def kinds() -> tuple[Kind, ...]:
     makers = replay_vector.BUFFERS.items()
     vector = {name: partial(make, replay_vector.source()) for name, make in makers if "," not in name}
     return (
-        Kind("vector", "17 and 6 numbers", vector, replay_vector.CAPACITY, 110),
+        Kind("vector", "17 and 6 numbers", vector, 500_000, 110),
         Kind("pixels", "stacks of 4 frames of 84 x 84", replay_pixels.BUFFERS, replay_pixels.CAPACITY, 7_400),
-        Kind(
-            "nstep_pixels",
-            "stacks of 3 RGB frames of 84 x 84, three-step",
-            replay_nstep_pixels.BUFFERS,
-            replay_nstep_pixels.CAPACITY,
-            22_000,
-        ),
+        Kind("nstep_pixels", "3 RGB frames of 84 x 84, three-step", replay_nstep_pixels.BUFFERS, 6_000, 22_000),
     )
 
 
@@ -76,11 +68,10 @@ def measure(kind: Kind) -> Footprints:
     """Measure the buffers of a kind, one after the other."""
     result = Footprints(kind.name, kind.title, kind.capacity, kind.at_most)
     for name, make in kind.buffers.items():
-        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                result.sizes.append(pool.submit(_size, name, make, kind.capacity).result())
-            except ImportError as error:
-                result.missing[name] = f"{type(error).__name__}: {error}"
+        try:
+            result.sizes.append(alone(_size, name, make, kind.capacity))
+        except ImportError as error:
+            result.missing[name] = f"{type(error).__name__}: {error}"
     return result
 
 

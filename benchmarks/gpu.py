@@ -118,7 +118,7 @@ def main() -> None:
     names = given.groups or [name for name in known if not given.small or name in SMALL or name in TRAININGS]
     console = Console()
     if not console.is_terminal:
-        console.width = 170
+        console.width = 200
     console.print(gpu_report.header(), markup=False)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}

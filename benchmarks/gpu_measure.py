@@ -1,6 +1,7 @@
 """Times calls on a GPU, and counts their launches.
 
-A call is timed from an idle GPU until the GPU is idle again, including the host. Launches, host synchronizations and
+A call is timed from an idle GPU until the GPU is idle again, including the host. The host's part is timed apart: many
+calls one after another, before the GPU is waited for. Launches, host synchronizations and
 the busy time of the GPU come from torch's profiler, in another process: a process that has used the profiler launches
 at half speed.
 """
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -24,11 +26,13 @@ WARM_UP_CALLS = 5
 CALLS_A_TURN = 4
 SECONDS_OF_ROUNDS = 1.5
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 300
+# For the host's part: rounds, the most calls between two waits for the GPU, and the seconds they take at most.
+HOST_ROUNDS, HOST_CALLS, HOST_SECONDS = 25, 100, 0.004
 LONG_CALL = 0.02  # seconds; a longer one is profiled once
 PROFILED_CALLS = 5
 WINDOW = "rlstore benchmark call"
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-HOST_CALLS = ("cuda_runtime", "cuda_driver")
+RUNTIME_CALLS = ("cuda_runtime", "cuda_driver")
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
 
 
@@ -38,10 +42,11 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A call that is measured; ``before`` is called before each one and not measured."""
+    """A call that is measured; ``before`` is called before each one, and ``context`` entered, and not measured."""
 
     call: Callable[[], object]
     before: Callable[[], object] = nothing
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 Works = Mapping[str, Work]
@@ -86,6 +91,7 @@ class Measured:
     missing: dict[str, str] = field(default_factory=dict)
     bytes_a_second: float = 0.0
     first_seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # of the first call of each turn
+    host_seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # of the host alone
 
 
 def synchronize() -> None:
@@ -144,10 +150,25 @@ def _warm_up(made: Mapping[str, Works], measured: Measured) -> dict[tuple[str, s
 def _timed(work: Work) -> float:
     work.before()
     synchronize()
-    begin = perf_counter()
-    work.call()
+    with work.context():
+        begin = perf_counter()
+        work.call()
+        synchronize()
+        return perf_counter() - begin
+
+
+def _host_time(work: Work, calls: int) -> float:
+    """The seconds that the host spends on a call: so few of them that the GPU's queue has room for all launches."""
     synchronize()
-    return perf_counter() - begin
+    spent = 0.0
+    with work.context():
+        for _ in range(calls):
+            work.before()
+            begin = perf_counter()
+            work.call()
+            spent += perf_counter() - begin
+    synchronize()
+    return spent / calls
 
 
 def time_group(group: Group, device: torch.device, *, seconds: float = SECONDS_OF_ROUNDS) -> Measured:
@@ -167,6 +188,12 @@ def time_group(group: Group, device: torch.device, *, seconds: float = SECONDS_O
                 first, *others = [_timed(made[contender][name]) for _ in range(CALLS_A_TURN)]
                 measured.first_seconds.setdefault(contender, {}).setdefault(name, []).append(first)
                 measured.seconds.setdefault(contender, {}).setdefault(name, []).extend(others)
+        for turn in range(HOST_ROUNDS if seconds else 1):
+            for place in range(len(names)):
+                contender = names[(place + turn) % len(names)]
+                calls = max(1, min(HOST_CALLS, int(HOST_SECONDS / running[name, contender])))
+                spent = _host_time(made[contender][name], calls)
+                measured.host_seconds.setdefault(contender, {}).setdefault(name, []).append(spent)
     measured.bytes_a_second = bandwidth(device)
     return measured
 
@@ -193,7 +220,7 @@ def _profiled(work: Work, calls: int) -> list[Counts]:
     synchronize()
     with profile(activities=activities) as profiler:
         for _ in range(calls):
-            with record_function(WINDOW):
+            with work.context(), record_function(WINDOW):
                 work.call()
             synchronize()
             work.before()
@@ -223,7 +250,7 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> list[Counts]:
 
     launched_in: dict[int, int | None] = {}  # the window of each correlation id; None: in none
     for event in events:
-        if event.get("cat") in HOST_CALLS:
+        if event.get("cat") in RUNTIME_CALLS:
             window = window_at(event["ts"])
             launched_in[event.get("args", {}).get("correlation", -1)] = window
             if window is not None:

@@ -91,6 +91,43 @@ def _ours(data: ReplayData) -> Works:
     return {ADD: Work(add), SAMPLE: Work(uniform.sample), PRIORITIZED: Work(sample_and_update)}
 
 
+def _by_hand(data: ReplayData) -> Works:
+    """What a program writes that needs no library: a tensor for each field, ``randint`` and ``index_select``."""
+    sizes, capacity = data.sizes, data.sizes.envs * data.sizes.steps
+    blocks = {
+        name: torch.zeros((sizes.steps, *value.shape), dtype=value.dtype, device=data.device)
+        for name, value in data.steps[0].items()
+    }
+    rows = {name: block.flatten(0, 1) for name, block in blocks.items()}
+    priorities = torch.ones(capacity, device=data.device)
+    steps, times = cycle(data.steps), cycle(range(sizes.steps))
+
+    def add() -> None:
+        at = next(times)
+        for name, value in next(steps).items():
+            blocks[name][at].copy_(value)
+
+    def gather(picked: Tensor) -> dict[str, Tensor]:
+        return {name: block.index_select(0, picked) for name, block in rows.items()}
+
+    def sample() -> dict[str, Tensor]:
+        return gather(torch.randint(capacity, (sizes.batch,), device=data.device))
+
+    def sample_and_update() -> object:
+        sums = priorities.cumsum(0)
+        picked = torch.searchsorted(sums, torch.rand(sizes.batch, device=data.device) * sums[-1]).clamp_(
+            max=capacity - 1
+        )
+        weights = priorities.index_select(0, picked).pow(-0.4)
+        batch = (gather(picked), weights / weights.max())
+        priorities.index_copy_(0, picked, data.priorities.pow(0.6))
+        return batch
+
+    for _ in range(sizes.steps):
+        add()
+    return {ADD: Work(add), SAMPLE: Work(sample), PRIORITIZED: Work(sample_and_update)}
+
+
 def _torchrl(data: ReplayData) -> Works:
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
@@ -136,5 +173,9 @@ def replay(sizes: ReplaySizes, device: torch.device) -> Group:
             # Rows and weights are served; rows and priorities are read, and priorities are written.
             PRIORITIZED: drawn + sizes.batch * (ROW_ID + FLOAT + ROW_ID + 2 * FLOAT),
         },
-        contenders={"rlstore": partial(_ours, data), "TorchRL": partial(_torchrl, data)},
+        contenders={
+            "rlstore": partial(_ours, data),
+            "torch, by hand": partial(_by_hand, data),
+            "TorchRL": partial(_torchrl, data),
+        },
     )

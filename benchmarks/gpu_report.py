@@ -51,6 +51,7 @@ class Line:
     contender: str
     call: float | None
     first_call: float | None  # of a turn
+    host: float | None  # of the call, spent on the host
     quartiles: tuple[float, float] | None
     counts: Counts | None
     floor: float | None  # the time that the bytes take at the bandwidth of a large copy
@@ -65,6 +66,7 @@ class Figures:
         self.bytes_a_second = (timed or profiled).bytes_a_second
         seconds = timed.seconds if timed else {}
         firsts = timed.first_seconds if timed else {}
+        hosts = timed.host_seconds if timed else {}
         contenders = list(dict.fromkeys([*seconds, *profiled.counts]))
         self.lines = [
             self._line(
@@ -72,6 +74,7 @@ class Figures:
                 contender,
                 seconds.get(contender, {}).get(work),
                 firsts.get(contender, {}).get(work),
+                hosts.get(contender, {}).get(work),
                 profiled.counts.get(contender, {}).get(work),
             )
             for work in self.floors
@@ -85,14 +88,15 @@ class Figures:
         contender: str,
         seconds: list[float] | None,
         firsts: list[float] | None,
+        hosts: list[float] | None,
         counts: Counts | None,
     ) -> Line:
         floor = self.floors[work] / self.bytes_a_second * 1e6 if self.bytes_a_second else None
         if not seconds:
-            return Line(work, contender, None, None, None, counts, floor)
+            return Line(work, contender, None, None, None, None, counts, floor)
         low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-        first = statistics.median(firsts) * 1e6 if firsts else None
-        return Line(work, contender, middle * 1e6, first, (low * 1e6, high * 1e6), counts, floor)
+        first, host = (statistics.median(each) * 1e6 if each else None for each in (firsts, hosts))
+        return Line(work, contender, middle * 1e6, first, host, (low * 1e6, high * 1e6), counts, floor)
 
     def peer(self, line: Line, time_of: Callable[[Line], float | None] = lambda line: line.call) -> float | None:
         """The time of the fastest peer divided by the time of a line of ours; None for other lines."""
@@ -105,13 +109,17 @@ def _first_call(line: Line) -> float | None:
     return line.first_call
 
 
+def _host(line: Line) -> float | None:
+    return line.host
+
+
 def table(figures: Figures) -> Table:
     """The table of a group: a line for each work and contender."""
     copied = f", {figures.bytes_a_second / 1e12:.2f} TB/s" if figures.bytes_a_second else ""
     drawn = Table(title=f"{figures.title}{copied}", title_justify="left")
     drawn.add_column("work")
     drawn.add_column("contender")
-    times = ("call us", "times faster", "first us", "times faster")
+    times = ("call us", "times faster", "first us", "times faster", "host us", "times faster")
     for heading in (*times, "launches", "syncs", "GPU us", "floor us", "GPU to floor"):
         drawn.add_column(heading, justify="right")
     for line in figures.lines:
@@ -123,6 +131,8 @@ def table(figures: Figures) -> Table:
             _number(figures.peer(line)),
             _number(line.first_call),
             _number(figures.peer(line, _first_call)),
+            _number(line.host),
+            _number(figures.peer(line, _host)),
             str(counts.launches) if counts else "-",
             str(counts.syncs) if counts else "-",
             _number(counts.gpu_us if counts else None),
@@ -157,6 +167,8 @@ def as_json(figures: Figures) -> dict[str, Any]:
                 "times_faster_than_best_peer": figures.peer(line),
                 "first_call_us": line.first_call,
                 "first_times_faster": figures.peer(line, _first_call),
+                "host_us": line.host,
+                "host_times_faster": figures.peer(line, _host),
                 "launches": line.counts.launches if line.counts else None,
                 "syncs": line.counts.syncs if line.counts else None,
                 "gpu_us": line.counts.gpu_us if line.counts else None,
@@ -196,12 +208,12 @@ def markdown(result: dict[str, Any]) -> str:
         copied = f", {group['bytes_a_second'] / 1e12:.2f} TB/s" if group["bytes_a_second"] else ""
         text += [f"### {group['title']}{copied}", ""]
         text.append(
-            "| work | contender | call, us | times faster | first of a turn, us | times faster | launches | waits | "
-            "GPU, us | floor, us | GPU to floor |"
+            "| work | contender | call, us | times faster | first of a turn, us | times faster | host, us | "
+            "times faster | launches | waits | GPU, us | floor, us | GPU to floor |"
         )
-        text.append("| --- | --- |" + " ---: |" * 9)
+        text.append("| --- | --- |" + " ---: |" * 11)
         times = ("call_us", "times_faster_than_best_peer", "first_call_us", "first_times_faster")
-        numbers = (*times, "launches", "syncs", "gpu_us", "floor_us", "gpu_to_floor")
+        numbers = (*times, "host_us", "host_times_faster", "launches", "syncs", "gpu_us", "floor_us", "gpu_to_floor")
         text += [_row(line["work"], line["contender"], *(line[name] for name in numbers)) for line in group["lines"]]
         text += ["", *(f"{name} did not take part: {reason}" for name, reason in group["missing"].items()), ""]
     for training in result["trainings"]:

@@ -101,7 +101,7 @@ class RolloutCalls:
         with torch.inference_mode():
             for transition in self._transitions:
                 self.full.add_transition(transition)
-        self.compute_returns()
+            self.compute_returns()
 
     def _make(self, storage_class: Any) -> Any:
         sizes, device = self.data.sizes, str(self.data.device)
@@ -122,8 +122,7 @@ class RolloutCalls:
 
     def add(self) -> None:
         """Add one step."""
-        with torch.inference_mode():
-            self.adding.add_transition(self._transitions[self._next])
+        self.adding.add_transition(self._transitions[self._next])
         self._next += 1
 
     def compute_returns(self) -> None:
@@ -140,7 +139,10 @@ class RolloutCalls:
 
     def works(self) -> dict[str, Work]:
         """What is measured."""
-        found = {ADD: Work(self.add, self.make_room), RETURNS: Work(self.compute_returns)}
+        found = {
+            ADD: Work(self.add, self.make_room, torch.inference_mode),
+            RETURNS: Work(self.compute_returns, context=torch.inference_mode),
+        }
         return found | (
             {RECURRENT: Work(self.recurrent)} if self.data.sizes.hidden else {SHUFFLED: Work(self.shuffled)}
         )
@@ -155,8 +157,7 @@ class Ours(RolloutCalls):
         super().__init__(RolloutStorage, data)
 
     def compute_returns(self) -> None:
-        with torch.inference_mode():
-            self.full.compute_returns(self.data.last_values, GAMMA, LAMBDA)
+        self.full.compute_returns(self.data.last_values, GAMMA, LAMBDA)
 
     def reshuffled(self) -> int:
         """All batches, with a new permutation for each epoch."""
@@ -200,7 +201,6 @@ class RslRl(RolloutCalls):
     def __init__(self, data: RolloutData) -> None:
         super().__init__(rsl_rl_storage(), data)
 
-    @torch.inference_mode()
     def compute_returns(self) -> None:
         st = self.full
         advantage: Any = 0
@@ -218,6 +218,43 @@ class RslRl(RolloutCalls):
         found = super().works()
         # It cannot reshuffle; its only mode is shown instead.
         return found if self.data.sizes.hidden else {**found, RESHUFFLED: found[SHUFFLED]}
+
+
+class ByHand:
+    """What a program writes that needs no library: a tensor for each field, a loop of copies, ``index_select``."""
+
+    def __init__(self, data: RolloutData) -> None:
+        steps = [self._fields(step) for step in data.steps]
+        self._steps, self._next = steps, 0
+        self._blocks = [torch.zeros((len(steps), *value.shape), device=data.device) for value in steps[0]]
+        served = [block.flatten(0, 1) for number, block in enumerate(self._blocks) if number not in (3, 4)]
+        self._served = [*served, *(torch.zeros(data.sizes.rows, 1, device=data.device) for _ in range(2))]
+        self._rows, self._device = data.sizes.rows, data.device
+
+    @staticmethod
+    def _fields(step: dict[str, Any]) -> list[Tensor]:
+        """The tensors of a step; rewards and dones, which no batch has, are the fourth and the fifth."""
+        observed = step["observations"]
+        names = ("actions", "rewards", "dones", "values", "actions_log_prob")
+        return [observed["policy"], observed["critic"], *(step[name] for name in names), *step["distribution_params"]]
+
+    def add(self) -> None:
+        """Add one step."""
+        for block, value in zip(self._blocks, self._steps[self._next], strict=True):
+            block[self._next].copy_(value)
+        self._next = (self._next + 1) % len(self._steps)
+
+    def reshuffled(self) -> int:
+        """All batches, with a new permutation for each epoch."""
+        count = 0
+        for _ in range(EPOCHS):
+            for picked in torch.randperm(self._rows, device=self._device).chunk(MINI_BATCHES):
+                count += len([block.index_select(0, picked) for block in self._served])
+        return count
+
+    def works(self) -> dict[str, Work]:
+        """What is measured."""
+        return {ADD: Work(self.add, context=torch.inference_mode), RESHUFFLED: Work(self.reshuffled)}
 
 
 def _floors(data: RolloutData) -> dict[str, int]:
@@ -246,6 +283,7 @@ def rollouts(sizes: Sizes, device: torch.device) -> Group:
 
     memory = f", GRU {sizes.hidden} for actor and critic" if sizes.hidden else ""
     bounded = {"rlstore, bounded": partial(works_of, OursBounded)} if sizes.hidden else {}
+    by_hand = {} if sizes.hidden else {"torch, by hand": lambda: ByHand(data).works()}
     return Group(
         name=f"{'recurrent' if sizes.hidden else 'rollout'}_{sizes.envs}",
         title=f"{sizes.steps} x {sizes.envs}, observations {sizes.policy} and {sizes.critic}, actions {sizes.actions}"
@@ -256,6 +294,7 @@ def rollouts(sizes: Sizes, device: torch.device) -> Group:
             **bounded,
             "rlstore, reuse": partial(works_of, OursReusing),
             "rsl_rl": partial(works_of, RslRl),
+            **by_hand,
         },
     )
 
@@ -269,7 +308,8 @@ def _eager_update(data: RolloutData) -> tuple[Ours, Callable[[], list[Any]]]:
     ours = Ours(data)
 
     def update() -> list[Any]:
-        ours.compute_returns()
+        with torch.inference_mode():
+            ours.compute_returns()
         return list(ours.full.mini_batch_generator(MINI_BATCHES, 1))
 
     return ours, update

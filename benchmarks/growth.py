@@ -120,6 +120,7 @@ def plot(found: list[dict[str, Any]]) -> None:
             panel.legend(fontsize="small", title="environments")
         panel.set(xscale="log", xlabel="rows", title=title)
         panel.set_ylim(bottom=0)
+        panel.minorticks_off()
     panels[0].set_ylabel("microseconds")
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, metadata={"Date": None})

@@ -276,7 +276,7 @@ def workload(writes: bool = False) -> Workload:
             "memcpy, new memory": partial(Copy, "memcpy, new memory", new_memory=True),
         },
         check=partial(check, writes),
-        rounds=8,
+        rounds=5 if writes else 8,
         targets=() if writes else (Target("batch", ("SimpleQueue",), 0.3, row="IMPALA hand-off"),),
         clock="wall",
     )

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter, thread_time
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -184,10 +184,15 @@ class Outcome:
     met: bool
 
 
-def run_alone(make_workload: Callable[[], Workload], rounds: int | None = None) -> Result:
-    """Measure a workload in a separate process, so that no workload inherits the memory of another."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, make_workload, rounds).result()
+def alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of its own, so that no workload inherits the memory of another.
+
+    It is forked from a process that has imported most of what is needed, and done nothing else.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.report"])
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def measure(make_workload: Callable[[], Workload], rounds: int | None = None) -> Result:

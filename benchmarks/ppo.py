@@ -31,7 +31,7 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, SHAPE),
         },
         check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
-        rounds=8,
+        rounds=6,
         targets=(
             Target("add", ("SB3",), 0.5, (NUMPY,), "rollout add, 8 environments, from numpy"),
             Target("add", ("SB3",), 0.25, ("rlstore",), "rollout add, 8 environments, from tensors"),

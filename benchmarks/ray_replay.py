@@ -91,8 +91,8 @@ class RayContender(Contender):
             ray.shutdown()
 
 
-def start_ray() -> None:
-    """Start a cluster of this machine, unless there is one."""
+def start_ray(object_store: int = OBJECT_STORE) -> None:
+    """Start a cluster of this machine, unless there is one, with an object store of so many bytes."""
     import ray
 
     if ray.is_initialized():
@@ -103,7 +103,7 @@ def start_ray() -> None:
         ray.init(
             address="local",
             num_cpus=8,
-            object_store_memory=OBJECT_STORE,
+            object_store_memory=object_store,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -218,7 +218,7 @@ def _workload(name: str, title: str, source: Source, capacity: int, served: int,
         contenders={name: partial(make, name, source, capacity, prefetch) for name, make in CONTENDERS.items()}
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source, (BATCH,), 1),
-        rounds=15,
+        rounds=8,
         targets=(Target("batch", ("Ray calls",), round(1 / 0.7, 2)), Target("batch", ("one actor",), round(1 / 3, 2))),
         clock="wall",
     )

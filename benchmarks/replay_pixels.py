@@ -77,7 +77,7 @@ def workload() -> Workload:
         contenders={name: partial(Pixels, name, make) for name, make in ALL_BUFFERS.items()}
         | {"memcpy": lambda: floor},
         check=partial(check_batches, source(), (256,), 1),
-        rounds=12,
+        rounds=8,
         targets=(
             Target("sample 32", ratio=0.75, ours=ours, row="pixels 32"),
             Target("sample 32", ratio=0.75, ours=whole, row="pixels 32, whole stacks stored"),

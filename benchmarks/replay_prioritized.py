@@ -251,7 +251,7 @@ def workload(capacity: int) -> Workload:
         contenders={name: partial(Prioritized, name, make, capacity) for name, make in MAKERS.items()}
         | {"memcpy": lambda: floor},
         check=check,
-        rounds=15,
+        rounds=10,
         targets=tuple(
             Target(phase, ratio=ratio, row=f"prioritized {size}: {'both' if phase == CYCLE else phase}")
             for phase, ratio in AIMS[capacity].items()

@@ -103,6 +103,6 @@ def workload() -> Workload:
         }
         | {"memcpy": lambda: floor},
         check=check,
-        rounds=15,
+        rounds=10,
         targets=(Target("sample", ("rlox",), 0.9, row="sequences 64 x 16 with next observations"),),
     )

@@ -41,7 +41,7 @@ def workload() -> Workload:
             "memcpy": partial(Memcpy, SHAPE),
         },
         check=partial(same_batches_and_returns, SHAPE.epochs * SHAPE.mini_batches),
-        rounds=25,
+        rounds=15,
         targets=tuple(
             Target(phase, (peer,), ratio, ("rlstore",), f"24 x 512, 5 x 4 batches {words}")
             for phase, words in (("written", "written into"), ("held", "held"))
@@ -63,7 +63,7 @@ def recurrent() -> Workload:
             "memcpy": partial(Memcpy, RECURRENT, served=padded_bytes(rollout) // RECURRENT.mini_batches),
         },
         check=partial(same_batches_and_returns, RECURRENT.epochs * RECURRENT.mini_batches),
-        rounds=20,
+        rounds=12,
         targets=(
             Target("written", ("rsl_rl",), 0.2, row="recurrent 5 x 4 written into"),
             Target("held", ("rsl_rl",), 0.2, row="recurrent 5 x 4 held"),

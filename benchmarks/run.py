@@ -29,7 +29,7 @@ from benchmarks import (
     saving,
     served,
 )
-from benchmarks.harness import Workload, run_alone
+from benchmarks.harness import Result, Workload, alone, measure
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "ppo": ppo.workload,
@@ -79,7 +79,7 @@ def main() -> None:
     results, begun = [], perf_counter()
     for name in names:
         if name in WORKLOADS:
-            result = run_alone(WORKLOADS[name], given.rounds)
+            result: Result = alone(measure, WORKLOADS[name], given.rounds)
             results.append(result)
             show(console, report.table(result), result.missing)
     saves = []

@@ -8,7 +8,6 @@ a journal the CPU time is told, too. Contenders take turns, and figures are medi
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -16,7 +15,6 @@ import tempfile
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,12 +75,7 @@ def parts() -> dict[str, Callable[[], Figures]]:
 
 
 def measure(part: Callable[[], Figures]) -> Figures:
-    """Measure a part in a process of its own."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measured, part).result()
-
-
-def _measured(part: Callable[[], Figures]) -> Figures:
+    """Measure a part in this process."""
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
     result = part()
@@ -142,7 +135,7 @@ def _pixels(capacity: int, **options: Any) -> Rlstore:
 # ---------------------------------------------------------------------------------------------------- 1 GB
 
 
-def large(rounds: int = 7) -> Figures:
+def large(rounds: int = 5) -> Figures:
     """A storage of 1 GB and a plain file of as many bytes."""
     result = Figures("large", f"Saving {LARGE:,} transitions of 4 x 84 x 84", rounds)
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -222,7 +215,7 @@ def _read(path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- peers
 
 
-def peers(rounds: int = 3) -> Figures:
+def peers(rounds: int = 2) -> Figures:
     """The same transitions in buffers of all libraries that save pixels. Only ours waits for the disk."""
     capacity = replay_pixels.CAPACITY
     result = Figures("peers", f"Saving {capacity:,} transitions of 4 x 84 x 84", rounds)
@@ -261,7 +254,7 @@ def _peer_turn(name: str, filled: SavableBuffer, path: Path, *, is_checked: bool
 # ---------------------------------------------------------------------------------------------------- pauses
 
 
-def pauses(rounds: int = 7) -> Figures:
+def pauses(rounds: int = 5) -> Figures:
     """How long a thread that adds as fast as it can is held back by a save in the background, and without one."""
     result = Figures("pauses", f"Adding during a save of {PAUSED:,} transitions of 4 x 84 x 84", rounds)
     ours = _pixels(PAUSED)
@@ -326,7 +319,7 @@ def _add_while(add: Callable[..., object], given: Iterator[tuple[Any, ...]], goe
 # ---------------------------------------------------------------------------------------------------- journal
 
 
-def journaling(kind: str, rounds: int = 5) -> Figures:
+def journaling(kind: str, rounds: int = 3) -> Figures:
     """What a journal takes from the thread that adds as fast as it can, over a few commits."""
     limit = {"vectors": 0.15, "pixels": 0.10}[kind]
     result = Figures(f"journal_{kind}", f"Adding {kind} with a journal, a commit every {INTERVAL:g} seconds", rounds)

@@ -25,7 +25,7 @@ from benchmarks.served_work import WORKS, Order, answer
 
 REVERB_PYTHON = Path(os.environ.get("REVERB_PYTHON", ".venv-reverb/bin/python"))
 # Before rows count, and while they do.
-LEAD, SECONDS = 0.3, 1.2
+LEAD, SECONDS = 0.25, 1.0
 _TICK = os.sysconf("SC_CLK_TCK")
 
 TITLES = {

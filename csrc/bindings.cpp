@@ -11,7 +11,6 @@
 #include <optional>
 #include <vector>
 
-#include "bindings_checker.h"
 #include "bindings_draws.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
@@ -19,6 +18,7 @@
 #include "bindings_pieces.h"
 #include "bindings_reader.h"
 #include "bindings_rollouts.h"
+#include "bindings_row_launcher.h"
 #include "bindings_slots.h"
 #include "bindings_tensor.h"
 #include "bindings_writer.h"
@@ -80,27 +80,63 @@ void gather_field(const GatherField& field, const int64_t* rows, size_t count) {
   }
 }
 
+// The fields of some sources [steps, lanes, ...], without targets, and how many rows all of them have.
+std::vector<GatherField> gather_fields(nb::tuple sources, int64_t* limit) {
+  std::vector<GatherField> fields;
+  *limit = INT64_MAX;
+  for (nb::handle source : sources) {
+    GatherField field{describe(source), {}, 0};
+    if (field.source.ndim < 2) throw nb::value_error("gather: a source is [steps, lanes, ...]");
+    field.width = element_count(field.source, 2);
+    *limit = std::min(*limit, field.source.shape[0] * field.source.shape[1]);
+    fields.push_back(field);
+  }
+  return fields;
+}
+
 // targets[k][i] = sources[k].flatten(0, 1)[rows[i]], for every field in one call.
 void gather_rows_of(nb::tuple sources, nb::handle rows_tensor, nb::tuple targets, bool keeps_gil) {
   DLTensor rows_view = describe(rows_tensor);
   const size_t count = element_count(rows_view);
   const int64_t* rows = typed<int64_t>(rows_tensor, count);
   if (sources.size() != targets.size()) throw nb::value_error("gather: as many targets as sources");
-  std::vector<GatherField> fields;
-  int64_t limit = INT64_MAX;
-  for (size_t k = 0; k < sources.size(); k++) {
-    GatherField field{describe(sources[k]), describe(targets[k]), 0};
-    if (field.source.ndim < 2) throw nb::value_error("gather: a source is [steps, lanes, ...]");
-    field.width = element_count(field.source, 2);
-    if (element_count(field.target) != count * field.width || !convertible(field.source.dtype, field.target.dtype))
+  int64_t limit;
+  std::vector<GatherField> fields = gather_fields(sources, &limit);
+  for (size_t k = 0; k < fields.size(); k++) {
+    fields[k].target = describe(targets[k]);
+    if (element_count(fields[k].target) != count * fields[k].width || !convertible(fields[k].source.dtype, fields[k].target.dtype))
       throw nb::value_error("gather: a target does not fit its source");
-    limit = std::min(limit, field.source.shape[0] * field.source.shape[1]);
-    fields.push_back(field);
   }
   if (!rows_in_range(rows, count, limit)) throw nb::index_error("gather: a row is out of range");
   std::optional<nb::gil_scoped_release> released;
   if (!keeps_gil) released.emplace();
   for (const GatherField& field : fields) gather_field(field, rows, count);
+}
+
+// The same into new tensors in the memory of a pool; those of `as_float` are converted to float32.
+nb::list gather_into_pool(const OutputPool& pool, nb::tuple sources, nb::handle rows_tensor, nb::sequence as_float) {
+  const size_t count = element_count(describe(rows_tensor));
+  const int64_t* rows = typed<int64_t>(rows_tensor, count);
+  if (nb::len(as_float) != sources.size()) throw nb::value_error("gather: a dtype for each source");
+  int64_t limit;
+  std::vector<GatherField> fields = gather_fields(sources, &limit);
+  std::vector<Form> forms;
+  for (size_t k = 0; k < fields.size(); k++) {
+    const DLTensor& source = fields[k].source;
+    Form form{nb::cast<bool>(as_float[k]) ? DLDataType{kFloat, 32, 1} : source.dtype, {static_cast<int64_t>(count)}};
+    if (!convertible(source.dtype, form.dtype)) throw nb::value_error("gather: a dtype that is not converted");
+    form.shape.insert(form.shape.end(), source.shape + 2, source.shape + source.ndim);
+    forms.push_back(std::move(form));
+  }
+  if (!rows_in_range(rows, count, limit)) throw nb::index_error("gather: a row is out of range");
+  nb::list made = pool.make(&forms);
+  nb::gil_scoped_release released;
+  for (size_t k = 0; k < fields.size(); k++) {
+    fields[k].target.data = forms[k].memory;
+    fields[k].target.dtype = forms[k].dtype;
+    gather_field(fields[k], rows, count);
+  }
+  return made;
 }
 
 void gather(nb::tuple sources, nb::handle rows, nb::tuple targets) { gather_rows_of(sources, rows, targets, false); }
@@ -160,6 +196,31 @@ void gae_binding(nb::handle rewards, nb::handle values, nb::handle last_values, 
   scan(rewards, values, last_values, terminated, truncated, final_values, [&](auto rollout) {
     using Real = std::remove_const_t<std::remove_pointer_t<decltype(rollout.rewards)>>;
     gae<Real>(rollout, static_cast<Real>(gamma), static_cast<Real>(lam), output(rollout, advantages), output(rollout, returns));
+  });
+}
+
+// gae() and what follows from it for a storage: with `dones`, `terminated` flags every end, and those that `truncated` flags too
+// were only cut off; with an epsilon the advantages are normalized, a single one to 0.
+void fill_gae_binding(nb::handle rewards, nb::handle values, nb::handle last_values, nb::handle terminated, nb::handle truncated,
+                      nb::handle final_values, bool dones, double gamma, double lam, nb::handle epsilon, nb::handle advantages,
+                      nb::handle returns) {
+  scan(rewards, values, last_values, terminated, truncated, final_values, [&](auto rollout) {
+    using Real = std::remove_const_t<std::remove_pointer_t<decltype(rollout.rewards)>>;
+    const size_t count = rollout.steps * rollout.lanes;
+    Real *filled = output(rollout, advantages), *targets = output(rollout, returns);
+    const double spread = epsilon.is_none() ? 0 : nb::cast<double>(epsilon);
+    std::vector<uint8_t> ended;
+    if (dones && rollout.truncated) {
+      ended.resize(count);
+      for (size_t i = 0; i < count; i++) ended[i] = rollout.terminated[i] && !rollout.truncated[i];
+      rollout.terminated = ended.data();
+    }
+    gae<Real>(rollout, static_cast<Real>(gamma), static_cast<Real>(lam), filled, targets);
+    if (epsilon.is_none()) return;
+    if (count < 2)
+      std::fill(filled, filled + count, Real(0));
+    else
+      normalize(filled, count, spread);
   });
 }
 
@@ -391,6 +452,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<size_t>())
       .def("begin", &OutputPool::begin)
       .def("empty", &OutputPool::empty)
+      .def("gather", &gather_into_pool)
       .def_prop_ro("idle_bytes", &OutputPool::idle_bytes);
   nb::class_<SlotTableObject>(m, "SlotTable")
       .def(nb::init<nb::object>())
@@ -404,6 +466,7 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("count_readable", &count_readable);
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());
@@ -420,6 +483,8 @@ NB_MODULE(_native, m) {
   m.def("gather_slots", &gather_slots_binding);
   m.def("gae", &gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg());
+  m.def("fill_gae", &fill_gae_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("discounted_returns", &discounted_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
         nb::arg());
   m.def("n_step_returns", &n_step_binding, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings_draws.h"
+#include "bindings_outputs.h"
 #include "bindings_replay.h"
 
 namespace rlstore {
@@ -110,7 +111,7 @@ class ReplayGather {
       if (given.is_none() || given[k].is_none()) {
         shape.resize(lead.size());
         shape.insert(shape.end(), shapes_[k].begin(), shapes_[k].end());
-        tensor = make_tensor(dtypes_[k], shape, bytes, &output.memory);
+        tensor = bytes < kLarge ? make_tensor(dtypes_[k], shape, bytes, &output.memory) : make_large(dtypes_[k], shape, &output.memory);
       } else {
         tensor = given[k];
         const DLTensor target = describe(tensor);
@@ -136,6 +137,15 @@ class ReplayGather {
     return made;
   }
 
+  // An output in memory that may have been used before.
+  nb::object make_large(DLDataType dtype, const std::vector<int64_t>& shape, char** memory) const {
+    if (++made_ % kPeriod == 0) pool_.begin();  // drops what was not reused for so long
+    std::vector<Form> form{{dtype, shape}};
+    nb::object tensor = pool_.make(&form)[0];
+    *memory = form[0].memory;
+    return tensor;
+  }
+
   // A copy of the lanes' state. Where other processes write, the ring may observe more rows while a thread gathers; rows that
   // were drawn before remain valid until the writers overwrite them.
   Lanes settled(std::vector<int64_t>* written) const {
@@ -147,6 +157,8 @@ class ReplayGather {
     return lanes;
   }
 
+  static constexpr size_t kKeep = 512 << 20;  // bytes of large outputs that are kept while nobody uses them
+  static constexpr size_t kLarge = 256 << 10, kPeriod = 512;  // bytes; outputs
   static constexpr size_t kStreamed = 512 << 10, kLongRow = 2048;  // bytes; too large to stay in a cache
 
   // Bytes of one row of an output.
@@ -191,6 +203,8 @@ class ReplayGather {
   std::vector<Output> outputs_;
   std::vector<DLDataType> dtypes_;
   std::vector<std::vector<int64_t>> shapes_;
+  mutable OutputPool pool_{kKeep};
+  mutable size_t made_ = 0;  // large outputs
 };
 
 }  // namespace rlstore

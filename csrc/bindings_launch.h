@@ -2,8 +2,10 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "bindings_tensor.h"
+#include "bindings_values.h"
 
 namespace rlstore {
 
@@ -19,6 +22,23 @@ namespace rlstore {
 using CtxGetDevice = int (*)(int* device);
 using LaunchKernel = int (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y,
                              unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
+
+// The length of a tensor, (n,) or (n, 1), that a kernel can read as it is where one like `like` is expected: of the same dtype
+// and device, contiguous, in memory. -1 for anything else.
+inline int64_t count_readable(nb::handle given, nb::handle like) {
+  DLTensor tensor, expected;
+  if (Py_TYPE(given.ptr()) != tensor_type) return -1;
+  if (exchange->describe(like.ptr(), &expected)) throw nb::python_error();
+  if (exchange->describe(given.ptr(), &tensor)) {
+    PyErr_Clear();
+    return -1;
+  }
+  const bool is_same = tensor.dtype == expected.dtype && tensor.device.type == expected.device.type && tensor.device.id == expected.device.id;
+  const bool has_shape = tensor.ndim == 1 || (tensor.ndim == 2 && tensor.shape[1] == 1);
+  if (!is_same || !has_shape || !is_contiguous(tensor) || !has_memory(given, tensor)) return -1;
+  if (may_be_lazy(tensor, true) && is_lazy(given.ptr(), tensor)) return -1;
+  return tensor.shape[0];
+}
 
 // Tensors that a kernel is given at every launch, whose memory nobody replaces: their addresses are looked up once.
 class Fixed {
@@ -80,10 +100,12 @@ class BoundKernel {
   size_t parameters() const { return kinds_.size(); }
   const DLDevice& device() const { return device_; }
 
-  // Launches on the current stream and returns true. Returns false, without a launch, if this kernel does not support the
-  // arguments: the thread's current device is another one or none, a tensor is on another device, or the address of a tensor
+  // Launches on the current stream and returns true; a grid of no programs is no launch. Returns false if this kernel does not
+  // support the arguments: the thread's current device is another one or none, a tensor is on another device, or the address of a tensor
   // is not a multiple of 16 bytes, for which the kernel was compiled.
-  bool launch(unsigned x, unsigned y, unsigned z, nb::tuple arguments) const {
+  bool launch(std::array<unsigned, 3> grid, nb::tuple arguments) const {
+    const auto [x, y, z] = grid;
+    if (!x || !y || !z) return true;
     if (!is_current()) return false;
     Parameters parameters;
     if (!add_all(arguments.ptr(), &parameters)) return false;

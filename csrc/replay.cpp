@@ -88,14 +88,18 @@ class Gather {
       const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
       const Block* block = observed ? &leaves[output.leaf].block : output.part == Part::kColumn ? &columns[output.leaf] : nullptr;
       if (output.part == Part::kRewards) block = &rewards_;
-      if (block && block->bytes <= kLongField) add_span({block->base, block->lane_stride, block->row_stride, block->bytes});
+      if (!block) continue;
+      if (block->bytes <= kLongField)
+        add_span({block->base, block->lane_stride, block->row_stride, block->bytes});
+      else
+        long_bytes_ += block->bytes;
     }
   }
 
   // Rows that are not held give zeros.
   RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count) {
     const size_t ahead = static_cast<size_t>(fold_.n_step);  // rows behind a row that are read with it
-    size_t touched = 0;
+    size_t touched = long_bytes_;  // a long field ends the block: the next observation has much of what is still in the cache
     for (const Span& span : spans_) touched += reach_of(span, ahead + 1) + 64;
     const size_t size = std::max<size_t>(1, std::min(kBlock, kInFlight / touched)), blocks = (count + size - 1) / size;
     Found found[kStages][kBlock];
@@ -444,6 +448,7 @@ class Gather {
   const Fold& fold_;
   const std::vector<Output>& outputs_;
   std::vector<Span> spans_;
+  size_t long_bytes_ = 0;  // of a row
   bool all_held_ = true;
   std::vector<std::pair<const Episode*, int64_t>> fronts_;  // episodes whose newest row was read, with their stop at that time
   std::vector<char> zeros_;
@@ -504,7 +509,7 @@ RLSTORE_CLONES
 Alike lanes_alike(const Lanes& lanes) {
   int64_t differs = 0, is_short = 0;  // negative if any is short
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.begun[lane] ^ lanes.begun[0]);
+    differs |= (lanes.written[lane] ^ lanes.written[0]) | (lanes.oldest(lane) ^ lanes.oldest(0));
     is_short |= lanes.written[lane] - lanes.begun[lane] - lanes.steps;
   }
   return differs == 0 ? Alike::kSameTimes : is_short >= 0 ? Alike::kFull : Alike::kNot;

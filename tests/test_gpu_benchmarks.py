@@ -10,7 +10,7 @@ from rich.console import Console
 
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 import rsl_rl.storage  # before the benchmarks, which would do without TensorBoard
-from benchmarks import gpu, gpu_report
+from benchmarks import gpu, gpu_measure, gpu_report
 from benchmarks.gpu_measure import WINDOW, Counts, Group, Measured, Work, read_trace, time_group
 from benchmarks.gpu_report import Figures
 from benchmarks.gpu_rollout import (
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def result():
     names = [*gpu.SMALL, *gpu.TRAININGS]
-    console = Console(file=io.StringIO(), width=170)
+    console = Console(file=io.StringIO(), width=200)
     *_, last = gpu.run(names, small=True, profile_only=False, console=console)
     return json.loads(json.dumps(last)) | {"shown": console.file.getvalue()}
 
@@ -45,16 +45,19 @@ def test_every_work_of_every_contender_is_timed_and_profiled(result):
         group["name"]: {(line["work"], line["contender"]) for line in group["lines"]} for group in result["groups"]
     }
     flat = {(work, name) for work in (ADD, RETURNS, SHUFFLED, RESHUFFLED) for name in ("rlstore", "rsl_rl")}
-    assert found["rollout_8"] == flat | {(SHUFFLED, "rlstore, reuse")}
+    by_hand = {(work, "torch, by hand") for work in (ADD, RESHUFFLED)}
+    assert found["rollout_8"] == flat | by_hand | {(SHUFFLED, "rlstore, reuse")}
     both = {(work, name) for work in (ADD, RETURNS, RECURRENT) for name in ("rlstore", "rsl_rl")}
     assert found["recurrent_8"] == both | {(RECURRENT, "rlstore, bounded"), (RECURRENT, "rlstore, reuse")}
     assert {name for _, name in found["pixels"]} == {"rlstore", "torch, indexed"}
+    assert {work for work, name in found["replay"] if name == "torch, by hand"} == {work for work, _ in found["replay"]}
     assert len({work for work, _ in found["replay"]}) == 3
     for group in result["groups"]:
         assert set(group["missing"]) <= {"one graph", "TorchRL"}
         for line in group["lines"]:
             assert line["call_us"] > 0
             assert line["first_call_us"] > 0
+            assert line["host_us"] > 0
             assert (line["launches"], line["syncs"], line["gpu_us"]) == (0, 0, 0)
             assert line["work"][:20] in result["shown"]
 
@@ -63,7 +66,7 @@ def test_the_figures_are_written_as_tables(result):
     text = gpu_report.markdown(result)
     rows = [row for row in text.splitlines() if row.startswith("|")]
     assert sum(len(group["lines"]) for group in result["groups"]) + 6 == len(rows) - 2 * len(result["groups"]) - 4
-    assert all(row.count("|") in (6, 12) for row in rows)
+    assert all(row.count("|") in (6, 14) for row in rows)
 
 
 def test_trainings_are_timed_with_each_storage(result):
@@ -167,10 +170,24 @@ def test_a_trace_is_read_window_by_window():
 def test_ratios_are_those_of_the_table():
     calls = {"rlstore": {"w": [2e-6]}, "rsl_rl": {"w": [9e-6]}}
     firsts = {"rlstore": {"w": [3e-6]}, "rsl_rl": {"w": [9e-6]}}
-    timed = Measured("g", "g", {"w": 8_000}, calls, {}, {}, 2e9, firsts)
+    hosts = {"rlstore": {"w": [1e-6]}, "rsl_rl": {"w": [8e-6]}}
+    timed = Measured("g", "g", {"w": 8_000}, calls, {}, {}, 2e9, firsts, hosts)
     profiled = Measured("g", "g", {"w": 8_000}, {}, {"rlstore": {"w": Counts(1, 0, 6.0)}})
     figures = Figures(timed, profiled)
     ours, theirs = figures.lines
     assert (ours.floor, figures.peer(ours), figures.peer(theirs)) == (4.0, 4.5, None)
     assert ours.first_call == pytest.approx(3.0)
+    assert (ours.host, gpu_report.as_json(figures)["lines"][0]["host_times_faster"]) == pytest.approx((1.0, 8.0))
     assert figures.lines[0].counts.gpu_us / ours.floor == 1.5
+
+
+def test_the_time_of_the_host_is_that_of_the_calls_alone(monkeypatch):
+    now = [0.0]
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(gpu_measure, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpu_measure, "synchronize", lambda: passes(1000.0))
+    work = gpu_measure.Work(lambda: passes(3.0), lambda: passes(100.0))
+    assert gpu_measure._host_time(work, 4) == 3.0

@@ -219,3 +219,18 @@ def test_batches_of_256_kib_and_more_are_gathered_one_by_one(count, gathers, shu
     assert epochs[0] == epochs[1] == epochs[2]
     assert (sorted(epochs[0]) if shuffle else epochs[0]) == list(range(6400))
     assert calls == gathers
+
+
+@pytest.mark.parametrize("kind", ["large", "recurrent"], indirect=True)
+def test_batches_that_were_held_once_do_not_keep_their_memory(kind, batches):
+    storage = rollout()
+
+    def idle_after(update):
+        update(batches(storage))
+        return storage._outputs.idle_bytes
+
+    alone = [idle_after(lambda served: [None for _ in served]) for _ in range(3)][-1]
+    together = idle_after(list)  # all batches live until the end
+    assert together > alone
+    assert [idle_after(list) for _ in range(2)] == [together] * 2  # and their memory serves the next update
+    assert [idle_after(lambda served: [None for _ in served]) for _ in range(3)][-1] == alone

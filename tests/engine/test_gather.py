@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from rlstore.engine.batches import gather
 from rlstore.engine.batches.gather import gather_batches, gather_rows
+from rlstore.engine.memory.tensors import Recycler
+from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
 STEPS, LANES = 6, 5
 
@@ -55,9 +57,10 @@ def calls(monkeypatch) -> list[int]:
 def test_rows_come_as_asked_for_and_in_that_order():
     sources = blocks()
     rows = [7, 0, 29, 7, 12]
-    assert_rows(gather_rows(sources, torch.tensor(rows), dtypes_of(sources)), rows)
+    assert_rows(gather_rows(sources, torch.tensor(rows), dtypes_of(sources), Recycler()), rows)
     assert [
-        tuple(out.shape) for out in gather_rows(sources, torch.tensor([], dtype=torch.int64), dtypes_of(sources))
+        tuple(out.shape)
+        for out in gather_rows(sources, torch.tensor([], dtype=torch.int64), dtypes_of(sources), Recycler())
     ] == [
         (0, 1),
         (0, 2, 3),
@@ -68,7 +71,7 @@ def test_rows_come_as_asked_for_and_in_that_order():
 def test_each_result_has_the_dtype_asked_for():
     images = torch.arange(STEPS * LANES * 4).reshape(STEPS, LANES, 4).to(torch.uint8)
     rows = torch.tensor([3, 29])
-    kept, floats = gather_rows((images, images), rows, [torch.uint8, torch.float32])
+    kept, floats = gather_rows((images, images), rows, [torch.uint8, torch.float32], Recycler())
     assert kept.dtype == torch.uint8
     assert floats.dtype == torch.float32
     assert floats.tolist() == kept.tolist() == [[12, 13, 14, 15], [116, 117, 118, 119]]
@@ -77,29 +80,29 @@ def test_each_result_has_the_dtype_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.uint16], ids=str)
 def test_any_dtype_is_served_as_float32_if_asked_for(dtype):
     source = torch.arange(STEPS * LANES).reshape(STEPS, LANES).to(dtype)
-    (floats,) = gather_rows((source,), torch.tensor([29, 3]), [torch.float32])
+    (floats,) = gather_rows((source,), torch.tensor([29, 3]), [torch.float32], Recycler())
     assert floats.tolist() == [29.0, 3.0]
 
 
 def test_results_are_copies():
     sources = blocks()
-    batch = gather_rows(sources, torch.tensor([4]), dtypes_of(sources))
+    batch = gather_rows(sources, torch.tensor([4]), dtypes_of(sources), Recycler())
     for out in batch:
         out.zero_()
-    assert_rows(gather_rows(sources, torch.tensor([4]), dtypes_of(sources)), [4])
+    assert_rows(gather_rows(sources, torch.tensor([4]), dtypes_of(sources), Recycler()), [4])
 
 
 def test_results_are_plain_tensors_in_inference_mode_too():
     sources = blocks()
     with torch.inference_mode():
-        batch = gather_rows(sources, torch.tensor([4]), dtypes_of(sources))
+        batch = gather_rows(sources, torch.tensor([4]), dtypes_of(sources), Recycler())
     assert not any(out.is_inference() for out in batch)
 
 
 @pytest.mark.parametrize("row", [-1, STEPS * LANES])
 def test_a_row_that_is_not_there_is_refused(row):
     with pytest.raises(IndexError):
-        gather_rows(blocks(), torch.tensor([0, row]), dtypes_of(blocks()))
+        gather_rows(blocks(), torch.tensor([0, row]), dtypes_of(blocks()), Recycler())
 
 
 # ---------------------------------------------------------------------------------------------------- gather_batches
@@ -120,7 +123,7 @@ def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "GROUP_BYTES", group_bytes)
         patch.setattr(gather, "LARGE_BYTES", large_bytes)
-        batches = list(gather_batches(sources, rows, count, dtypes_of(sources)))
+        batches = list(gather_batches(sources, rows, count, dtypes_of(sources), Recycler()))
     assert len(batches) == count
     for index, batch in enumerate(batches):
         assert_rows(batch, rows[index * size : (index + 1) * size].tolist())
@@ -131,7 +134,7 @@ def test_batches_are_the_rows_cut_in_equal_parts(count, size, group_bytes, large
 def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls, group_bytes, together):
     monkeypatch.setattr(gather, "GROUP_BYTES", group_bytes)
     sources = blocks()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
+    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), Recycler()))
     assert len(calls) == math.ceil(6 / together)
     assert sum(calls) == 30
     assert max(calls) == 5 * together
@@ -140,7 +143,7 @@ def test_small_batches_are_gathered_together_within_the_bound(monkeypatch, calls
 def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
     monkeypatch.setattr(gather, "GROUP_BYTES", 290)
     sources = blocks()
-    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources))
+    batches = gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), Recycler())
     assert calls == []
     taken = []
     for _ in batches:
@@ -150,7 +153,7 @@ def test_batches_are_gathered_as_they_are_needed(monkeypatch, calls):
 
 def test_batches_gathered_together_are_tensors_in_their_own_right():
     sources = blocks()
-    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources)))
+    batches = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), Recycler()))
     batches[2][0].zero_()
     batches[3][1].mul_(-1)
     for index in (0, 1, 4, 5):
@@ -163,25 +166,43 @@ def test_batches_gathered_together_are_tensors_in_their_own_right():
     assert weights.grad.flatten().tolist() == [20.0, 21.0, 22.0, 23.0, 24.0]
 
 
-def test_the_given_allocator_makes_every_result(monkeypatch):
-    made = []
-
-    def empty(shapes, dtypes, device):
-        new = [torch.empty(tuple(s), dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True)]
-        made.extend(new)
-        return tuple(new)
-
-    sources = blocks()
-    batch = gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), empty)
-    assert all(out is expected for out, expected in zip(batch, made, strict=True))
-    made.clear()
-    list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), empty))
-    assert len(made) == len(sources)
-    made.clear()
+def test_results_are_in_the_memory_of_the_outputs(monkeypatch):
+    outputs, sources = Recycler(), blocks()
+    batch = gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), outputs)
+    place = batch[0].data_ptr()
+    assert outputs.idle_bytes == 0
+    del batch
+    assert outputs.idle_bytes == 3 * 64  # each begins with a cache line
+    assert gather_rows(sources, torch.tensor([1, 2]), dtypes_of(sources), outputs)[0].data_ptr() == place
     monkeypatch.setattr(gather, "LARGE_BYTES", 145)
-    for batch in gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), empty):
-        assert [out.data_ptr() for out in batch] == [expected.data_ptr() for expected in made[-3:]]
-    assert len(made) == 6 * len(sources)
+    outputs = Recycler()
+    kept = list(gather_batches(sources, torch.arange(30), 6, dtypes_of(sources), outputs))
+    assert len({batch[0].data_ptr() for batch in kept}) == 6
+    assert outputs.idle_bytes == 0
+    kept.clear()
+    assert outputs.idle_bytes == 6 * (64 + 128 + 64)
+
+
+def test_outputs_gather_what_the_portable_kernel_gathers():
+    random = torch.Generator().manual_seed(0)
+    dtypes = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.float32, torch.bool]
+    sources = tuple(
+        torch.randint(0, 2 if dtype == torch.bool else 200, (7, 30, *shape), generator=random).to(dtype)
+        for dtype in dtypes
+        for shape in [(), (1,), (3,), (24,), (5, 80), (0,)]
+    )
+    rows = torch.randint(0, 210, (50,), generator=random)
+    for served in (dtypes_of(sources), [torch.float32] * len(sources)):
+        expected = tuple(torch.empty((50, *s.shape[2:]), dtype=dtype) for s, dtype in zip(sources, served, strict=True))
+        PORTABLE["gather"](sources, rows, expected)
+        for found, right in zip(Recycler().gather(sources, rows, served), expected, strict=True):
+            assert found.dtype == right.dtype
+            assert torch.equal(found, right)
+    with pytest.raises(ValueError, match="not converted"):
+        Recycler()._pool.gather((torch.zeros(2, 2, dtype=torch.complex64),), torch.tensor([0]), [True])
+    for wrong in ([4], [-1]):
+        with pytest.raises(IndexError, match="out of range"):
+            Recycler().gather((torch.zeros(2, 2),), torch.tensor(wrong), [torch.float32])
 
 
 # ----------------------------------------------------------------------------------- gather_batches, small and large
@@ -190,7 +211,7 @@ BATCH = 145  # bytes of 5 rows of the three fields
 
 
 def epoch(sources, rows=range(30), count=6):
-    return gather_batches(sources, torch.tensor(rows), count, dtypes_of(sources))
+    return gather_batches(sources, torch.tensor(rows), count, dtypes_of(sources), Recycler())
 
 
 @pytest.fixture(params=["small", "large"])
@@ -216,11 +237,11 @@ def test_a_batch_is_large_from_256_kib_on(calls, rows, large):
     assert gather.LARGE_BYTES == 256 << 10
     source = torch.arange(2 * 8200 * 8).to(torch.uint8).view(4, 4100, 8)
     ids = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0))
-    for index, (out,) in enumerate(gather_batches((source,), ids, 2, [torch.float32])):
+    for index, (out,) in enumerate(gather_batches((source,), ids, 2, [torch.float32], Recycler())):
         assert torch.equal(out, source.flatten(0, 1)[ids[index * rows : (index + 1) * rows]].float())
     assert calls == ([rows] * 2 if large else [2 * rows])
     calls.clear()
-    list(gather_batches((source,), ids, 2, [torch.uint8]))
+    list(gather_batches((source,), ids, 2, [torch.uint8], Recycler()))
     assert calls == [2 * rows]
 
 
@@ -244,8 +265,8 @@ def test_what_a_backward_pass_still_needs_stays_as_it_was(size):
 
 
 def test_batches_of_no_rows_and_of_no_bytes_are_batches():
-    (batch,) = gather_batches(blocks(), torch.arange(0), 1, dtypes_of(blocks()))
+    (batch,) = gather_batches(blocks(), torch.arange(0), 1, dtypes_of(blocks()), Recycler())
     assert [tuple(out.shape) for out in batch] == [(0, 1), (0, 2, 3), (0,)]
     nothing = torch.zeros(STEPS, LANES, 0)
-    batches = list(gather_batches((nothing,), torch.arange(30), 6, [torch.float32]))
+    batches = list(gather_batches((nothing,), torch.arange(30), 6, [torch.float32], Recycler()))
     assert [tuple(out.shape) for (out,) in batches] == [(5, 0)] * 6

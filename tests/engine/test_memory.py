@@ -203,6 +203,16 @@ def test_a_copy_makes_outputs_of_its_own(twin_of):
     assert address(theirs) != place
 
 
+def test_memory_that_cannot_be_is_refused():
+    pool = Recycler()._pool
+    for shapes, dtypes in [([(2, -1)], [(2, 32)]), ([(2**40, 2**40)], [(2, 32)]), ([(1,)], []), ([], [(2, 32)])]:
+        with pytest.raises(ValueError):  # noqa: PT011 (each has words of its own)
+            pool.empty(shapes, dtypes)
+    with pytest.raises(MemoryError):
+        pool.empty([(2**60,)], [(2, 8)])
+    assert pool.idle_bytes == 0
+
+
 # ---------------------------------------------------------------------------------------------------- groups
 
 SHAPES = [

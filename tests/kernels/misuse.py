@@ -61,6 +61,7 @@ def scans_with(arguments: list) -> dict[str, Callable[[], None]]:
     rewards, _, *others = arguments
     return {
         "gae": lambda: native.gae(*arguments, 0.9, 0.9, *OUT),
+        "fill_gae": lambda: native.fill_gae(*arguments, True, 0.9, 0.9, 1e-8, *OUT),
         "discounted_returns": lambda: native.discounted_returns(rewards, *others, 0.9, OUT[0]),
         "n_step_returns": lambda: native.n_step_returns(*arguments, 0.9, 2, OUT[0]),
         "vtrace": lambda: native.vtrace(*arguments, f32(3, 4), 0.9, 0.9, 1.0, 1.0, 1.0, *OUT),
@@ -95,6 +96,7 @@ for operation, call in scans_with([f32(12), *ROLLOUT[1:]]).items():
     misuse(f"{operation}: rewards of one dimension", "Exception", call)
 
 misuse("gae: output too small", "Exception", lambda: native.gae(*ROLLOUT, 0.9, 0.9, f32(3, 3), OUT[1]))
+misuse("fill_gae: no number", "Exception", lambda: native.fill_gae(*ROLLOUT, True, 0.9, 0.9, "1", *OUT))
 misuse("gae: output not contiguous", "Exception", lambda: native.gae(*ROLLOUT, 0.9, 0.9, OUT[0], strided(3, 4)))
 misuse(
     "vtrace: log_rhos too small",

@@ -86,6 +86,14 @@ def test_gae_agrees(rollout, gamma, lam):
     rollout.assert_agree("gae", arguments, outputs=2)
 
 
+@covers("fill_gae")
+@given(rollouts, fractions, fractions, st.booleans())
+def test_fill_gae_agrees(rollout, gamma, lam, dones):
+    """Its normalization is that of normalize(), on what is compared here."""
+    arguments = (rollout.rewards, rollout.values, rollout.last_values, *rollout.ends, dones, gamma, lam, None)
+    rollout.assert_agree("fill_gae", arguments, outputs=2)
+
+
 @covers("discounted_returns")
 @given(rollouts, fractions)
 def test_discounted_returns_agree(rollout, gamma):

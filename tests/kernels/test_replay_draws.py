@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_inputs import covers
 from replay_rings import Layout, Leaf, Memory, Twins, layouts
 
+from rlstore import ReplayStorage
 from rlstore.kernels import kernel
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
 from rlstore.kernels.protocol import NOT_A_PRIORITY, NOT_READ
@@ -343,3 +345,18 @@ def test_a_draw_by_hand():
             assert rows.tolist() == expected
             least = min(torch.tensor([1.0, 0.0, 3.0, 4.0])[expected])
             torch.testing.assert_close(weights, least / torch.tensor([1.0, 0.0, 3.0, 4.0])[expected])
+
+
+def test_full_lanes_are_counted_by_time_whenever_they_began():
+    storage = ReplayStorage(Box(-9, 9, (1,)), Discrete(2), storage_size=6, num_envs=2, seed=7)
+
+    def add(*masks: tuple[bool, bool]) -> None:
+        for mask in masks:
+            storage.add(np.zeros((2, 1)), [0, 0], [0, 0], [False] * 2, [False] * 2, {}, np.zeros((2, 1)), mask=mask)
+
+    add((True, True), (True, False))
+    storage.reset()
+    add((False, True), *[(True, True)] * 4)  # both lanes have written 6 rows, of which 3 are held
+    rows = torch.empty(20, dtype=torch.int64)
+    storage._ring_of().kernel.draw(torch.tensor([7, 0]), rows)
+    assert rows.tolist() == [3 * 2 + int(split_mix(7, i) * 6) for i in range(20)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
 from ray_local import serve_locally
-from ray_play import held_ids, prioritized, step_of, uniform
+from ray_play import held_ids, id_of, prioritized, step_of, uniform
 
-from rlstore import PeerLostError
+from rlstore import PeerLostError, ReplayStorage
 from rlstore.ray import ledger as ledger_module
 from rlstore.ray import shard as shard_module
 from rlstore.ray import writer as writer_module
@@ -195,3 +199,71 @@ def test_a_ledger_and_a_shard_lost_together_lose_what_came_since_the_commit_and_
         add_steps(writers[0], range(7, 8))  # and the answer is of another generation
         first = served.report().shards[0]
         assert (first.inserted, first.held, first.lost) == (32, 24, 8)
+
+
+class AtOnce:
+    """Sends in the thread that asks for it, and remembers how many steps."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def submit(self, send, buffer):
+        self.sizes.append(buffer.steps)
+        future = Future()
+        future.set_result(send(buffer))
+        return future
+
+
+def test_more_steps_go_into_a_call_while_the_shard_is_busy(monkeypatch):
+    served = serve_locally(monkeypatch, uniform(num_envs=4), 1)
+    writer = served.writer(batch_steps=2, max_in_flight=2)
+    writer._sender = sender = AtOnce()
+
+    def add(steps):
+        for _ in range(steps):
+            writer.add(step_of(0, writer.added // 4, 4))
+        return sender.sizes
+
+    assert add(10) == [2] * 5  # all calls are answered
+    writer.flush()
+    monkeypatch.setattr(writer_module, "is_done", lambda ref: False)
+    assert add(2) == [2] * 6  # no call is open
+    assert add(15) == [2] * 6  # one is, and the next has up to 16 steps
+    assert add(1) == [2] * 6 + [16]
+    add(1)
+    writer.flush()
+    assert sender.sizes == [2] * 6 + [16, 1]
+    assert (writer.added, writer.lost, served.report().inserted) == (29 * 4, 0, 29 * 4)
+    assert ids_held(served) == [{id_of(0, step, env) for step in range(29) for env in range(4)}]
+
+
+def test_stacks_of_frames_arrive_as_they_were_added(monkeypatch):
+    random = np.random.default_rng(0)
+    space = Box(0, 255, (4, 18, 18), np.uint8)
+    factory = ReplayStorage.create_factory(400, space, Discrete(500), 2, frame_stack=4, autoreset="Disabled")
+    served = serve_locally(monkeypatch, factory, 1)
+    given = []
+    with served.writer(batch_steps=8) as writer:
+        for _ in range(3):
+            frames = random.integers(0, 256, (14, 2, 18, 18), dtype=np.uint8)
+            stacks = [frames[t : t + 4].swapaxes(0, 1) for t in range(11)]
+            for t in range(10):
+                step = {"observations": stacks[t], "next_observations": stacks[t + 1], "actions": [len(given)] * 2}
+                ends = {"rewards": [1.0, 2.0], "terminated": [t == 9] * 2, "truncated": [False, False]}
+                given.append({**step, **ends})
+                writer.add(given[-1])
+    (data,) = served.each("get_all_buffer_data")
+    assert data["actions"][:, 0].tolist() == list(range(30))
+    for name in ("observations", "next_observations"):
+        assert torch.equal(data[name], torch.from_numpy(np.stack([step[name] for step in given])))
+
+
+def test_an_actor_gives_first_priorities(monkeypatch):
+    served = serve_locally(monkeypatch, prioritized(num_envs=4), 1)
+    with served.writer(batch_steps=4) as writer:
+        for step in range(6):
+            first = {} if step == 5 else {"priorities": [step + 1.0] * 4}  # none: the largest so far
+            writer.add({**step_of(0, step, 4), **first})
+    (shard,) = (actor._target for actor in served._connection.shards)
+    storage = shard._storage
+    assert storage.priorities(torch.arange(24)).tolist() == pytest.approx(np.repeat([1, 2, 3, 4, 5, 5], 4).tolist())

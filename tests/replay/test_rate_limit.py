@@ -47,6 +47,23 @@ def test_the_ratio_holds_with_producers_and_consumers_of_changing_speed():
     join(*processes)
 
 
+def test_with_a_minimum_size_alone_a_sample_waits_for_that_many_rows_and_nothing_else_waits(tmp_path):
+    storage = REPLAY.make(batch_size=16, rate_limit=RateLimit(min_size=20), timeout=0.05)
+    steps = iter(REPLAY.plan(range(2), 100))
+    for _ in range(9):
+        storage.add(**next(steps))
+    with pytest.raises(WaitTimeoutError, match="18 are added and 0 sampled"):
+        storage.sample()
+    storage.add(**next(steps))
+    for _ in range(50):
+        REPLAY.check(storage.sample())
+    for step in steps:
+        storage.add(**step)
+    assert counts(storage) == (200, 50 * 16)
+    storage.save(tmp_path / "saved")
+    assert ReplayStorage.load(tmp_path / "saved").rate_limit == RateLimit(min_size=20)
+
+
 @pytest.mark.parametrize("kind", SHARED, ids=repr)
 def test_one_thread_that_adds_and_samples_in_turn_never_waits_for_itself(kind):
     """Also with batches prepared ahead, which are not waited for."""

@@ -81,16 +81,8 @@ def fill_gae(
     With an ``epsilon`` the advantages are normalized, see :func:`normalize`. With ``dones``, ``terminated`` is set at
     every end, and where ``truncated`` is set too the episode was only truncated.
     """
-    if rewards.is_cuda:  # at most two launches
-        inputs = (rewards, values, last_values, terminated, truncated, final_values)
-        kernel("fill_gae", "cuda")(*inputs, dones, gamma, lam, epsilon, advantages, returns)
-        return
-    if dones and truncated is not None:
-        terminated = (terminated != 0) & (truncated == 0)
     inputs = (rewards, values, last_values, terminated, truncated, final_values)
-    kernel("gae", rewards.device.type)(*inputs, gamma, lam, advantages, returns)
-    if epsilon is not None:
-        normalize(advantages, epsilon)
+    kernel("fill_gae", rewards.device.type)(*inputs, dones, gamma, lam, epsilon, advantages, returns)
 
 
 def readable_flags(block: Tensor) -> Tensor:

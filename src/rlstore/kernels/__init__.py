@@ -68,6 +68,7 @@ _VERSIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
         "gather": _native.gather,
         "gather_slots": _native.gather_slots,
         "gae": _native.gae,
+        "fill_gae": _native.fill_gae,
         "discounted_returns": _native.discounted_returns,
         "n_step_returns": _native.n_step_returns,
         "vtrace": _native.vtrace,

@@ -148,7 +148,8 @@ class Gae(Protocol):
 class FillGae(Protocol):
     """:class:`Gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
 
-    With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags too were only cut off.
+    On the CPU flags have one byte. With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags
+    too were only cut off.
     """
 
     def __call__(

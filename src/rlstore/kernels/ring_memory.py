@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_RAW[tensor.dtype.itemsize])
 
 
+@lru_cache(256)
 def as_float32(number: float) -> float:
     """The float32 nearest to a number."""
     narrowed: float = struct.unpack("f", struct.pack("f", number))[0]

@@ -62,7 +62,7 @@ def serve(
             that the storage is given (``path``, ``snapshot_dir``); another function can do so if it takes the name of
             that folder as ``subfolder``.
         shards: The number of storages, each in an actor of its own, spread over the nodes.
-        rate_limit: Samples per insert, over all writers and learners; None for no limit.
+        rate_limit: Samples per insert or a minimum size, over all writers and learners; None for no limit.
         snapshot_dir: The folder for the snapshots of the shards, which every node must see. What an earlier run with as
             many shards has saved in it is restored as a whole, with all counts.
         snapshot_every: Transitions inserted into a shard between its snapshots, which are written in the background;

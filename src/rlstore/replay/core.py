@@ -35,7 +35,7 @@ from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
-from rlstore.replay.views import View
+from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import BatchDict, Sample, Storage
@@ -86,7 +86,7 @@ class ReplayCore(Storage):
             options.fetch_every,
         )
         self._options, self._view, self._sampler = options, view, sampler
-        extra = extra_fields(options.extra_fields, owner, TAKEN)
+        extra = extra_fields(options.extra_fields, owner, (*TAKEN, *INFO) if options.sample_info else TAKEN)
         stack = (options.frame_stack, options.stack_axis)
         allowed = options.allow_nonfinite_rewards
         self._fields = StepFields(owner, *stack, options.reward_shape, hidden_shapes, extra, allowed)
@@ -138,7 +138,7 @@ class ReplayCore(Storage):
             raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
-        view.bind(self._fields, self.dtype, self._torch_device)
+        view.bind(self._fields, self.dtype, self._torch_device, informs=options.sample_info)
         self._require_batches(view, self.batch_size, self.num_workers)
         on_device = options.memory == "device"
         place = self._torch_device if on_device else torch.device("cpu")
@@ -146,6 +146,8 @@ class ReplayCore(Storage):
         fields = self._fields
         ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
         sampler.bind(owner, ring)
+        if options.sample_info:
+            sampler.count_draws()
         appender = Appender(ring, fields, self._guard, sampler)
         if self._rows is not None:
             appender.added, appender.warned = self._appender.added, self._appender.warned

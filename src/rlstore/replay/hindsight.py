@@ -68,6 +68,9 @@ class HindsightReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        sample_info: Add to each batch ``probabilities``, float32 ``[batch]``: the probability with which each item was
+            drawn, and ``draw_counts``, int64 ``[batch]``: how often it was drawn so far, this batch included. On CUDA
+            ``sample`` then synchronizes.
         journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
             other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
@@ -108,6 +111,7 @@ class HindsightReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        sample_info: bool = False,
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         owner = type(self).__name__
@@ -133,6 +137,7 @@ class HindsightReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            sample_info=sample_info,
             journal=journal,
         )
         sampler = GoalSampler(owner, strategy, relabel_fraction)

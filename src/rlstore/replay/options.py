@@ -44,6 +44,7 @@ class Options:
     fetch_every: int
     extra_fields: ExtraFields | None
     allow_nonfinite_rewards: bool
+    sample_info: bool
     journal: str | os.PathLike[str] | Journal | None  # no part of a snapshot, which cannot choose folders
 
     def check(self, owner: str) -> None:
@@ -65,7 +66,7 @@ class Options:
         if self.memory not in _MEMORIES:
             raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
         self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)
-        self.allow_nonfinite_rewards = bool(self.allow_nonfinite_rewards)
+        self.allow_nonfinite_rewards, self.sample_info = bool(self.allow_nonfinite_rewards), bool(self.sample_info)
         self.journal = as_journal(owner, self.journal)
         self.storage_size, self.batch_size = int(self.storage_size), int(self.batch_size)
 
@@ -76,7 +77,7 @@ class Options:
         return {
             **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every")},
             # Only if it is not as in snapshots of earlier versions.
-            **({"allow_nonfinite_rewards": True} if self.allow_nonfinite_rewards else {}),
+            **{name: True for name in ("allow_nonfinite_rewards", "sample_info") if getattr(self, name)},
             "path": None if self.path is None else os.fspath(self.path),
             "rate_limit": limit and (limit.samples_per_insert, limit.min_size, limit.tolerance),
         }

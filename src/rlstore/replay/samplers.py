@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlstore.engine.batches.draw_counts import DrawCounts
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
@@ -32,9 +33,10 @@ class Sampler:
     """
 
     parameters: ClassVar[dict[str, Check]] = {}
-    can_fuse: ClassVar[bool] = False
+    can_fuse: bool = False
     _owner: str
     _ring: EpisodeRing
+    _counts: DrawCounts | None = None
 
     def bind(self, owner: str, ring: EpisodeRing) -> None:
         """Draw from a new ring.
@@ -46,13 +48,38 @@ class Sampler:
         self._owner, self._ring = owner, ring
         self._has_rows = False  # until it is known: once there are rows, there are some until clear()
 
+    def count_draws(self) -> None:
+        """Give what is drawn its probability, and the number of its draws so far."""
+        self._counts = DrawCounts(self._ring)
+        self.can_fuse = False  # kernels that draw and gather in one call do not count
+
+    @property
+    def counts_draws(self) -> bool:
+        """Whether what is drawn has probabilities and counts."""
+        return self._counts is not None
+
     def draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of a batch of ``count``.
 
         Raises:
             NotReadyError: (a RuntimeError) if there is nothing to draw from.
         """
+        drawn = self._draw(count, random)
+        if self._counts is None:
+            return drawn
+        rows = self._first_rows(drawn)
+        return drawn._replace(probabilities=self._chances(rows), counts=self._counts.add(rows))
+
+    def _draw(self, count: int, random: Tensor) -> Drawn:
         raise NotImplementedError
+
+    def _first_rows(self, drawn: Drawn) -> Tensor:
+        """The row that stands for each item of a batch, int64 ``[count]``."""
+        return drawn.rows
+
+    def _chances(self, rows: Tensor) -> Tensor:
+        """The probability of each of these rows in a draw, float32 ``[count]``."""
+        return torch.full(rows.shape, 1 / self.total, dtype=torch.float32, device=rows.device)
 
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The same rows as :meth:`draw` and their tensors in one call; None where the kernel cannot."""
@@ -98,6 +125,8 @@ class Sampler:
     def clear(self) -> None:
         """The ring was emptied."""
         self._has_rows = False
+        if self._counts is not None:
+            self._counts.clear()
 
     def update(self, *args: Any) -> None:
         """Take what a learner reports of rows; nothing, where draws are uniform."""
@@ -113,22 +142,24 @@ class Sampler:
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps."""
-        return 0
+        return 0 if self._counts is None else self._counts.nbytes
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What it holds beside the rows: plain values, and tensors by name."""
-        return {}, {}
+        return {}, {} if self._counts is None else self._counts.state()
 
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
+        if self._counts is not None:
+            self._counts.set_state(reader)
 
 
 class UniformSampler(Sampler):
     """Rows, each as likely as any other."""
 
-    can_fuse: ClassVar[bool] = True
+    can_fuse = True
 
-    def draw(self, count: int, random: Tensor) -> Drawn:
+    def _draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows; some may come twice."""
         self._require_rows()
         return Drawn(uniform_rows(self._ring, count, random))
@@ -136,7 +167,7 @@ class UniformSampler(Sampler):
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` rows."""
         self._require_rows()
-        tensors = gather.kernel.sample(random, count) if gather.is_small(count) else None
+        tensors = gather.kernel.sample(random, count)
         return None if tensors is None else (Drawn(_UNSEEN), tensors)
 
 
@@ -149,7 +180,7 @@ class GoalSampler(UniformSampler):
         relabel_fraction: The part of a batch that is given a goal.
     """
 
-    can_fuse: ClassVar[bool] = False
+    can_fuse = False
 
     def __init__(self, owner: str, strategy: str, relabel_fraction: float) -> None:
         if strategy not in _STRATEGIES:
@@ -157,9 +188,9 @@ class GoalSampler(UniformSampler):
         check_fraction(owner, relabel_fraction=relabel_fraction)
         self.strategy, self.relabel_fraction = strategy, float(relabel_fraction)
 
-    def draw(self, count: int, random: Tensor) -> Drawn:
+    def _draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows, and in ``others`` those of their goals, or -1."""
-        drawn, ring = super().draw(count, random), self._ring
+        drawn, ring = super()._draw(count, random), self._ring
         rows = drawn.rows
         chosen, units = random_units(2 * count, random).chunk(2)
         first, stop = torch.empty_like(rows), torch.empty_like(rows)
@@ -188,7 +219,7 @@ class PrioritySampler(Sampler):
     """
 
     parameters: ClassVar[dict[str, Check]] = {"beta": fraction}
-    can_fuse: ClassVar[bool] = True
+    can_fuse = True
     tree: Priorities | None = None
 
     def __init__(self, owner: str, alpha: float, beta: float, beta_steps: int | None) -> None:
@@ -214,7 +245,7 @@ class PrioritySampler(Sampler):
             return self.beta
         return self.beta + (1 - self.beta) * min(self._drawn / self.beta_steps, 1.0)
 
-    def draw(self, count: int, random: Tensor) -> Drawn:
+    def _draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows and their weights."""
         self._require_rows()
         return Drawn(*self._draw_by_priority(count, random))
@@ -229,14 +260,16 @@ class PrioritySampler(Sampler):
         """The tensors of ``count`` rows, with rows and weights."""
         self._require_rows()
         assert self.tree is not None
-        if not gather.is_small(count):
-            return None
         made = gather.kernel.sample_by_priority(self.tree.kernel, random, self.current_beta, count)
         if made is None:
             return None
         tensors, weights, rows = made
         self._drawn += 1
         return Drawn(rows, weights), tensors
+
+    def _chances(self, rows: Tensor) -> Tensor:
+        """The probability of each of these rows in a draw, float32 ``[count]``."""
+        return super()._chances(rows) if self.tree is None else self.tree.of(rows) / self.tree.total
 
     @property
     def kernels(self) -> Kernels:
@@ -309,15 +342,17 @@ class PrioritySampler(Sampler):
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps."""
-        return 0 if self.tree is None else self.tree.nbytes
+        return super().nbytes + (0 if self.tree is None else self.tree.nbytes)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Counters and priorities."""
         numbers = {"drawn": self._drawn, "stale": self.stale_updates}
-        return numbers, {} if self.tree is None else {"priorities": self.tree.leaves}
+        counts = super().state()[1]
+        return numbers, counts if self.tree is None else {**counts, "priorities": self.tree.leaves}
 
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
+        super().set_state(numbers, reader)
         self._drawn = check_count(self._owner, "drawn", numbers["drawn"])
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
@@ -367,7 +402,7 @@ class WindowSampler(PrioritySampler):
             "only after more steps: give them to update(). Nothing was written."
         )
 
-    def draw(self, count: int, random: Tensor) -> Drawn:
+    def _draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of ``count`` windows, ``[count, length]``, their weights if they have any, and their first rows."""
         self._require_rows()
         if not self._windows.has_windows:
@@ -381,11 +416,14 @@ class WindowSampler(PrioritySampler):
             begins, weights = self._draw_by_priority(count, random)
         return Drawn(self._windows.rows(begins), weights, others=begins)
 
+    def _first_rows(self, drawn: Drawn) -> Tensor:
+        """The row at which each window begins."""
+        assert drawn.others is not None
+        return drawn.others
+
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The tensors of ``count`` windows, with their first rows and weights."""
         self._require_rows()
-        if not gather.is_small(count * self._length):
-            return None
         tree = None if self.tree is None else self.tree.kernel
         made = gather.kernel.sample_windows(self._windows.kernel, tree, random, self.current_beta, count)
         if made is None:

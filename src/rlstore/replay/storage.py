@@ -52,6 +52,9 @@ class ReplayStorage(ReplayCore):
         extra_fields: Additional fields by name, each a space or ``(shape, dtype)``. They are passed to ``add`` by name
             with every step, and batches contain them by name.
         allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise ``add`` refuses them.
+        sample_info: Add to each batch ``probabilities``, float32 ``[batch]``: the probability with which each item was
+            drawn, and ``draw_counts``, int64 ``[batch]``: how often it was drawn so far, this batch included. On CUDA
+            ``sample`` then synchronizes.
         journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal` with
             other options. ``Storage.load(folder)`` gives back the last commit. None for no journal.
     """
@@ -87,6 +90,7 @@ class ReplayStorage(ReplayCore):
         fetch_every: int = 1000,
         extra_fields: ExtraFields | None = None,
         allow_nonfinite_rewards: bool = False,
+        sample_info: bool = False,
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         options = Options(
@@ -111,6 +115,7 @@ class ReplayStorage(ReplayCore):
             fetch_every=fetch_every,
             extra_fields=extra_fields,
             allow_nonfinite_rewards=allow_nonfinite_rewards,
+            sample_info=sample_info,
             journal=journal,
         )
         super().__init__(options, TransitionView(type(self).__name__, n_step, discount), UniformSampler())

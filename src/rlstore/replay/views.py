@@ -92,6 +92,7 @@ class SequenceBatch(NamedTuple):
 
 
 _ROW_ID = 8  # bytes
+INFO = ("probabilities", "draw_counts")  # what a batch holds at the end, if it is asked for
 
 
 def _row_bytes(request: Request) -> int:
@@ -114,17 +115,21 @@ class View(ABC):
     others: list[Request]
     casts: Casts
     nbytes: int
+    _informs = False  # whether a batch holds INFO
     _rows = 1  # that are gathered for one item of a batch
 
-    def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
+    def bind(
+        self, fields: StepFields, dtype: torch.dtype | None, device: torch.device, *, informs: bool = False
+    ) -> None:
         """Serve these fields.
 
         Args:
             fields: The fields of a step.
             dtype: The dtype of served observations; None for that in which they are stored.
             device: The device of the batches.
+            informs: Serve the probability and the number of draws of each item, too.
         """
-        self._fields, self._dtype, self._device = fields, dtype, device
+        self._fields, self._dtype, self._device, self._informs = fields, dtype, device, informs
         self._structure, self._leaves = fields.structure, len(fields.observations)
         self.requests, self.others = self._rows_requests(), self._other_requests()
         self.nbytes = self._rows * (_ROW_ID + sum(map(_row_bytes, self.requests))) + sum(map(_row_bytes, self.others))
@@ -173,6 +178,15 @@ class View(ABC):
         """The dtype in which observations are gathered."""
         return torch.float32 if self._dtype == torch.float32 else stored
 
+    def _names_behind(self) -> tuple[str, ...]:
+        """The names of what follows the documented fields of a batch."""
+        return (*self._fields.extra_names, *(INFO if self._informs else ()))
+
+    def _info(self, drawn: Drawn) -> tuple[Tensor, Tensor]:
+        assert drawn.probabilities is not None
+        assert drawn.counts is not None
+        return self._here(drawn.probabilities), self._here(drawn.counts)
+
     def _here(self, tensor: Tensor) -> Tensor:
         """A small tensor where batches are served."""
         return tensor if tensor.device == self._device else moved(tensor, self._device)
@@ -199,14 +213,16 @@ class TransitionView(View):
         self.n_step, self.discount = int(n_step), float(discount)
         self._weighted, self._float_actions = weighted, float_actions
 
-    def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
+    def bind(
+        self, fields: StepFields, dtype: torch.dtype | None, device: torch.device, *, informs: bool = False
+    ) -> None:
         """Serve these fields."""
-        super().bind(fields, dtype, device)
+        super().bind(fields, dtype, device, informs=informs)
         self._is_leaf, self._batch = fields.structure.is_leaf, self._batch_class()
 
     def _batch_class(self) -> Any:
         base: Any = PrioritizedBatch if self._weighted else ReplayBatch
-        return extended(base, self._fields.extra_names)
+        return extended(base, self._names_behind())
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_batch"}  # no module has that class
@@ -244,6 +260,8 @@ class TransitionView(View):
             observations, following = tensors[:count], tensors[count + 3 : 2 * count + 3]
             middle, extra = tensors[count : count + 3], tensors[2 * count + 3 :]
             tensors = (build(observations, size), *middle, build(following, size), *extra)
+        if self._informs:
+            tensors = (*tensors, *self._info(drawn))
         if not self._weighted:
             return self._batch._make(tensors)
         assert drawn.weights is not None
@@ -267,7 +285,9 @@ class HindsightView(TransitionView):
             raise InvalidInputError(f"compute_reward is {compute_reward!r}; {owner} needs a function")
         self._owner, self.compute_reward = owner, compute_reward
 
-    def bind(self, fields: StepFields, dtype: torch.dtype | None, device: torch.device) -> None:
+    def bind(
+        self, fields: StepFields, dtype: torch.dtype | None, device: torch.device, *, informs: bool = False
+    ) -> None:
         """Serve these fields, which have to have goals."""
         names = [path[0] if path else "" for path in fields.structure.paths]
         if set(_GOAL_KEYS) - set(names):
@@ -281,7 +301,7 @@ class HindsightView(TransitionView):
                 f"achieved_goal is {achieved.shape} {achieved.dtype} and desired_goal {desired.shape} "
                 f"{desired.dtype}; a goal that was achieved has to be one that can be desired"
             )
-        super().bind(fields, dtype, device)
+        super().bind(fields, dtype, device, informs=informs)
 
     def _other_requests(self) -> list[Request]:
         goal = self._fields.observations[self._achieved]
@@ -356,7 +376,7 @@ class SequenceView(View):
         # [batch, layers, hidden] as networks take it: [layers, batch, hidden].
         states = tuple(state.transpose(0, 1).contiguous() for state in hidden)
         weights = torch.ones(size[0], 1, device=begins.device) if drawn.weights is None else drawn.weights
-        return extended(SequenceBatch, self._fields.extra_names)(
+        return extended(SequenceBatch, self._names_behind())(
             build(tensors[:leaves], size),
             actions,
             rewards,
@@ -369,4 +389,5 @@ class SequenceView(View):
             self._here(weights),
             self._here(begins),
             *extra,
+            *(self._info(drawn) if self._informs else ()),
         )

@@ -447,13 +447,13 @@ class RolloutCore(Storage):
         """
         ring, rows = self._ready_ring(), self._require_rows()
         ring.check_blocks()
-        for name, value in (("gamma", gamma), ("lam", lam)):
-            if type(value) is not float or not 0 <= value <= 1:
-                check_fraction("compute_returns()", **{name: value})
+        if not (type(gamma) is type(lam) is float and 0 <= gamma <= 1 and 0 <= lam <= 1):
+            check_fraction("compute_returns()", gamma=gamma, lam=lam)
         if not _is_ready(last_values, ring):
             field = Field("last_values", (), torch.float32, f"{ring.lanes} environments")
             last_values = field.fit(last_values, ring.lanes, ring.device)
-        rewards, values, *out = (ring.blocks[name] for name in ("rewards", "values", "advantages", "returns"))
+        blocks = ring.blocks
+        rewards, values, *out = blocks["rewards"], blocks["values"], blocks["advantages"], blocks["returns"]
         if rows < ring.steps:
             rewards, values, *out = (block[:rows] for block in (rewards, values, *out))
             ended = ended[:rows]
@@ -588,7 +588,7 @@ class RolloutCore(Storage):
             if observations_as is not None:
                 first = len(self._observations.paths)
                 dtypes[:first] = [observations_as] * first
-            batches = gather_batches(leaves, rows, count, dtypes, self._outputs.empty_group)
+            batches = gather_batches(leaves, rows, count, dtypes, self._outputs)
             if with_rows:
                 own_rows = torch.unsafe_split(rows.clone(), size)
                 for tensors, ids in zip(batches, own_rows, strict=True):

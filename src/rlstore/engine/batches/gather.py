@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import repeat
 
 import torch
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from rlstore.engine.memory.tensors import (
     GroupAllocator,
+    Recycler,
     ahead_bytes,
     allocate_group,
 )
 from rlstore.kernels import kernel
 from rlstore.kernels.pieces import pieces_for
-from rlstore.kernels.protocol import Gather
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -27,7 +26,7 @@ MOST_AHEAD = 32
 
 
 def gather_rows(
-    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], empty: GroupAllocator = allocate_group
+    sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype], outputs: Recycler
 ) -> tuple[Tensor, ...]:
     """Row ``i`` of each result is row ``rows[i]`` of ``source.flatten(0, 1)``.
 
@@ -35,20 +34,17 @@ def gather_rows(
         sources: Blocks ``[steps, lanes, *shape]``, contiguous, on one device.
         rows: Row ids ``time * lanes + lane``, int64 ``[n]``.
         dtypes: The dtype of each result.
-        empty: Allocates the results.
+        outputs: Where results on the CPU are.
 
     Returns:
         New tensors ``[n, *shape]``.
     """
-    count = rows.shape[0]
-    outs = empty([(count, *source.shape[2:]) for source in sources], dtypes, rows.device)
-    _gather_kernel(rows.device.type)(sources, rows, outs)
+    device, count = rows.device, rows.shape[0]
+    if device.type == "cpu":
+        return outputs.gather(sources, rows, dtypes)
+    outs = allocate_group([(count, *source.shape[2:]) for source in sources], dtypes, device)
+    kernel("gather", device.type)(sources, rows, outs)
     return outs
-
-
-@cache
-def _gather_kernel(device_type: str) -> Gather:
-    return kernel("gather", device_type)
 
 
 # Slots are in shared memory, and so on the CPU.
@@ -89,12 +85,12 @@ def gather_batches(
     rows: Tensor,
     count: int,
     dtypes: Sequence[torch.dtype],
-    empty: GroupAllocator = allocate_group,
+    outputs: Recycler,
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of an epoch ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered when needed.
 
     Each tensor has memory of its own, or a part of it that no other tensor uses. Small mini-batches are gathered
-    together; on CUDA any are, up to a part of the device's memory.
+    together; on CUDA any are, up to a part of the device's memory. On the CPU they are in the memory of ``outputs``.
     """
     if rows.is_cuda:
         yield from gather_ahead(sources, rows, count, dtypes, ahead_bytes(rows.device))
@@ -102,11 +98,11 @@ def gather_batches(
     size = rows.shape[0] // count
     row_bytes = sum(source.shape[2:].numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True))
     if size * row_bytes >= LARGE_BYTES:
-        for group in torch.split(rows, size):
-            yield gather_rows(sources, group, dtypes, empty)
+        for group in torch.unsafe_split(rows, size):
+            yield gather_rows(sources, group, dtypes, outputs)
         return
-    for group in torch.split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
-        gathered = gather_rows(sources, group, dtypes, empty)
+    for group in torch.unsafe_split(rows, max(1, GROUP_BYTES // max(1, size * row_bytes)) * size):
+        gathered = gather_rows(sources, group, dtypes, outputs)
         # Not split(): each part has to be a tensor with a version counter of its own, which a caller may change.
         # Of the two that do this, the one that is given all sizes makes a tensor in two thirds of the time.
         sizes = [size] * max(1, len(group) // max(1, size))

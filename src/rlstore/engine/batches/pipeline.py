@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.gather import LARGE_BYTES
 from rlstore.engine.batches.prefetch import Prefetch
 from rlstore.engine.batches.staging import Casts, Staged, Staging, converted, launched
 from rlstore.engine.checks import check_count
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import Guard
-from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.kernels import kernel, protocol
 from rlstore.kernels.protocol import Part as Part  # exported: requests are made of it
@@ -46,6 +43,8 @@ class Drawn(NamedTuple):
     rows: Tensor
     weights: Tensor | None = None
     others: Tensor | None = None  # rows to gather something else from: where sequences begin, or goals come from
+    probabilities: Tensor | None = None  # of each row or window, if asked for
+    counts: Tensor | None = None  # its draws so far, if asked for
 
 
 class Gather:
@@ -64,8 +63,6 @@ class Gather:
     ) -> None:
         self._ring, self._requests, self._fold = ring, tuple(requests), (n_step, gamma)
         self._pin_memory = pin_memory
-        self._row_bytes = max(math.prod(request.shape) * request.dtype.itemsize for request in requests)
-        self._outputs, self._served = Recycler(), 0
         self._kernel: protocol.ReplayGather | None = None
         self._bound_to: protocol.EpisodeRing | None = None
 
@@ -80,12 +77,6 @@ class Gather:
             self._bound_to = ring.kernel
         return self._kernel
 
-    def is_small(self, count: int) -> bool:
-        """True if results of ``count`` rows go into new memory: on a device, or if they are small."""
-        if self._ring.device.type != "cpu":
-            return True
-        return self._row_bytes * count < LARGE_BYTES and not self._pin_memory
-
     def __call__(self, rows: Tensor) -> tuple[Tensor, ...]:
         """:meth:`attempt`, where no other process writes."""
         tensors = self.attempt(rows)
@@ -99,22 +90,17 @@ class Gather:
         Args:
             rows: Row ids ``time * lanes + lane`` of rows that are held, int64 where the ring is; -1 gives zeros.
         """
-        outs: tuple[Tensor | None, ...] | None = None
-        if not self.is_small(rows.numel()):
-            self._served += 1
-            if self._served % 256 == 0:
-                self._outputs.begin()  # drops what was not reused for so long
-            outs = tuple(self._output(request, rows) for request in self._requests)
-        return self.kernel.gather(rows, outs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.attempt(rows)
+        return self.kernel.gather(rows, self._pinned(rows) if self._pin_memory else None)
 
-    def _output(self, request: Request, rows: Tensor) -> Tensor | None:
-        """Page-locked memory, or memory that may have been used before; None lets the kernel make a small output."""
-        shape = (*rows.shape, *request.shape)
-        if self._pin_memory:
-            return torch.empty(shape, dtype=request.dtype, pin_memory=True)
-        if math.prod(shape) * request.dtype.itemsize < LARGE_BYTES:
-            return None
-        return self._outputs.empty(shape, request.dtype, self._ring.device)
+    def _pinned(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Outputs in page-locked memory."""
+        return tuple(
+            torch.empty((*rows.shape, *request.shape), dtype=request.dtype, pin_memory=True)
+            for request in self._requests
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernel": None, "_bound_to": None}
@@ -146,6 +132,11 @@ class Draws(Protocol):
     @property
     def has_weights(self) -> bool:
         """Whether what is drawn has weights."""
+        ...
+
+    @property
+    def counts_draws(self) -> bool:
+        """Whether what is drawn has probabilities and counts."""
         ...
 
     def draw(self, count: int, random: Tensor) -> Drawn:
@@ -356,6 +347,9 @@ class Pipeline:
             }
             drawn = Drawn(**fields)
             if (drawn.weights is None) == self._sampler.has_weights or (self._others and drawn.others is None):
+                raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
+            informs = self._sampler.counts_draws
+            if any((tensor is None) == informs for tensor in (drawn.probabilities, drawn.counts)):
                 raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
             forms = self._forms(drawn)
             names = [f"prepared {index} {k}" for k in range(len(forms))]

@@ -47,8 +47,9 @@ def split(dones: Tensor, first: int, last: int, room: int | None = None) -> Traj
         raise InvalidInputError(
             f"environments {first} to {last - 1} fall into {count} trajectories; there is room for {room}"
         )
-    lanes, starts, lengths = (allocate((count if room is None else room,), torch.int64, device) for _ in range(3))
-    kernel("split_segments", device.type)(dones, first, last, lanes[:count], starts[:count], lengths[:count])
+    found = allocate((3, count if room is None else room), torch.int64, device)
+    kernel("split_segments", device.type)(dones, first, last, *found[:, :count])
+    lanes, starts, lengths = found
     return Trajectories(lanes, starts, lengths, count)
 
 
@@ -114,15 +115,15 @@ class SplitTrajectories:
         """
         place, behind = len(observations), len(observations) + 1 + len(states)
         device = observations[0].device
+        pad_segments, copy_lanes = kernel("pad_segments", device.type), kernel("copy_lanes", device.type)
         for first, found in self._found:
             forms = batch_forms(self._steps, found.lanes.shape[0], self._width, observations, states, others)
             tensors = empty(*forms, device)
             made = TrajectoryBatch(tensors[:place], tensors[place], tensors[place + 1 : behind], tensors[behind:])
-            parts = found.lanes, found.starts, found.lengths
-            kernel("pad_segments", device.type)(observations, *parts, made.observations, made.masks)
+            pad_segments(observations, found.lanes, found.starts, found.lengths, made.observations, made.masks)
             for state, out in zip(states, made.states, strict=True):
                 first_states(state, found, out)
-            kernel("copy_lanes", device.type)(others, first, first + self._width, made.others)
+            copy_lanes(others, first, first + self._width, made.others)
             yield made
 
 

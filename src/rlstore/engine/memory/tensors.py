@@ -83,6 +83,14 @@ class Recycler:
             return allocate_group(shapes, dtypes, device)
         return tuple(self._pool.empty(shapes, [_DLPACK_TYPES[dtype] for dtype in dtypes]))
 
+    def gather(self, sources: tuple[Tensor, ...], rows: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
+        """The kernel ``gather`` of CPU tensors into an :meth:`empty_group`, in one call."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.gather(sources, rows, dtypes)
+        as_float = [source.dtype != dtype for source, dtype in zip(sources, dtypes, strict=True)]
+        return tuple(self._pool.gather(sources, rows, as_float))
+
     def __reduce__(self) -> tuple[type[Recycler], tuple[()]]:
         return Recycler, ()  # a copy shares no memory
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rlstore.kernels._native import BoundKernel
 from rlstore.kernels._native import Fixed as Fixed  # exported: launches are given it
+from rlstore.kernels._native import count_readable as count_readable
 
 _ALIGNMENT = 16
 _SCRATCH_ADDRESSES = 2
@@ -66,10 +67,8 @@ class Launcher:
             device: Where.
             arguments: What comes before the constants.
         """
-        if 0 in grid:
-            return
         bound = self._bound.get(device)  # first: device.type makes a new string at every access
-        if bound is not None and bound.launch(*grid, arguments):
+        if (bound is not None and bound.launch(grid, arguments)) or 0 in grid:
             return
         arguments = expanded(arguments)
         if device.type != "cuda":  # Triton's interpreter, which takes any memory

@@ -23,11 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.draws import units
-from rlstore.kernels.cuda.launch import Fixed, Launcher, next_power_of_2
+from rlstore.kernels.cuda.launch import Fixed, Launcher, count_readable, next_power_of_2
 from rlstore.kernels.cuda.ring import EpisodeRing
 from rlstore.kernels.protocol import NOT_READ
 from rlstore.kernels.ring_memory import as_float32
-from rlstore.kernels.rules import are_priorities
 
 SUPER = tl.constexpr(32)  # blocks that are summed where they are needed
 _TINY = tl.constexpr(2.0**-126)  # the smallest float32 that is held in full
@@ -466,9 +465,9 @@ class Priorities:
         Returns:
             (0, 0, 0): what was refused, where, and how many were dropped is not known yet; or that they are not read.
         """
-        if not are_priorities(rows, priorities, self._ring.device):
+        count = count_readable(rows, self._dropped)
+        if count < 0 or count_readable(priorities, self._leaves) != count:
             return NOT_READ, 0, 0
-        count = rows.numel()
         if count >= _MOST_UPDATED:
             raise ValueError(f"update: {count} priorities at once; at most one less than {_MOST_UPDATED}")
         self.settle()
