@@ -91,8 +91,8 @@ class RayContender(Contender):
             ray.shutdown()
 
 
-def start_ray() -> None:
-    """Start a cluster of this machine, unless there is one."""
+def start_ray(object_store: int = OBJECT_STORE) -> None:
+    """Start a cluster of this machine, unless there is one, with an object store of so many bytes."""
     import ray
 
     if ray.is_initialized():
@@ -103,7 +103,7 @@ def start_ray() -> None:
         ray.init(
             address="local",
             num_cpus=8,
-            object_store_memory=OBJECT_STORE,
+            object_store_memory=object_store,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

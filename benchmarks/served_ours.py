@@ -16,6 +16,10 @@ from gymnasium.spaces import Box, Discrete
 from benchmarks.served_work import BATCH, WORKS, WRITERS, Order, Rows, Step, Work, episode, obey, repeat
 from rlstore import PrioritizedReplayStorage, ReplayStorage
 
+# Ray frees what is not used any more once a second: with a small store it has all processes collect garbage again and
+# again. Its default is 30 % of the memory of the machine.
+OBJECT_STORE = 2 << 30
+
 
 def _kind(work: Work) -> tuple[type[Any], dict[str, Any]]:
     """The class of a storage, and its arguments."""
@@ -72,7 +76,7 @@ def on_ray() -> Callable[[Order], Rows]:
     from benchmarks.ray_replay import start_ray
     from rlstore.ray import serve
 
-    start_ray()
+    start_ray(OBJECT_STORE)
     kinds = {name: _kind(work) for name, work in WORKS.items()}
     served = {
         name: serve(kind.create_factory(WORKS[name].capacity, **options), seed=0)

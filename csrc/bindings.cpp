@@ -447,7 +447,7 @@ NB_MODULE(_native, m) {
       .def("draw", &Priorities::draw)
       .def("settle", &Priorities::settle)
       .def("dropped", &Priorities::dropped)
-      .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+      .def("update", &Priorities::update, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none());
   nb::class_<OutputPool>(m, "OutputPool")
       .def(nb::init<size_t>())
       .def("begin", &OutputPool::begin)
@@ -466,7 +466,7 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
-  m.def("count_readable", &count_readable);
+  m.def("count_readable", &count_readable, nb::arg().none(), nb::arg());
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());

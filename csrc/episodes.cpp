@@ -145,8 +145,10 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
     const char* next = (given ? step.finals[k] : step.next_observations[k]) + lane * leaf.stack_bytes();
     take_newest(ended ? leaf.finals + slot * leaf.frame_bytes() : leaf.block.at(lane, after), next, leaf);
   }
-  // Prefetches the row after next, so that it is in the cache when it is written.
+  // Prefetches the row after next, so that it is in the cache when it is written, and what the next step frees; beyond the last
+  // row of a lane there is nothing to prefetch, and no harm.
   for (const Observation& leaf : leaves) __builtin_prefetch(leaf.block.at(lane, after) + leaf.block.row_stride, 1);
+  __builtin_prefetch(&lanes.slot_at(lane, after + lanes.rows - lanes.kept), 1);
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     __atomic_store_n(&lanes.episodes[slot].stop, count + 1, __ATOMIC_RELEASE);

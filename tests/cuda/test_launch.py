@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rlstore.kernels._native import BoundKernel, RowLauncher
 from rlstore.kernels.cuda import launch
-from rlstore.kernels.cuda.launch import Launcher
+from rlstore.kernels.cuda.launch import Fixed, Launcher
 
 FUNCTION, WARPS, SHARED = 4711, 2, 640
 DLPACK_CPU = 1
@@ -292,6 +293,86 @@ def test_no_program_is_no_launch(bound, cuda, driver, grid):
     launcher, kernel = bound
     launcher(grid, cuda, aligned())
     assert (len(kernel.ordinary), len(driver.launches)) == (1, 1)
+
+
+def test_what_is_fixed_is_handed_on_as_if_it_were_given(cuda, driver):
+    kernel, driver.sizes = Kernel("*fp32", ("*fp32", "*fp32"), "*fp32", ("*fp32", "*fp32"), "i64"), [8] * 9
+    launcher, tensors = Launcher(kernel), [aligned() for _ in range(6)]
+    fixed = Fixed(((tensors[1], tensors[2]), tensors[3]))
+    arguments = (tensors[0], fixed, (tensors[4], Fixed((tensors[5],))), 9)
+    launcher((1, 1, 1), cuda, *arguments)
+    plain = (tensors[0], (tensors[1], tensors[2]), tensors[3], (tensors[4], tensors[5]), 9)
+    assert kernel.ordinary == [((1, 1, 1), plain, {"num_warps": 4})]
+    launcher((1, 1, 1), cuda, *arguments)
+    assert driver.launches[0][3] == [*map(address, tensors), struct.pack("q", 9), bytes(8), bytes(8)]
+    launcher((1, 1, 1), cuda, tensors[0], Fixed(((tensors[1][1:], tensors[2]), tensors[3])), *arguments[2:])
+    assert (len(kernel.ordinary), len(driver.launches)) == (2, 1)  # not at a multiple of 16 bytes
+    with pytest.raises(ValueError, match="a tensor in the place of a number"):
+        launcher((1, 1, 1), cuda, *arguments[:3], Fixed((tensors[0],)))
+
+
+def bound_rows(driver: Driver) -> tuple[RowLauncher, list[torch.Tensor], torch.Tensor, bytes]:
+    """What launches rows of two fields, of which the second has entries; its blocks; what is fixed; the kind."""
+    blocks, own = [torch.zeros(3, 0), torch.zeros(3, 8)], aligned()
+    rows, driver.sizes = RowLauncher([(block, 0, False, False) for block in blocks]), [8] * 6
+    driver_functions = [ctypes.cast(f, POINTER).value for f in (driver.cuCtxGetDevice, driver.cuLaunchKernel)]
+    kernel = BoundKernel(*driver_functions, FUNCTION, 32, SHARED, "pppi", 0, device_type=DLPACK_CPU)
+    kind = rows.write(0, (torch.zeros(0), aligned()))
+    assert isinstance(kind, bytes)
+    rows.bind(kind, kernel, 5, (1,), Fixed((own,)))
+    return rows, blocks, own, kind
+
+
+def test_a_row_whose_kind_is_bound_is_launched_at_once(driver):
+    rows, blocks, own, kind = bound_rows(driver)
+    value = aligned()
+    assert rows.write(2, (torch.zeros(0), value)) is None
+    (told,) = driver.launches
+    assert told[1] == (5, 1, 1)
+    words = [address(value), address(blocks[1]), address(own), struct.pack("q", 2)]
+    assert told[3] == [*words, bytes(8), bytes(8)]
+    assert rows.write(0, (torch.zeros(0), torch.zeros(9)[1:])) == kind  # not at a multiple of 16 bytes
+    driver.device = 1
+    assert rows.write(0, (torch.zeros(0), value)) == kind
+    assert len(driver.launches) == 1
+
+
+def test_a_row_is_not_launched_into_memory_that_was_freed(driver):
+    rows, blocks, _, _ = bound_rows(driver)
+    blocks[1].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        rows.write(0, (torch.zeros(0), aligned()))
+    assert driver.launches == []
+
+
+def test_values_whose_class_may_run_code_are_left_to_python(driver):
+    rows, _, _, kind = bound_rows(driver)
+    assert rows.write(0, (torch.zeros(0), torch.nn.Parameter(aligned(), requires_grad=False))) == kind
+    assert driver.launches == []
+
+
+def test_what_a_kernel_can_read_as_it_is():
+    like = torch.zeros(1)
+    assert [launch.count_readable(given, like) for given in (torch.zeros(5), torch.zeros(4, 1), torch.zeros(0))] == [
+        5,
+        4,
+        0,
+    ]
+    freed, negated = torch.zeros(5), torch.complex(torch.zeros(1), torch.ones(1)).conj().imag
+    freed.untyped_storage().resize_(0)
+    others = [
+        torch.zeros(5).double(),
+        torch.zeros(5, 2),
+        torch.zeros(10)[::2],
+        torch.zeros(()),
+        freed,
+        negated,
+        [0.0],
+        None,
+    ]
+    others += [torch.zeros(5, device="meta"), torch.nn.Parameter(torch.zeros(5))]
+    assert negated.is_neg()
+    assert [launch.count_readable(given, like) for given in others] == [-1] * len(others)
 
 
 def test_powers_of_2():

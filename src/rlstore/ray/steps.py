@@ -241,7 +241,7 @@ class _Frames:
     def write_next(self, step: int, value: Array | Tensor) -> None:
         """Write the next observations of a step, after its observations."""
         frames, depth, at = self._frames_of(value), self.form.depth, int(self._places[0, step])
-        if at + depth == self._used and _same_bits(self._frames[at + 1 : at + depth], frames[:-1]):
+        if _same_bits(self._frames[at + 1 : at + depth], frames[:-1]):  # observations are always the last frames
             self._append(frames[-1:])
             self._places[1, step] = at + 1
         else:

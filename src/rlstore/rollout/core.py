@@ -737,9 +737,9 @@ def flatten(
     keywords = names[by_position:]
 
     def build(tensors: Sequence[Tensor], **more: Any) -> _Batch:
-        parts: Sequence[Any] = tensors
+        parts: list[Any] = list(tensors)
         for nest, first, last in nests:  # from the last to the first, so that places stay as they are
-            parts = (*parts[:first], nest(parts[first:last], batch_size), *parts[last:])
+            parts[first:last] = (nest(parts[first:last], batch_size),)
         if not keywords and not more:
             return make(*parts)
         return make(*parts[:by_position], **dict(zip(keywords, parts[by_position:], strict=True)), **more)

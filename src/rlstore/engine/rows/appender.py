@@ -128,11 +128,14 @@ class Appender:
             columns = fields.named_columns(named, self.ring.lanes)
             leaves = (*fields.structure.leaves(observations), *fields.next_structure.leaves(next_observations))
             values = (*leaves, actions, rewards, *columns, terminateds, truncateds, mask, *self._no_final)
-        if type(infos) is not dict or "final_obs" in infos or "final_observation" in infos:  # the KEYS of finals
+        # Looked at for nothing but the KEYS of final observations.
+        if type(infos) is not dict or (infos and ("final_obs" in infos or "final_observation" in infos)):
             values = self._with_final(values, infos)
         kernel = self._direct if priorities is None else None
         outcome = BUSY if kernel is None else kernel.append(values)
-        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+        if outcome == WRITTEN:
+            return
+        if outcome != WRITTEN_WITH_BREAK:
             with self._guard:
                 if self.permit is not None:
                     self.permit()
