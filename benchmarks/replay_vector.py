@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from benchmarks.harness import Phase, Target, Workload
-from benchmarks.replay_buffers import AddableBuffer, Cpprb, Rlox, Rlstore, Sb3, Tianshou, TorchRl
+from benchmarks.replay_buffers import AddableBuffer, Cpprb, Loop, Rlox, Rlstore, Sb3, Tianshou, TorchRl
 from benchmarks.replay_contenders import Copies, Sampling
 from benchmarks.replay_data import Source, VectorSource, check_batches
 
@@ -18,11 +18,11 @@ BATCH = 256
 OBS, ACTIONS = 17, 6
 ENVS = 16
 EPISODE = 200
-ADDS, SAMPLES = 200, 100
-# Steps that are added repeatedly: twice as many, half a megabyte with 16 environments.
-LOOP = 100
-SLICE = 1000
-OFFLINE = 100 * ADDS
+ADDS, SAMPLES = 400, 100
+# Two episodes of as many steps are added repeatedly; two of twice as many with 16 environments: half a megabyte.
+LOOP = 50
+SLICE, SLICES = 1000, 4
+OFFLINE = 50 * ADDS
 # Bytes of a transition as it is appended, with two flags, and as it is served, with a discount.
 GIVEN = 4 * (2 * OBS + ACTIONS + 1) + 2
 SERVED = 4 * (2 * OBS + ACTIONS + 2)
@@ -48,10 +48,15 @@ PHASES = (
     ("add broken", "add 1, observations that do not follow on", ADDS, GIVEN),
     ("add", "add 1, empty infos", ADDS, GIVEN),
     ("add 16", "add 16, empty infos", ADDS, ENVS * GIVEN),
-    ("slice", "a row of 1000 added in one call", SLICE, GIVEN),
+    ("slice", "a row of 1000 added in one call", SLICE * SLICES, GIVEN),
     ("sample", "sample 256 of one environment", SAMPLES, BATCH * SERVED),
     ("sample 16", "sample 256 of 16 environments", SAMPLES, BATCH * SERVED),
 )
+
+
+def repeated(call: Loop, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 class Uniform(Sampling):
@@ -62,7 +67,7 @@ class Uniform(Sampling):
         self._offline = make(source(), OFFLINE)
         super().__init__(name, lambda: single, {"sample": (BATCH, SAMPLES)})
         self._shared.fill()
-        steps, shared_steps = source().loop(LOOP), source(ENVS).loop(LOOP)
+        steps, shared_steps = source().loop(LOOP), source(ENVS).loop(2 * LOOP)
         at_once = single.adding_at_once(next(source().fill(SLICE)))
         self._loops = {
             "add infos": single.adding(steps, ADDS, infos=True),
@@ -70,7 +75,7 @@ class Uniform(Sampling):
             "add broken": self._offline.adding(steps.shuffled(), ADDS),
             "add": single.adding(steps, ADDS),
             "add 16": self._shared.adding(shared_steps, ADDS),
-            **({"slice": at_once} if at_once else {}),
+            **({"slice": partial(repeated, at_once, SLICES)} if at_once else {}),
             **self._loops,
             "sample 16": self._shared.sampling(BATCH, SAMPLES),
         }

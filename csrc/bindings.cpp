@@ -447,7 +447,7 @@ NB_MODULE(_native, m) {
       .def("draw", &Priorities::draw)
       .def("settle", &Priorities::settle)
       .def("dropped", &Priorities::dropped)
-      .def("update", &Priorities::update, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+      .def("update", &Priorities::update, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none());
   nb::class_<OutputPool>(m, "OutputPool")
       .def(nb::init<size_t>())
       .def("begin", &OutputPool::begin)
