@@ -31,5 +31,5 @@ export SANITIZED_NATIVE PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" PYTHONMALL
 # Python and torch are not instrumented and free little on exit; tests of memory that cannot be allocated expect an error.
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1:abort_on_error=1
-export TSAN_OPTIONS=abort_on_error=1:halt_on_error=1
+export TSAN_OPTIONS=abort_on_error=1:halt_on_error=1:suppressions=$here/races.txt
 LD_PRELOAD=$preload exec "$python" -m pytest -p no:faulthandler "$@"
