@@ -35,6 +35,12 @@ struct Given {
   void release() {
     if (view.obj) PyBuffer_Release(&view);
   }
+  // Frees what a single large value needed.
+  void shrink() {
+    constexpr size_t kLarge = 1 << 20;
+    if (copy.capacity() > kLarge) std::vector<char>().swap(copy);
+    if (converted.capacity() > kLarge) std::vector<char>().swap(converted);
+  }
   size_t count() const {
     size_t count = 1;
     for (int i = 0; i < ndim; i++) count *= static_cast<size_t>(shape[i]);
@@ -108,6 +114,7 @@ inline bool may_be_lazy(const DLTensor& tensor, bool contiguous) {
 // What a method of a tensor says, which may be code of the caller's; an error is a yes.
 inline bool says_yes(PyObject* tensor, PyObject* method) {
   PyObject* answer = PyObject_CallMethodNoArgs(tensor, method);
+  if (!answer && !PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // an interrupt
   if (!answer) PyErr_Clear();
   Py_XDECREF(answer);
   return answer != Py_False;
@@ -119,8 +126,13 @@ inline bool is_lazy(PyObject* value, const DLTensor& tensor) {
   return says_yes(value, is_neg) || (tensor.dtype.code == kComplex && says_yes(value, is_conj));
 }
 
-// `may_ask`: false if the tensor is known not to be lazy.
-inline bool read_tensor(PyObject* value, Given* given, bool may_ask = true) {
+// Whether tensors may be asked while values are read, and whether one was. That may run code of the caller's, which may have freed
+// values that were read before: then all are read again, without asking.
+struct Asking {
+  bool allowed = true, has_run = false;
+};
+
+inline bool read_tensor(PyObject* value, Given* given, Asking* asking) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
     PyErr_Clear();
@@ -128,8 +140,11 @@ inline bool read_tensor(PyObject* value, Given* given, bool may_ask = true) {
   }
   if (tensor.device.type != kCpu || !has_memory(value, tensor)) return false;
   const bool contiguous = is_contiguous(tensor);
-  // What was asked may have changed itself meanwhile.
-  if (may_ask && may_be_lazy(tensor, contiguous)) return !is_lazy(value, tensor) && read_tensor(value, given, false);
+  if (asking->allowed && may_be_lazy(tensor, contiguous)) {
+    asking->has_run = true;
+    Asking answered{false};  // it may have changed itself meanwhile
+    return !is_lazy(value, tensor) && read_tensor(value, given, &answered);
+  }
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
   given->ndim = tensor.ndim;
@@ -207,14 +222,22 @@ inline bool read_list(PyObject* value, Given* given) {
   return false;
 }
 
+// True for arrays, and for what lends its memory as they do: without running code of the caller's.
+inline bool is_array_like(PyObject* value) {
+  const PyTypeObject* type = Py_TYPE(value);
+  if (type == numpy.array || type == &PyMemoryView_Type || type == &PyByteArray_Type) return true;
+  return type->tp_as_buffer && type->tp_as_buffer->bf_getbuffer == numpy.array->tp_as_buffer->bf_getbuffer;
+}
+
 // Returns false if the value must be converted first.
-inline bool read_value(PyObject* value, Given* given) {
+inline bool read_value(PyObject* value, Given* given, Asking* asking) {
+  given->release();
   const PyTypeObject* type = Py_TYPE(value);
   if (type == numpy.array) return read_array(value, given);
-  if (type == tensor_type) return read_tensor(value, given);
+  if (type == tensor_type) return read_tensor(value, given, asking);
   if (read_scalar(value, given)) return true;
   if (type == &PyList_Type || type == &PyTuple_Type) return read_list(value, given);
-  return PyObject_CheckBuffer(value) ? read_array(value, given) : read_tensor(value, given);
+  return is_array_like(value) ? read_array(value, given) : read_tensor(value, given, asking);
 }
 
 // True for a list, tuple or array of `count` objects.

@@ -26,6 +26,7 @@ std::mutex& pools() {
 
 // Rounded up to an eighth of its power of two, so that memory serves again if the next need differs a little.
 size_t rounded(size_t bytes) {
+  if (bytes > SIZE_MAX / 4) throw std::bad_alloc();
   size_t grain = kLine;
   while (grain * 16 <= bytes) grain *= 2;
   return std::max((bytes + grain - 1) / grain, size_t{1}) * grain;

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from rlstore import (
     DistributedStorage,
@@ -268,3 +269,44 @@ def _read_only(array):
     array = array.copy()
     array.setflags(write=False)
     return array
+
+
+class Freeing(TorchFunctionMode):
+    """Frees a tensor while another one is looked at."""
+
+    def __init__(self, victim):
+        super().__init__()
+        self._victim = victim
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "is_neg":
+            self._victim.untyped_storage().resize_(0)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reward", [torch.tensor(1.0), torch.tensor([1.0])])
+def test_a_value_that_is_freed_while_a_later_one_is_read_is_refused(reward):
+    storage = ReplayStorage(spaces.Box(-1, 1, (2,)), spaces.Discrete(3), storage_size=8, batch_size=1)
+    storage.add(torch.zeros(2), 1, 1.0, False, False, {}, torch.ones(2))
+    storage.add(torch.ones(2), 1, 1.0, False, False, {}, torch.zeros(2))
+    observations = torch.zeros(2)
+    with Freeing(observations), pytest.raises(InvalidInputError, match="observations"):
+        storage.add(observations, 1, reward, False, False, {}, torch.zeros(2))
+    assert len(storage) == 2
+
+
+@pytest.mark.parametrize("reward", [torch.tensor(2.0), torch.tensor([2.0])])
+def test_values_that_are_read_twice_are_those_that_were_given(reward):
+    storage = ReplayStorage(spaces.Box(-9, 9, (2,)), spaces.Discrete(3), storage_size=8, batch_size=1)
+    for step in range(3):
+        storage.add(np.full(2, step, np.float32), 1, reward, False, False, {}, np.full(2, step + 1, np.float32))
+    data = storage.get_all_buffer_data()
+    assert data["observations"].flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert data["rewards"].flatten().tolist() == [2, 2, 2]
+
+
+def test_bytes_are_no_numbers():
+    storage = ReplayStorage(spaces.Box(-9, 9, (2,)), spaces.Discrete(3), storage_size=8, batch_size=1)
+    with pytest.raises(InvalidInputError, match="rewards"):
+        storage.add(np.zeros(2, np.float32), 1, b"5", False, False, {}, np.zeros(2, np.float32))
+    assert len(storage) == 0

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict
+from gymnasium.spaces import Box, Dict, Discrete
 from replay_kinds import assert_same, leaves
 
 from rlstore import (
@@ -112,3 +112,12 @@ def test_steps_at_once_warn_of_a_broken_episode():
         other = ReplayStorage(PLAIN, ACTIONS, storage_size=60, num_envs=ENVS)
         other.insert_data_slice({name: part for name, part in data.items() if name != "final_observations"})
     assert len(other) == STEPS * ENVS
+
+
+def test_a_slice_without_steps_is_checked_too():
+    storage = ReplayStorage(Box(-9, 9, (2,)), Discrete(3), storage_size=8, batch_size=1)
+    flags, seen = np.zeros((2, 1), bool), np.zeros((2, 1, 2), np.float32)
+    rest = {"actions": np.zeros((2, 1), int), "terminated": flags, "truncated": flags, "next_observations": seen}
+    with pytest.raises(InvalidInputError, match=r"it has to begin with \(0, 1\)"):
+        storage.insert_data_slice({"observations": seen, "rewards": np.zeros((0, 1)), **rest})
+    assert len(storage) == 0

@@ -123,6 +123,13 @@ class ReplayWriter:
         check_sample(samples, part.fields, self._kind)
         given, fit = steps_at_once(samples, part.fields, steps, part.ring, has_final)
         priorities = samples.get("priorities")
+        if priorities is not None:
+            priorities = as_tensor(priorities, "priorities")
+            if priorities.shape[:2] != (steps, lanes):
+                raise InvalidInputError(
+                    f"priorities are {tuple(priorities.shape)}; give one for each of {steps} steps of {lanes} "
+                    "environments. Nothing was written."
+                )
         if priorities is None and not self._control.limiter.is_on:
             count = count_of(samples.get("masks"), steps * lanes)
             return self._append(count, partial(part.append_steps, given, steps, fit))

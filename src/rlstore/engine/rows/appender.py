@@ -237,7 +237,7 @@ class Appender:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off.
         """
         done, result, checked = 0, WRITTEN, values is None
-        values = fit() if values is None else values
+        values = fit() if values is None or steps == 0 else values
         while done < steps:
             if self.settle is not None:
                 self.settle()
@@ -255,6 +255,8 @@ class Appender:
                 values, checked = fit(), True
             elif outcome != WRITTEN:
                 self._make_room(outcome)
+            if done < steps and not checked:
+                values, checked = fit(), True  # so that no other call converts all of them again
         return result
 
     def _follow(self, steps: int) -> None:
@@ -329,6 +331,9 @@ class Appender:
             if has_shape and tuple(getattr(value, "shape", ())) == (ring.lanes, *self._place(0).shape):
                 raise InvalidInputError(f"{error} They have the shape of observations: {ORDER}") from error
             raise
+        if type(fitted) is not Tensor:  # whose methods are the caller's: the kernel would ask them again
+            with torch._C.DisableTorchFunctionSubclass():
+                fitted = fitted.as_subclass(Tensor)
         # A single element counts as contiguous whatever its strides; the kernel needs plain ones.
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
 
