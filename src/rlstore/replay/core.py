@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -800,6 +802,10 @@ class ReplayCore(Storage):
             self._kept.count_again()
         self._pipeline.set_state(numbers["prepared"], reader, self._torch_device)
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        ForkingPickler.register(cls, _sent_by_value)
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no writers and counts for itself; folders stay with the original.
         limited = None if self._sharing is None else self._sharing.limit_state()
@@ -811,6 +817,11 @@ class ReplayCore(Storage):
         _STORAGES.add(self)
         if limited is not None and not self._closed:
             self._shared().set_limit_state(limited)
+
+
+def _sent_by_value(storage: ReplayCore) -> Any:
+    """How a storage goes to another process: torch would move its tensors, whose addresses kernels hold."""
+    return pickle.loads, (pickle.dumps(storage),)
 
 
 _STORAGES: weakref.WeakSet[ReplayCore] = weakref.WeakSet()

@@ -64,8 +64,8 @@ class NStepReplayStorage(ReplayCore):
         save_snapshot: Keep finished episodes on disk until they are evicted; a restarted run resumes with them.
         snapshot_dir: The folder of the episodes. Only one live storage can use it.
         dtype: The dtype of served observations; None serves observations and actions as they are stored.
-        frame_stack: Frames stacked in an observation, the oldest first; the next observation is moved by one frame. Each
-            frame is stored once; sampling rebuilds the stacks.
+        frame_stack: Frames stacked in an observation, the oldest first; the next observation is moved by one frame.
+            Each frame is stored once; sampling rebuilds the stacks.
         stack_axis: The axis of the frames; None is the last of three axes if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
         autoreset: The autoreset mode of the environments, a Gymnasium ``AutoresetMode`` or its value. None detects

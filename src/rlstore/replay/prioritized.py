@@ -41,8 +41,8 @@ class PrioritizedReplayStorage(ReplayCore):
         beta: The exponent of the importance weights: 1 corrects the bias completely.
         beta_steps: Batches over which ``beta`` is annealed to 1; None keeps it constant.
         dtype: The dtype of served observations; None serves them as they are stored.
-        frame_stack: Frames stacked in an observation, the oldest first; the next observation is moved by one frame. Each
-            frame is stored once; sampling rebuilds the stacks.
+        frame_stack: Frames stacked in an observation, the oldest first; the next observation is moved by one frame.
+            Each frame is stored once; sampling rebuilds the stacks.
         stack_axis: The axis of the frames; None is the last of three axes if it is shorter than the first, else 0.
         reward_shape: The shape of one reward; ``()`` for a number.
         autoreset: The autoreset mode of the environments, a Gymnasium ``AutoresetMode`` or its value. None detects
