@@ -222,13 +222,6 @@ inline bool read_list(PyObject* value, Given* given) {
   return false;
 }
 
-// True for arrays, and for what lends its memory as they do: without running code of the caller's.
-inline bool is_array_like(PyObject* value) {
-  const PyTypeObject* type = Py_TYPE(value);
-  if (type == numpy.array || type == &PyMemoryView_Type || type == &PyByteArray_Type) return true;
-  return type->tp_as_buffer && type->tp_as_buffer->bf_getbuffer == numpy.array->tp_as_buffer->bf_getbuffer;
-}
-
 // Returns false if the value must be converted first.
 inline bool read_value(PyObject* value, Given* given, Asking* asking) {
   given->release();
@@ -237,7 +230,8 @@ inline bool read_value(PyObject* value, Given* given, Asking* asking) {
   if (type == tensor_type) return read_tensor(value, given, asking);
   if (read_scalar(value, given)) return true;
   if (type == &PyList_Type || type == &PyTuple_Type) return read_list(value, given);
-  return is_array_like(value) ? read_array(value, given) : read_tensor(value, given, asking);
+  if (!PyObject_CheckBuffer(value)) return read_tensor(value, given, asking);
+  return !PyBytes_CheckExact(value) && read_array(value, given);  // text is no numbers
 }
 
 // True for a list, tuple or array of `count` objects.

@@ -144,7 +144,8 @@ class RowWriter {
   // Finds the memory of a value that can be copied, once it is converted; false if Python must convert or refuse it.
   static bool find_value(PyObject* value, const Field& field, const char* target, Given* given, Asking* asking) {
     given->release();
-    if (!(is_array_like(value) ? read_array(value, given) : read_tensor(value, given, asking))) return false;
+    const bool is_array = Py_TYPE(value) == numpy.array;  // what else lends memory may run code of the caller's
+    if (!(is_array ? read_array(value, given) : read_tensor(value, given, asking))) return false;
     if (!field.has_shape(given->shape, given->ndim)) return false;
     if (field.is_flag) return !given->strides && can_be_flag(given->dtype) && is_nan_free(given->memory, given->dtype, field.count);
     if (given->strides && (!(given->dtype == field.dtype) || overlaps(*given, target, field.bytes))) return false;

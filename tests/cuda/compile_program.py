@@ -116,6 +116,8 @@ def draw_and_gather(memory: Memory) -> None:
     gather.sample(generator, 64)
     priorities = PriorityMemory(memory, Priorities).tree
     priorities.follow()
+    lanes = memory.layout.lanes
+    priorities.begin(torch.zeros(lanes, dtype=torch.int64), torch.zeros(lanes), 0.6)
     priorities.update(rows, torch.zeros(64), 0.6, None)
     priorities.draw(generator, 0.5, rows, torch.zeros(64))
     gather.sample_by_priority(priorities, generator, 0.5, 64)
