@@ -5,12 +5,13 @@ BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
+DOCS_VENV := .venv-docs
 # The names of all modules. An editable install of scikit-build-core only knows the modules that existed when it was made, so a
 # new or moved module needs a new install. This file is rewritten only if a name has changed: an edit does not reinstall.
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb lint learn clean always
+.PHONY: demo quick test torture sanitize bench reverb lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
 # with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
@@ -93,6 +94,19 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The site is built from the sources: rlstore is not installed there.
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-deps --requirement docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo 'The site is in build/site: open build/site/index.html'
+
+docs-serve: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .venv-* build out
