@@ -7,12 +7,13 @@ ADAPTERS_VENV := .venv-adapters
 ADAPTERS_PY := $(ADAPTERS_VENV)/bin/python
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
+DOCS_VENV := .venv-docs
 # The names of all modules. An editable install of scikit-build-core only knows the modules that existed when it was made, so a
 # new or moved module needs a new install. This file is rewritten only if a name has changed: an edit does not reinstall.
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb adapters lint learn clean always
+.PHONY: demo quick test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
@@ -107,6 +108,19 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The site is built from the sources: rlstore is not installed there.
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-deps --requirement docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo 'The site is in build/site: open build/site/index.html'
+
+docs-serve: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .venv-* build out
