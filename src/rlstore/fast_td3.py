@@ -8,11 +8,13 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from rlstore import ReplayStorage
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_positive
 from rlstore.errors import InvalidInputError
-from rlstore.replay.storage import ReplayStorage
 from rlstore.replay.tensordicts import entry, sample_with_ends
+
+__all__ = ["SimpleReplayBuffer"]
 
 _OWNER = "SimpleReplayBuffer"
 

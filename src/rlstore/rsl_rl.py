@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from rlstore import RolloutStorage
 from rlstore.errors import InvalidInputError
-from rlstore.rollout.storage import RolloutStorage
+
+__all__ = ["use_rlstore"]
 
 
 def use_rlstore(runner_or_algorithm: Any) -> RolloutStorage:

@@ -8,12 +8,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from rlstore import PrioritizedReplayStorage, ReplayStorage
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_positive
 from rlstore.errors import InvalidInputError
-from rlstore.replay.prioritized import PrioritizedReplayStorage
-from rlstore.replay.storage import ReplayStorage
-from rlstore.replay.tensordicts import Key, entry, sample_with_ends
+from rlstore.replay.tensordicts import Key, entry, insert_steps, sample_with_ends
+
+__all__ = ["ReplayBuffer"]
 
 _FLAGS = ("done", "terminated", "truncated")
 _SERVED = ("index", "_weight", "priority_weight", "steps_to_next_obs")  # what a sample holds besides its data
@@ -121,9 +122,7 @@ class ReplayBuffer:
             forms = {name: (layout.extra_shapes[name], steps.get(key).dtype) for name, key in layout.extra.items()}
             reward_shape = tuple(sample["rewards"].shape[2:])
             storage = self._make_storage(extra_fields=forms, reward_shape=() if reward_shape == (1,) else reward_shape)
-        with storage._guard:  # so that the rows are those of these steps
-            storage.insert_data_slice(sample)
-            rows = self._newest_rows(storage, shape)
+        rows = insert_steps(storage, sample).transpose(0, 1)
         self.storage, self._layout = storage, layout
         if self._is_prioritized and data.get(self.priority_key, None) is not None:
             self.update_priority(rows.flatten(), self._priorities(data.reshape(-1)))
@@ -150,12 +149,6 @@ class ReplayBuffer:
                 "Nothing was written."
             )
         return envs, count // envs
-
-    def _newest_rows(self, storage: ReplayStorage | PrioritizedReplayStorage, shape: tuple[int, int]) -> Tensor:
-        """The ids of the newest rows, ``[num_envs, steps]``."""
-        ring, (envs, steps) = storage._ring_of(), shape
-        time: Tensor = ring.written.unsqueeze(1) - steps + torch.arange(steps, device=ring.device)
-        return time * envs + torch.arange(envs, device=ring.device).unsqueeze(1)
 
     # ---------------------------------------------------------------------------------------------- reading
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.errors import InvalidInputError
 from rlstore.replay.core import ReplayCore
+from rlstore.storage import Sample
 
 Key = str | tuple[str, ...]
 
@@ -33,6 +34,18 @@ def entry(data: Any, key: Key, name: str) -> Tensor:
         held = sorted(map(str, data.keys(include_nested=True, leaves_only=True)))
         raise InvalidInputError(f"{name} has no tensor {key!r}; it holds {held}. Nothing was written.")
     return value
+
+
+def insert_steps(storage: ReplayCore, steps: Sample) -> Tensor:
+    """Append steps ``[steps, envs, ...]`` with the keys of the vocabulary; returns their row ids, ``[steps, envs]``."""
+    with storage._guard:  # so that the newest rows are these
+        before = 0 if storage._rows is None else storage._rows.written.clone()
+        storage.insert_data_slice(steps)
+        ring = storage._ring_of()
+        count = int((ring.written - before).amax())
+        first = (ring.written - count) * ring.lanes + torch.arange(ring.lanes, device=ring.device)
+        rows: Tensor = first + ring.lanes * torch.arange(count, device=ring.device).unsqueeze(1)
+        return rows
 
 
 class WindowEnds(NamedTuple):
