@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from torch import Tensor
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold
 from rlstore.errors import InvalidInputError
 
+# The value of final observations [k, ...], as [k] or [k, 1].
+FinalCritic = Callable[[Any], Tensor]
+
 KEYS = ("final_obs", "final_observation")
 ORDER = (
     "add() takes observations, actions, rewards, terminateds, truncateds, infos, next_observations, in this order, not "
@@ -20,14 +23,19 @@ ORDER = (
 _OF_A_LIST = 'of one dict for each environment give {"final_obs": [info.get("terminal_observation") for info in infos]}'
 
 
-def find_final(infos: Any) -> tuple[str, Any] | None:
-    """The final observations among the infos of a step, and the key they stand under."""
+def find_final(infos: Any, order: str = ORDER) -> tuple[str, Any] | None:
+    """The final observations among the infos of a step, and the key they stand under.
+
+    Args:
+        infos: As an environment gave them; None for none.
+        order: What errors say of the order of arguments, where infos may be another one of them.
+    """
     if not isinstance(infos, (dict, Mapping)):  # a dict is recognised much faster than a Mapping
         if infos is None:
             return None
         listed = isinstance(infos, (list, tuple)) and any(isinstance(info, Mapping) for info in infos)
         advice = _OF_A_LIST if listed else "give the dict that the environment gave, or {}"
-        raise InvalidInputError(f"infos is a {type(infos).__name__}; {advice}. {ORDER} Nothing was written.")
+        raise InvalidInputError(f"infos is a {type(infos).__name__}; {advice}. {order} Nothing was written.")
     for key in KEYS:
         if infos.get(key) is not None:
             return key, infos[key]
@@ -67,6 +75,51 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
                 given[lane] = True
                 leaf[lane] = _fit_entry(name, field, entry)
     return (*leaves, given)
+
+
+def ask_critic(
+    critic: FinalCritic,
+    infos: Any,
+    cut_off: Tensor,
+    structure: Structure,
+    fields: Sequence[Field],
+    device: torch.device,
+) -> Tensor | None:
+    """The values of the final observations of truncated episodes, float32 ``[envs]``, NaN elsewhere; None if none is.
+
+    Args:
+        critic: Gives the values.
+        infos: Of the step, with ``final_obs``.
+        cut_off: Which episodes were truncated; on a device the host waits for them.
+        structure: Of the observations.
+        fields: A field for each leaf.
+        device: Where the critic gets the final observations.
+
+    Raises:
+        InvalidInputError: If the infos lack a final observation, or the critic returns something else than values.
+    """
+    host = cut_off.cpu().numpy()
+    places, lanes = np.flatnonzero(host), len(host)
+    if not len(places):
+        return None
+    found = find_final(infos, "")
+    leaves: Sequence[Tensor] = ()
+    has_final = np.zeros(lanes, np.bool_)
+    if found is not None:
+        *leaves, given = fit_final(f"infos[{found[0]!r}]", found[1], structure, fields, lanes)
+        has_final = given.numpy()
+    if not has_final[places].all():
+        raise InvalidInputError(
+            f"environment {places[~has_final[places]][0]} was truncated, and the infos hold no final_obs of it to ask "
+            "the critic about; give add() the infos of the step, or final_values. Nothing was written."
+        )
+    chosen = torch.from_numpy(places)
+    with torch.no_grad():
+        values = critic(structure.build([leaf[chosen].to(device) for leaf in leaves], (len(places),)))
+        known = Field("what the critic returned", (), torch.float32, f"{len(places)} final observations")
+        final_values = torch.full((lanes,), torch.nan, device=device)
+        final_values[chosen.to(device)] = known.fit(values, len(places), device)
+    return final_values
 
 
 def _is_listed(value: Any) -> bool:
