@@ -10,7 +10,7 @@ REVERB_PYTHON ?= python3.11
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb lint learn clean always
+.PHONY: demo quick quick-files test torture sanitize bench reverb lint learn clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
 # with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
@@ -46,6 +46,10 @@ QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/t
 
 quick: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
+
+# For tools/wheels.sh, which runs them with an installed wheel.
+quick-files:
+	@echo $(QUICK)
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup

@@ -7,7 +7,8 @@ What processes do with words of shared memory (:class:`SlotTable`, :class:`Limit
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
 that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
 attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
-``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
+``restore_tables``, which reads what came from a disk, ``crc32``, the same checksum as that of zlib, and
+``instruction_set``, which names the version of the C++ that this CPU runs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rlstore.kernels._native import (
     event_count,
     exchange_word,
     gather_at_once,
+    instruction_set,
     is_in_memory,
     make_event,
     process_start,
@@ -48,6 +50,7 @@ __all__ = [
     "event_count",
     "exchange_word",
     "gather_at_once",
+    "instruction_set",
     "is_in_memory",
     "kernel",
     "make_event",
