@@ -1,4 +1,4 @@
-"""What may import what (ray -> storages -> engine -> kernels -> native; adapters -> storages), classes, public names."""
+"""What may import what (ray -> storages -> engine -> kernels -> native; adapters -> storages), classes and names."""
 
 from __future__ import annotations
 
