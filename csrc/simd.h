@@ -13,3 +13,9 @@
 
 // Helpers must be inlined into each version, or they would be compiled for the baseline only.
 #define RLSTORE_INLINE inline __attribute__((always_inline))
+
+// For memory that is read later and may be far from the core. Into the second cache: several times as many lines can be on their way
+// to it as to the first, so the misses of a whole batch overlap.
+namespace rlstore {
+RLSTORE_INLINE void prefetch_far(const void* memory) { __builtin_prefetch(memory, 0, 2); }
+}  // namespace rlstore
