@@ -3,23 +3,26 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
+ADAPTERS_VENV := .venv-adapters
+ADAPTERS_PY := $(ADAPTERS_VENV)/bin/python
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
+DOCS_VENV := .venv-docs
 # The names of all modules. An editable install of scikit-build-core only knows the modules that existed when it was made, so a
 # new or moved module needs a new install. This file is rewritten only if a name has changed: an edit does not reinstall.
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb lint learn clean always
+.PHONY: demo quick test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
-# The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
-# with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
-# installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
+# The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
+# the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
+# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3
 	touch $@
 
 $(MODULES): always
@@ -86,6 +89,17 @@ bench: $(BENCH_VENV)/ready
 	-$(MAKE) reverb
 	$(BENCH_PY) -m benchmarks.run
 
+# Programs of other libraries with our storages in place of theirs, in an environment with all that those libraries require; then
+# whether they learn as well and as fast with ours as with their own, which takes about half an hour.
+$(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
+	$(PYTHON) -m venv $(ADAPTERS_VENV)
+	$(ADAPTERS_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(ADAPTERS_PY) -m pip install --quiet --editable . --requirement adapters/requirements.txt
+	touch $@
+
+adapters: $(ADAPTERS_VENV)/ready
+	$(ADAPTERS_PY) -m pytest adapters
+
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn
 
@@ -93,6 +107,19 @@ lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The site is built from the sources: rlstore is not installed there.
+$(DOCS_VENV)/ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-deps --requirement docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo 'The site is in build/site: open build/site/index.html'
+
+docs-serve: $(DOCS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .venv-* build out
