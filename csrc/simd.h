@@ -28,4 +28,7 @@ inline const char* instruction_set() {
 #endif
 }
 
+// For memory that is read later and may be far from the core. Into the second cache: several times as many lines can be on their way
+// to it as to the first, so the misses of a whole batch overlap.
+RLSTORE_INLINE void prefetch_far(const void* memory) { __builtin_prefetch(memory, 0, 2); }
 }  // namespace rlstore
