@@ -286,8 +286,8 @@ class RolloutBuffer(buffers.RolloutBuffer):
 
     The steps are in ``storage``, a :class:`~rlstore.RolloutStorage` on ``device``. ``rewards``, ``values``,
     ``log_probs``, ``returns``, ``advantages`` and ``episode_starts`` are arrays ``[buffer_size, n_envs]``, also after
-    :meth:`get`, ``actions`` is ``[buffer_size, n_envs, action_dim]`` float32, and observations are
-    ``storage.observations``.
+    :meth:`get`, ``actions`` is ``[buffer_size, n_envs, action_dim]`` float32, and ``observations`` is
+    ``[buffer_size, n_envs, ...]``, or a dict of such arrays. On the CPU they share the memory of the storage.
 
     As in Stable-Baselines3, the algorithm has added the value of the final observation to the reward of a step that was
     truncated. Advantages are not normalized here; PPO does that.
@@ -342,6 +342,14 @@ class RolloutBuffer(buffers.RolloutBuffer):
     def full(self) -> bool:  # type: ignore[override]
         """True if the rollout is complete."""
         return self.storage.step == self.buffer_size
+
+    @property
+    def observations(self) -> Any:  # type: ignore[override]
+        """Observations before each step, ``[buffer_size, n_envs, ...]``; a dict of such arrays for a Dict space."""
+        held = self.storage.observations
+        if isinstance(held, TensorDict):
+            return {key: leaf.numpy(force=True) for key, leaf in held.items()}
+        return held.numpy(force=True)
 
     def reset(self) -> None:
         """Begin a new rollout."""
@@ -417,7 +425,7 @@ class RolloutBuffer(buffers.RolloutBuffer):
                     yield RolloutBufferSamples(epoch.observations[part], *others)
 
 
-class DictRolloutBuffer(RolloutBuffer, buffers.DictRolloutBuffer):
+class DictRolloutBuffer(RolloutBuffer, buffers.DictRolloutBuffer):  # type: ignore[override]
     """:class:`RolloutBuffer` under the name that Stable-Baselines3 gives it for Dict observation spaces."""
 
 
