@@ -117,7 +117,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
         self.n_steps, self.gamma, self.prioritized = n_steps, gamma, prioritized
-        options = {"memory": "ram", **options}
+        options = {"memory": "ram", "seed": _drawn_seed(), **options}
         storage_class: Any = PrioritizedReplayStorage if prioritized else ReplayStorage
         self.storage: ReplayStorage | PrioritizedReplayStorage = storage_class(
             _observations_held(observation_space),
@@ -328,7 +328,7 @@ class RolloutBuffer(buffers.RolloutBuffer):
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.gae_lambda, self.gamma = gae_lambda, gamma
         example = _example(_observations_held(observation_space), n_envs)
-        options = {"gamma": gamma, "lam": gae_lambda, **options}
+        options = {"gamma": gamma, "lam": gae_lambda, "seed": _drawn_seed(), **options}
         self.storage = RolloutStorage("rl", n_envs, buffer_size, example, [self.action_dim], self.device, **options)
         self.episode_starts = np.zeros((buffer_size, n_envs), dtype=np.float32)
         self._no_ends = torch.zeros(n_envs, dtype=torch.uint8, device=self.device)
@@ -427,6 +427,11 @@ class RolloutBuffer(buffers.RolloutBuffer):
 
 class DictRolloutBuffer(RolloutBuffer, buffers.DictRolloutBuffer):  # type: ignore[override]
     """:class:`RolloutBuffer` under the name that Stable-Baselines3 gives it for Dict observation spaces."""
+
+
+def _drawn_seed() -> int:
+    """From the generator that Stable-Baselines3 seeds and that its own buffers draw from; torch's draws the weights."""
+    return int(np.random.randint(2**31))
 
 
 def _observations_held(space: spaces.Space[Any]) -> spaces.Space[Any]:
