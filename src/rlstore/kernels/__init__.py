@@ -6,7 +6,8 @@ have a native version, on CUDA most have one in Triton; all have the signature o
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
 that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
-attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
+attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory, ``join_flags``, which reads
+the two end flags of a step,
 ``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
 """
 
@@ -30,6 +31,7 @@ from rlstore.kernels._native import (
     exchange_word,
     gather_at_once,
     is_in_memory,
+    join_flags,
     make_event,
     process_start,
     restore_tables,
@@ -49,6 +51,7 @@ __all__ = [
     "exchange_word",
     "gather_at_once",
     "is_in_memory",
+    "join_flags",
     "kernel",
     "make_event",
     "process_start",
