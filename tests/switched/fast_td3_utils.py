@@ -1,7 +1,6 @@
 """A stand-in for the module of this name in FastTD3, which is on no package index: its replay buffer as it is used."""
 
 import torch
-from tensordict import TensorDict
 
 
 class SimpleReplayBuffer:

@@ -19,7 +19,7 @@ def main(total_frames=8_000, seed=1):
     actor = QValueActor(value, in_keys=["observation"], spec=env.action_spec_unbatched)
     exploration = EGreedyModule(env.action_spec, annealing_num_steps=total_frames // 2, eps_end=0.05)
     policy = TensorDictSequential(actor, exploration)
-    collector = Collector(env, policy, frames_per_batch=32, total_frames=total_frames, init_random_frames=500)
+    collector = Collector(env, policy, frames_per_batch=32, total_frames=total_frames, init_random_frames=512)
     rb = ReplayBuffer(10_000, num_envs=2, batch_size=64)
     loss_module = DQNLoss(actor, action_space=env.action_spec_unbatched, delay_value=True)
     loss_module.make_value_estimator(gamma=0.98)
