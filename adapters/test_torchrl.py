@@ -111,5 +111,5 @@ def test_their_loss_reads_lengths_and_weights(collected):
         squares = ((chosen - target) ** 2).squeeze(1)
         weights = sample["priority_weight"]
     assert loss.item() == pytest.approx(((squares * weights).sum() / weights.sum()).item(), rel=1e-4)
-    assert "td_error" in sample.keys()
+    assert sample.get("td_error", None) is not None
     buffer.update_tensordict_priority(sample)

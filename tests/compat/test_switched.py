@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
 SWITCHED = Path(__file__).parent.parent / "switched"
 PAIRS = ("cleanrl_ppo", "cleanrl_dqn", "rsl_rl", "rllte", "fast_td3", "torchrl")
