@@ -107,6 +107,8 @@ def test_the_error_that_is_shown_is_the_one_that_is_raised(capsys):
 def test_the_version_is_the_same_everywhere():
     assert rlstore.__version__ == version("rlstore")
     assert f'version = "{rlstore.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nversion: {rlstore.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {rlstore.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_architecture_page_shows_every_module_and_no_other():
