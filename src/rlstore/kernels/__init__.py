@@ -7,7 +7,8 @@ What processes do with words of shared memory (:class:`SlotTable`, :class:`Limit
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
 that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
 attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
-``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
+``count_readable`` and ``kind_of``, which look at tensors in less time than Python, ``restore_tables``, which reads what
+came from a disk, and ``crc32``, the same checksum as that of zlib.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from rlstore.kernels._native import (
     SlotTable,
     add_to_word,
     await_event,
+    count_readable,
     crc32,
     event_count,
     exchange_word,
     gather_at_once,
     is_in_memory,
+    kind_of,
     make_event,
     process_start,
     restore_tables,
@@ -44,12 +47,14 @@ __all__ = [
     "SlotTable",
     "add_to_word",
     "await_event",
+    "count_readable",
     "crc32",
     "event_count",
     "exchange_word",
     "gather_at_once",
     "is_in_memory",
     "kernel",
+    "kind_of",
     "make_event",
     "process_start",
     "restore_tables",
