@@ -3,6 +3,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
+ADAPTERS_VENV := .venv-adapters
+ADAPTERS_PY := $(ADAPTERS_VENV)/bin/python
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
 DOCS_VENV := .venv-docs
@@ -11,16 +13,16 @@ DOCS_VENV := .venv-docs
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb lint learn docs docs-serve clean always
+.PHONY: demo quick test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
-# The environment is created on first use and updated when one of its inputs changes. rsl_rl and rllte, which the tests train
-# with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here: they are
-# installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
+# The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
+# the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
+# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3
 	touch $@
 
 $(MODULES): always
@@ -86,6 +88,17 @@ reverb: $(REVERB_VENV)/ready
 bench: $(BENCH_VENV)/ready
 	-$(MAKE) reverb
 	$(BENCH_PY) -m benchmarks.run
+
+# Programs of other libraries with our storages in place of theirs, in an environment with all that those libraries require; then
+# whether they learn as well and as fast with ours as with their own, which takes about half an hour.
+$(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
+	$(PYTHON) -m venv $(ADAPTERS_VENV)
+	$(ADAPTERS_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=constraints.txt $(ADAPTERS_PY) -m pip install --quiet --editable . --requirement adapters/requirements.txt
+	touch $@
+
+adapters: $(ADAPTERS_VENV)/ready
+	$(ADAPTERS_PY) -m pytest adapters
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

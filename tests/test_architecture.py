@@ -1,4 +1,4 @@
-"""What may import what (ray -> storages -> engine -> kernels -> native), how deep classes are, and the public names."""
+"""What may import what (ray -> storages -> engine -> kernels -> native; adapters -> storages), classes, public names."""
 
 from __future__ import annotations
 
@@ -54,13 +54,16 @@ def _known(target: str) -> str:
 
 
 def package(name: str) -> str:
-    """kernels, engine, errors, ray, the root, or (the rest) storages."""
+    """kernels, engine, errors, ray, adapters, the root, or (the rest) storages."""
     parts = name.split(".")
     if len(parts) == 1:
         return "root"
+    if parts[1] in ADAPTERS:
+        return "adapters"
     return parts[1] if parts[1] in ("kernels", "engine", "errors", "ray") else "storages"
 
 
+ADAPTERS = ("sb3", "torchrl", "fast_td3", "rsl_rl")  # modules that give storages the interface of another library
 ALLOWED = {
     "errors": set(),
     "kernels": {"kernels", "errors"},
@@ -68,6 +71,7 @@ ALLOWED = {
     "storages": {"storages", "engine", "errors"},
     "root": {"storages", "engine", "errors"},
     "ray": {"ray", "root", "storages", "engine", "errors"},
+    "adapters": {"root", "storages", "engine", "errors"},
 }
 
 

@@ -1,0 +1,270 @@
+"""Replay buffers for Stable-Baselines3 serve what its own serve of the same steps, transition by transition."""
+
+import copy
+import runpy
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from combinations import each
+from gymnasium import spaces
+from sb3_steps import NUMBERS, add_all, forms, rows, steps
+from stable_baselines3.common import buffers as theirs
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+import rlstore.sb3
+from rlstore import InvalidInputError, PrioritizedReplayStorage
+from rlstore.sb3 import DictReplayBuffer, PrioritizedReplayBufferSamples, ReplayBuffer
+
+BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+DISCRETE = spaces.Discrete(5)
+OBSERVATIONS = {
+    "Box": BOX,
+    "image": spaces.Box(0, 255, (3, 4, 2), np.uint8),
+    "float64": spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
+    "Discrete": spaces.Discrete(NUMBERS),
+    "MultiDiscrete": spaces.MultiDiscrete([64, 64]),
+    "MultiBinary": spaces.MultiBinary(12),
+    "Dict": spaces.Dict(
+        {"box": BOX, "number": spaces.Discrete(NUMBERS), "image": spaces.Box(0, 255, (2, 2), np.uint8)}
+    ),
+}
+ACTIONS = {
+    "Discrete": DISCRETE,
+    "Discrete from 3": spaces.Discrete(5, start=3),
+    "Box": spaces.Box(-1, 1, (2,), np.float32),
+    "Box float64": spaces.Box(-1, 1, (2, 3), np.float64),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 64]),
+    "MultiBinary": spaces.MultiBinary(4),
+}
+DRAWS = 1000  # of some 50 transitions: each is drawn
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pair(observations=BOX, actions=DISCRETE, n_envs=3, size=48, ours=None, **arguments):
+    """A buffer of theirs and one of ours."""
+    is_dict = isinstance(observations, spaces.Dict)
+    given = (size, observations, actions, "cpu", n_envs)
+    their_class, our_class = (
+        (theirs.DictReplayBuffer, DictReplayBuffer) if is_dict else (theirs.ReplayBuffer, ReplayBuffer)
+    )
+    return their_class(*given, **arguments), our_class(*given, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions", "n_envs", "count"), each(list(OBSERVATIONS), list(ACTIONS), [1, 3, 3], [60, 11, 60, 60])
+)
+def test_every_transition_is_theirs(observations, actions, n_envs, count):
+    spaces_given = OBSERVATIONS[observations], ACTIONS[actions]
+    their, our = pair(*spaces_given, n_envs)
+    add_all(their, steps(*spaces_given, n_envs, count))
+    add_all(our, steps(*spaces_given, n_envs, count))
+    expected, served = their.sample(DRAWS), our.sample(DRAWS)
+    assert type(served) is type(expected)
+    assert forms(served) == forms(expected)
+    assert rows(served) == rows(expected)
+    assert len(rows(served)) == min(count, their.buffer_size) * n_envs
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_ends_by_a_time_limit_are_terminations_only_if_that_is_asked_for(handled):
+    their, our = pair(handle_timeout_termination=handled)
+    for buffer in (their, our):
+        add_all(buffer, steps(BOX, DISCRETE, 3, 16))
+    served = rows(our.sample(DRAWS))
+    assert served == rows(their.sample(DRAWS))
+    assert sum(row["dones "][0] for row in served.values()) == (6 if handled else 12)  # 12 episodes ended
+
+
+def test_the_position_is_theirs_at_every_step():
+    their, our = pair(size=20)
+    assert our.buffer_size == their.buffer_size == 6
+    for step in steps(BOX, DISCRETE, 3, 15):
+        assert (our.pos, our.full, our.size()) == (their.pos, their.full, their.size())
+        their.add(*step)
+        our.add(*step)
+    assert our.full
+    for name in ("n_envs", "buffer_size", "device", "obs_shape", "action_dim", "handle_timeout_termination"):
+        assert getattr(our, name) == getattr(their, name)
+    our.reset()
+    assert (our.pos, our.full, our.size()) == (0, False, 0)
+
+
+@pytest.mark.parametrize("n_steps", [2, 3, 5])
+@pytest.mark.parametrize("count", [10, 60], ids=["not full", "wrapped"])
+def test_sums_of_several_steps_are_theirs(n_steps, count):
+    arguments = {"n_steps": n_steps, "gamma": 0.5}  # powers of two, so that sums are exact in any order
+    given = (48, BOX, DISCRETE, "cpu", 3)
+    their, our = theirs.NStepReplayBuffer(*given, **arguments), ReplayBuffer(*given, **arguments)
+    for buffer in (their, our):
+        add_all(buffer, steps(BOX, DISCRETE, 3, count))
+    expected, served = their.sample(DRAWS), our.sample(DRAWS)
+    assert forms(served) == forms(expected)
+    # After a termination their discounts are multiplied by 1 - dones = 0, and ours are 0 themselves.
+    expected = expected._replace(discounts=expected.discounts * (1 - expected.dones))
+    assert rows(served) == rows(expected)
+
+
+class Counting(gym.Env):
+    """Observations and rewards grow with every step; episodes are truncated after five."""
+
+    observation_space = spaces.Dict({"box": BOX, "other": BOX})
+    action_space = DISCRETE
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return {"box": np.zeros(3, np.float32), "other": np.ones(3, np.float32)}, {}
+
+    def step(self, action):
+        self.count += 1
+        observation = {"box": np.full(3, self.count, np.float32), "other": np.full(3, -self.count, np.float32)}
+        return observation, float(self.count), False, self.count == 5, {}
+
+
+def normalizer(clip_reward=10.0):
+    """Statistics of 40 steps, of one key of two."""
+    env = VecNormalize(DummyVecEnv([Counting] * 3), norm_obs_keys=["box"], clip_obs=1e6, clip_reward=clip_reward)
+    env.reset()
+    for _ in range(40):
+        env.step(np.zeros(3, dtype=int))
+    return env
+
+
+@pytest.mark.parametrize("clip_reward", [10.0, 0.5])
+def test_observations_and_rewards_are_normalized_as_theirs(clip_reward):
+    env = normalizer(clip_reward)
+    their, our = pair(env.observation_space)
+    for buffer in (their, our):
+        add_all(buffer, steps(env.observation_space, DISCRETE, 3, 10))
+    expected, served = their.sample(DRAWS, env=env), our.sample(DRAWS, env=env)
+    assert forms(served) == forms(expected)
+    assert rows(served) == rows(expected)
+    assert served.rewards.max() <= clip_reward
+
+
+def test_single_observations_and_sums_of_rewards_are_normalized_as_theirs():
+    env = normalizer()
+    env.obs_rms, env.norm_obs_keys = env.obs_rms["box"], None
+    given, arguments = (48, BOX, DISCRETE, "cpu", 3), {"n_steps": 3, "gamma": 0.5}
+    their, our = theirs.NStepReplayBuffer(*given, **arguments), ReplayBuffer(*given, **arguments)
+    for buffer in (their, our):
+        add_all(buffer, steps(BOX, DISCRETE, 3, 10))
+    expected, served = (rows(buffer.sample(DRAWS, env=env)) for buffer in (their, our))
+    assert expected.keys() == served.keys()
+    for key, row in served.items():
+        assert row["next_observations "] == expected[key]["next_observations "]
+        assert row["rewards "] == pytest.approx(expected[key]["rewards "], rel=1e-6)
+    env.norm_reward = False
+    # The largest sum, as it is: of the last three steps of environment 2.
+    assert our.sample(DRAWS, env=env).rewards.max() == (23 + 0.5 * 26 + 0.25 * 29) / 8
+
+
+def test_observations_are_stored_once():
+    their, our = pair(spaces.Box(0, 255, (4, 20, 20), np.uint8), n_envs=1, size=1000)
+    assert their.observations.nbytes + their.next_observations.nbytes == 2 * 1_600_000
+    assert our.storage.nbytes < 1.1 * 1_600_000
+
+
+def test_optimized_memory_goes_with_everything_and_changes_nothing():
+    given = (48, BOX, DISCRETE, "cpu", 3)
+    with pytest.raises(ValueError, match="does not support"):
+        theirs.ReplayBuffer(*given, optimize_memory_usage=True)
+    plain, optimized = ReplayBuffer(*given), ReplayBuffer(*given, optimize_memory_usage=True)
+    for buffer in (plain, optimized):
+        add_all(buffer, steps(BOX, DISCRETE, 3, 30))
+    assert rows(plain.sample(DRAWS)) == rows(optimized.sample(DRAWS))
+
+
+def test_an_end_that_learn_marks_is_no_termination_and_the_next_episode_is_apart():
+    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 1, optimize_memory_usage=True, n_steps=3, gamma=0.5)
+    add_all(buffer, steps(BOX, DISCRETE, 1, 2))
+    buffer.dones[(buffer.pos - 1) % buffer.buffer_size] = True  # what learn() does
+    add_all(buffer, steps(BOX, DISCRETE, 1, 7)[4:6])
+    served = rows(buffer.sample(DRAWS))
+    # Steps 0 and 1, then 4 and 5: rewards are the numbers of the steps / 8, and observations twice those numbers.
+    found = {
+        row["observations "][0]: (row["rewards "], row["next_observations "][0], row["dones "])
+        for row in served.values()
+    }
+    assert found == {
+        0: ([0.5 / 8], 4, [0]),
+        2: ([1 / 8], 4, [0]),
+        8: ([(4 + 0.5 * 5) / 8], 12, [0]),
+        10: ([5 / 8], 12, [0]),
+    }
+
+
+def test_priorities_decide_what_is_drawn():
+    buffer = ReplayBuffer(
+        48, BOX, DISCRETE, "cpu", 3, prioritized=True, alpha=1.0, beta=1.0, n_steps=2, gamma=0.5, seed=0
+    )
+    assert isinstance(buffer.storage, PrioritizedReplayStorage)
+    add_all(buffer, steps(BOX, DISCRETE, 3, 4))
+    samples = buffer.sample(12)
+    assert type(samples) is PrioritizedReplayBufferSamples
+    assert samples.weights.shape == (12, 1)
+    assert set(samples.rows.tolist()) == set(range(12))  # equal priorities, one from each twelfth
+    buffer.update_priorities(samples.rows, torch.where(samples.observations[:, 0] == 8, 3.0, 0.0))
+    chosen = buffer.sample(6)
+    assert chosen.observations[:, 0].tolist() == [8] * 6  # step 1 of environment 1
+    # Its sum of two steps: 4 / 8 + 0.5 * 7 / 8; the second is the last of a terminated episode... of environment 1.
+    assert chosen.rewards.flatten().tolist() == [(4 + 0.5 * 7) / 8] * 6
+    buffer.update_priorities([0, 1], [3.0, 1.0])
+    assert sorted(buffer.storage.priorities([0, 1, 4]).tolist()) == [1, 3, 3]
+
+
+def test_batches_with_priorities_hold_dicts_too():
+    space = OBSERVATIONS["Dict"]
+    buffer, uniform = (
+        DictReplayBuffer(48, space, DISCRETE, "cpu", 3, prioritized=True),
+        DictReplayBuffer(48, space, DISCRETE, "cpu", 3),
+    )
+    for one in (buffer, uniform):
+        add_all(one, steps(space, DISCRETE, 3, 10))
+    samples = buffer.sample(DRAWS)
+    found = rows(samples)
+    for row in found.values():
+        del row["weights "], row["rows "]
+    assert found == rows(uniform.sample(DRAWS))
+
+
+def test_our_buffers_are_theirs_to_isinstance():
+    _, our = pair(OBSERVATIONS["Dict"])
+    assert isinstance(our, theirs.DictReplayBuffer)
+    assert isinstance(our, ReplayBuffer)
+
+
+def test_options_reach_the_storage_and_unknown_ones_are_refused(tmp_path):
+    buffer = ReplayBuffer(30, BOX, DISCRETE, memory="mapped", path=tmp_path / "replay", seed=1)
+    add_all(buffer, steps(BOX, DISCRETE, 1, 5))
+    buffer.storage.close()
+    resumed = ReplayBuffer(30, BOX, DISCRETE, memory="mapped", path=tmp_path / "replay", seed=1)
+    assert (resumed.pos, resumed.size()) == (5, 5)
+    with pytest.raises(TypeError, match="alpha"):
+        ReplayBuffer(30, BOX, DISCRETE, alpha=0.5)  # only with prioritized=True
+
+
+def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
+    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 2)
+    ((obs, next_obs, action, reward, done, infos),) = steps(BOX, DISCRETE, 2, 1)
+    with pytest.raises(InvalidInputError, match="Nothing was written"):
+        buffer.add(obs[:, :2], next_obs, action, reward, done, infos)
+    with pytest.raises(InvalidInputError, match="rewards"):
+        buffer.add(obs, next_obs, action, reward * np.nan, done, infos)
+    assert buffer.size() == 0
+    with pytest.raises(AttributeError, match=r"storage\.get_all_buffer_data\(\)"):
+        _ = buffer.rewards
+    assert copy.copy(buffer).storage is buffer.storage
+
+
+def test_without_stable_baselines3_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stable_baselines3.common", None)
+    with pytest.raises(ImportError, match=r"needs Stable-Baselines3, .*: pip install stable-baselines3"):
+        runpy.run_path(rlstore.sb3.__file__)
