@@ -1,4 +1,4 @@
-"""What is worked out once for tensors of a kind, and found again in less time than Python takes to read their shapes."""
+"""What is worked out once for tensors of a kind, found again in less time than it takes to read their shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from rlstore.kernels._native import kind_of
+from rlstore.kernels import kind_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -26,7 +26,7 @@ def planned(
     known: dict[tuple[Any, ...], Any] = {}
 
     @wraps(make)
-    def plan(tensors: tuple[Tensor, ...], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def plan(tensors: tuple[Tensor, ...], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         kind = kind_of(tensors)
         form = (kind, *args)
         found = known.get(form, _UNKNOWN)
