@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings_draws.h"
+#include "bindings_flags.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
@@ -467,6 +468,7 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("join_flags", &join_flags, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("count_readable", &count_readable, nb::arg().none(), nb::arg());
   m.def("kind_of", &kind_of);
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);

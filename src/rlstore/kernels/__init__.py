@@ -6,9 +6,9 @@ have a native version, on CUDA most have one in Triton; all have the signature o
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
 that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
-attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
-``count_readable`` and ``kind_of``, which look at tensors in less time than Python, ``restore_tables``, which reads what
-came from a disk, and ``crc32``, the same checksum as that of zlib.
+attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory, ``join_flags``, which reads
+the two end flags of a step, ``count_readable`` and ``kind_of``, which look at tensors in less time than Python,
+``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rlstore.kernels._native import (
     exchange_word,
     gather_at_once,
     is_in_memory,
+    join_flags,
     kind_of,
     make_event,
     process_start,
@@ -53,6 +54,7 @@ __all__ = [
     "exchange_word",
     "gather_at_once",
     "is_in_memory",
+    "join_flags",
     "kernel",
     "kind_of",
     "make_event",

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from rlstore.kernels import kind_of
+from rlstore.kernels._native import kind_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
