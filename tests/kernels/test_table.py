@@ -69,7 +69,16 @@ def test_the_native_stub_has_the_operations_methods_and_parameters_of_the_protoc
     # Words of shared memory, tables from a disk, and parts of what operations on CUDA do: no operations on tensors.
     others = {"Guard", "SlotTable", "Limiter", "is_in_memory", "process_start", "add_to_word", "exchange_word"}
     others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowLauncher", "restore_tables", "OutputPool"}
-    others |= {"Cutter", "Fixed", "RowReader", "count_readable", "crc32", "crc32_by_tables", "gather_at_once"}
+    others |= {
+        "Cutter",
+        "Fixed",
+        "RowReader",
+        "count_readable",
+        "crc32",
+        "crc32_by_tables",
+        "gather_at_once",
+        "kind_of",
+    }
     others |= {"start_writeback", "join_flags"}
     assert set(DECLARED) == NATIVE | others
     for name in NATIVE:
