@@ -27,6 +27,7 @@
 #include "rows.h"
 #include "scan.h"
 #include "segments.h"
+#include "simd.h"
 #include "writeback.h"
 
 namespace nb = nanobind;
@@ -475,6 +476,7 @@ NB_MODULE(_native, m) {
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());
   m.def("process_start", &process_start);
+  m.def("instruction_set", &instruction_set);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);
   m.def("event_count", &event_count);

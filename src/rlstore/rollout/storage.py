@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
@@ -45,6 +44,9 @@ from rlstore.rollout.resets import BLOCK as RESETS
 from rlstore.rollout.resets import ResetSteps
 from rlstore.storage import BatchDict, Critic, Sample, Shared
 from rlstore.trainer import Check, at_step, check_names, fraction, whole_number
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
 HiddenState = Tensor | tuple[Tensor, ...] | None
