@@ -7,6 +7,7 @@ only where these modules are installed; ``<!-- program; needs: ray -->`` both.
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -102,6 +103,17 @@ def test_the_error_that_is_shown_is_the_one_that_is_raised(capsys):
     exec(block.code, {})
     shown = re.findall(r"^# (.*)$", block.code, flags=re.MULTILINE)
     assert capsys.readouterr().out.split() == " ".join(shown).split()
+
+
+def test_the_pictures_are_those_that_the_script_draws():
+    """Its chart has the figures of docs/benchmarks.md: after new ones, run python docs/pictures/draw.py."""
+    script = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
+    for file, draw in script["PICTURES"].items():
+        assert (DOCS / "pictures" / file).read_text() == str(draw())
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) < 700
 
 
 def test_the_version_is_the_same_everywhere():
