@@ -113,7 +113,7 @@ class Storage(ABC):
 
     def _give(self, actor: Any, algorithm: Any) -> None:
         """Set the actor and the algorithm for ``before_gradients()`` without arguments."""
-        self._given_actor, self._given_algorithm = _Shared(actor), _Shared(algorithm)
+        self._given_actor, self._given_algorithm = Shared(actor), Shared(algorithm)
 
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's generator, from which all its random numbers come; None draws a seed from torch's."""
@@ -469,17 +469,17 @@ class Storage(ABC):
         )
 
 
-class _Shared:
+class Shared:
     """An object that the storage does not own: copies of the storage share it, and a pickle leaves it out."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
 
-    def __reduce__(self) -> tuple[type[_Shared], tuple[()]]:
-        return _Shared, ()
+    def __reduce__(self) -> tuple[type[Shared], tuple[()]]:
+        return Shared, ()
 
 
 def _saved_name(kind: type[Storage]) -> str:

@@ -80,6 +80,23 @@ def check_shape(owner: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+_AUTORESETS = ("NextStep", "SameStep", "Disabled")
+
+
+def check_autoreset(owner: str, mode: object, *, otherwise: str = "") -> str:
+    """The value of an autoreset mode, given as Gymnasium's ``AutoresetMode`` or as its value.
+
+    Args:
+        owner: Who needs it, for errors.
+        mode: What was given.
+        otherwise: What else may be given, for errors.
+    """
+    value = getattr(mode, "value", mode)
+    if not isinstance(value, str) or value not in _AUTORESETS:
+        raise InvalidInputError(f"autoreset is {mode!r}; {owner} knows {list(_AUTORESETS)}{otherwise}")
+    return value
+
+
 def check_device(owner: str, device: str | torch.device) -> torch.device:
     """The device as tensors have it, with its index on CUDA, if torch supports it and it is available."""
     try:

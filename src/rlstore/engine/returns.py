@@ -85,6 +85,71 @@ def fill_gae(
     kernel("fill_gae", rewards.device.type)(*inputs, dones, gamma, lam, epsilon, advantages, returns)
 
 
+def fill_gae_around_resets(
+    rewards: Tensor,
+    values: Tensor,
+    last_values: Tensor,
+    dones: Tensor,
+    truncated: Tensor | None,
+    resets: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    advantages: Tensor,
+    returns: Tensor,
+    epsilon: float | None = None,
+) -> None:
+    """:func:`fill_gae` for next-step autoreset, where the step after an end only resets the environment.
+
+    The observation of such a reset step is the final one of the episode before it. So a truncated step bootstraps from
+    the value of the next step, or from ``last_values``. A reset step has the advantage 0 and its own value as target,
+    and advantages are normalized over the other steps.
+
+    Args:
+        rewards: As for :func:`fill_gae`, and so the others that are not named here.
+        values: ``[steps, lanes]``.
+        last_values: ``[lanes]`` or ``[lanes, 1]``.
+        dones: Flags of every end, one byte each.
+        truncated: Flags of the ends that are truncations; None for none.
+        resets: Flags of the reset steps.
+        gamma: The discount factor.
+        lam: The trade-off between bias and variance.
+        advantages: Filled.
+        returns: Filled.
+        epsilon: Normalize with it; None to leave the advantages as they are.
+    """
+    is_reset = resets != 0
+    final_values = torch.cat((values[1:], last_values.view(1, *values.shape[1:]))).masked_fill_(is_reset, torch.nan)
+    # A truncated step whose final value is not known has the advantage 0, and nothing flows through it.
+    cut_off = resets if truncated is None else truncated | resets
+    fill_gae(
+        rewards,
+        values,
+        last_values,
+        dones | resets,
+        cut_off,
+        final_values,
+        gamma=gamma,
+        lam=lam,
+        advantages=advantages,
+        returns=returns,
+        dones=True,
+    )
+    if epsilon is not None:
+        _normalize_where(~is_reset, advantages, epsilon)
+
+
+def _normalize_where(counts: Tensor, x: Tensor, epsilon: float) -> None:
+    """:func:`normalize` over the entries that count; the others become 0. The host does not wait for the device."""
+    wide = x.double()
+    # Relative to one of them, so that equal entries give exactly 0, however their sum is rounded.
+    wide = torch.where(counts, wide - torch.where(counts, wide, -torch.inf).amax(), 0.0)
+    number = counts.sum()
+    away = torch.where(counts, wide - wide.sum() / number, 0.0)
+    std = (away.square().sum() / (number - 1).clamp(min=1)).sqrt()
+    x.copy_(away / (std + epsilon))
+
+
 def readable_flags(block: Tensor) -> Tensor:
     """Flags in a form that :func:`fill_gae` can read: one byte each or, on CUDA, any dtype."""
     return block if block.is_cuda or block.element_size() == 1 else block != 0

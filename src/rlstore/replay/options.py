@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from rlstore.engine.checks import check_count, check_path, check_positive, check_seconds
+from rlstore.engine.checks import check_autoreset, check_count, check_path, check_positive, check_seconds
 from rlstore.engine.disk.journal import Journal, as_journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import InvalidInputError
 
 _MEMORIES = ("device", "ram", "shared", "mapped")
-_AUTORESETS = ("NextStep", "SameStep", "Disabled")
 
 
 @dataclass
@@ -56,16 +55,13 @@ class Options:
             raise InvalidInputError(
                 f"dtype is {self.dtype!r}; {owner} serves observations as a float dtype, or None: as stored"
             )
-        autoreset = getattr(self.autoreset, "value", self.autoreset)
-        if autoreset is not None and autoreset not in _AUTORESETS:
-            raise InvalidInputError(
-                f"autoreset is {self.autoreset!r}; {owner} knows {list(_AUTORESETS)}, or None to tell by the data"
-            )
+        if self.autoreset is not None:
+            self.autoreset = check_autoreset(owner, self.autoreset, otherwise=", or None to tell by the data")
         if self.path is not None:
             check_path(owner, "path", self.path)
         if self.memory not in _MEMORIES:
             raise InvalidInputError(f"memory is {self.memory!r}; {owner} knows {list(_MEMORIES)}")
-        self.autoreset, self.timeout, self.pin_memory = autoreset, float(self.timeout), bool(self.pin_memory)
+        self.timeout, self.pin_memory = float(self.timeout), bool(self.pin_memory)
         self.allow_nonfinite_rewards, self.sample_info = bool(self.allow_nonfinite_rewards), bool(self.sample_info)
         self.journal = as_journal(owner, self.journal)
         self.storage_size, self.batch_size = int(self.storage_size), int(self.batch_size)

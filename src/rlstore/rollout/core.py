@@ -23,7 +23,7 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Rule, Structure, as_tensor, is_in_memory, reward_field, walk
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, is_in_memory, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.rollout.targets import Targets
@@ -161,9 +161,9 @@ class RolloutCore(Storage):
     # What to do about missing targets.
     _how_to_compute: ClassVar[str]
     # Words of get_all_buffer_data that are no columns.
-    _data_words: ClassVar[tuple[str, ...]] = ()
-    # How a scalar and a flag of an environment are held. Scalars of shape () are served with an axis of 1.
-    _scalar_shape: ClassVar[tuple[int, ...]] = (1,)
+    _data_words: tuple[str, ...] = ()
+    # How a scalar and a flag of an environment are held. The ten methods serve scalars with an axis of 1 in any case.
+    _scalar_shape: tuple[int, ...] = (1,)
     _flag_dtype: ClassVar[torch.dtype] = torch.uint8
 
     num_envs: int | None
@@ -225,20 +225,18 @@ class RolloutCore(Storage):
         self,
         structure: Structure,
         observations: Sequence[Field],
-        actions: tuple[tuple[int, ...], str],
+        actions: Field,
         lanes: int,
-        rule: Rule | None = None,
     ) -> None:
         """Allocate the ring.
 
         Args:
             structure: Of the observations.
             observations: A field for each leaf.
-            actions: The shape of an action, and what errors say that it came from.
+            actions: The field of actions.
             lanes: The number of environments.
-            rule: Which values an action may have.
         """
-        own, scalar, shape = f"num_envs={lanes}", self._scalar_shape, actions[0]
+        own, scalar = f"num_envs={lanes}", self._scalar_shape
         for name, column in self._columns.items():
             if column.late or column.form == "extra":
                 continue
@@ -247,7 +245,7 @@ class RolloutCore(Storage):
                 fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
                 self._columns[name] = column.holding(fields, nest)
             elif column.form == "actions":
-                self._columns[name] = column.holding([Field(name, shape, torch.float32, actions[1], rule=rule)])
+                self._columns[name] = column.holding([replace(actions, name=name)])
             elif column.form == "flag":
                 self._columns[name] = column.holding([Field(name, scalar, self._flag_dtype, own, is_flag=True)])
             elif name == "rewards":
@@ -276,7 +274,7 @@ class RolloutCore(Storage):
         ring, sources = self._current_ring(), {}
         for column in self._columns.values():
             if column.batch and column.fields:
-                sources[column.batch] = column.structure, self._served(column, column.held(ring, rows))
+                sources[column.batch] = column.structure, self._served(column, column.held(ring, rows), own=True)
         return sources
 
     def _word_sources(self, rows: int, *, whole: bool = False) -> Sources:
@@ -287,11 +285,17 @@ class RolloutCore(Storage):
                 leaves = column.held(ring, rows, column.lead)
                 if column.form == "flag":
                     leaves = [leaves[0] != 0]
-                sources[column.word] = column.structure, self._served(column, leaves)
+                sources[column.word] = column.structure, self._served(column, leaves, own=False)
         return sources
 
-    def _served(self, column: RolloutColumn, leaves: list[Tensor]) -> list[Tensor]:
-        """The leaves as they are served: scalars held as ``[steps, envs]`` get a last axis of 1."""
+    def _served(self, column: RolloutColumn, leaves: list[Tensor], *, own: bool) -> list[Tensor]:
+        """The leaves as they are served: scalars held as ``[steps, envs]`` get a last axis of 1.
+
+        Args:
+            column: Whose leaves they are.
+            leaves: As they are held.
+            own: For the storage's own batches, not for the ten methods.
+        """
         if self._scalar_shape or column.structure is not None or column.fields[0].shape:
             return leaves
         return [leaf.unsqueeze(-1) for leaf in leaves]
@@ -440,10 +444,12 @@ class RolloutCore(Storage):
         *,
         epsilon: float | None,
         dones: bool = False,
+        resets: Tensor | None = None,
     ) -> None:
         """Fill ``returns`` and ``advantages`` of the rows held, from the whole blocks of flags and final values.
 
-        See :func:`rlstore.engine.returns.fill_gae`.
+        See :func:`rlstore.engine.returns.fill_gae`; with ``resets``, the flags of reset steps,
+        :func:`rlstore.engine.returns.fill_gae_around_resets`.
         """
         ring, rows = self._ready_ring(), self._require_rows()
         ring.check_blocks()
@@ -459,20 +465,11 @@ class RolloutCore(Storage):
             ended = ended[:rows]
             truncated = None if truncated is None else truncated[:rows]
             final_values = None if final_values is None else final_values[:rows]
-        returns.fill_gae(
-            rewards,
-            values,
-            last_values,
-            ended,
-            truncated,
-            final_values,
-            gamma=gamma,
-            lam=lam,
-            advantages=out[0],
-            returns=out[1],
-            epsilon=epsilon,
-            dones=dones,
-        )
+        how: dict[str, Any] = {"gamma": gamma, "lam": lam, "advantages": out[0], "returns": out[1], "epsilon": epsilon}
+        if resets is None:
+            returns.fill_gae(rewards, values, last_values, ended, truncated, final_values, dones=dones, **how)
+        else:
+            returns.fill_gae_around_resets(rewards, values, last_values, ended, truncated, resets[:rows], **how)
         self._targets.were_computed()
 
     @guarded
@@ -525,9 +522,17 @@ class RolloutCore(Storage):
             self._word_sources, num_mini_batch, size, num_epochs, shuffle=shuffle, reuse=reuse, with_rows=True
         )
 
+    def _count_rows(self) -> int:
+        """The rows that batches are made of."""
+        return self._require_rows() * self._ready_ring().lanes
+
+    def _row_ids(self) -> Tensor | None:
+        """Their ids, int64 ``[rows]``; None if they are all that are held."""
+        return None
+
     def _batch_rows(self, count: int, num_epochs: int, size: int | None = None) -> int:
         """The rows of each of ``count`` mini-batches, once all numbers are checked."""
-        held = self._require_rows() * self._ready_ring().lanes
+        held = self._count_rows()
         given = {"the number of mini-batches": count, "num_epochs": num_epochs}
         if size is not None and type(count) is int and count <= held:
             given["the rows of a mini-batch"] = size
@@ -575,12 +580,13 @@ class RolloutCore(Storage):
             return
         ring, steps = self._ready_ring(), self._require_rows()
         self._outputs.begin()
-        held, wanted = steps * ring.lanes, count * size
+        held, wanted, served = self._count_rows(), count * size, self._row_ids()
         if shuffle and reshuffle:
             orders = epoch_orders(held, wanted, self._generator, num_epochs)
         else:
             orders = repeat(epoch_rows(held, wanted, self._generator, shuffle=shuffle), num_epochs)
-        for rows in orders:
+        for order in orders:
+            rows = order if served is None else served[order]
             if ring.size < steps:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
             leaves, build = flatten(sources(steps), torch.Size((size,)), make)

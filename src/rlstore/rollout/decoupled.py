@@ -18,7 +18,6 @@ from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import (
     Field,
-    Rule,
     Structure,
     as_tensor,
     describe_fields,
@@ -110,11 +109,11 @@ class DecoupledRolloutStorage(RolloutCore):
         "gae_lambda": fraction,
         "num_steps": whole_number,
     }
-    _data_words: ClassVar[tuple[str, ...]] = ("flags_before",)
+    _data_words = ("flags_before",)
     _how_to_compute: ClassVar[str] = (
         "call compute_returns_and_advantages() or before_gradients(), or write both attributes yourself"
     )
-    _scalar_shape: ClassVar[tuple[int, ...]] = ()
+    _scalar_shape = ()
     _flag_dtype: ClassVar[torch.dtype] = torch.float32
 
     @explained
@@ -149,7 +148,8 @@ class DecoupledRolloutStorage(RolloutCore):
             )
             spec = action_spec(_given_space(action_space, "action_space"))
             origin = f"the action_space given to {owner}()"
-            self._allocate(structure, fields, (spec.shape, origin), int(num_envs or 0), spec.rule)
+            actions = Field("actions", spec.shape, torch.float32, origin, rule=spec.rule)
+            self._allocate(structure, fields, actions, int(num_envs or 0))
         self._begin_journal(journal)
 
     @classmethod
@@ -195,17 +195,16 @@ class DecoupledRolloutStorage(RolloutCore):
             raise InvalidInputError(f"the first sample has {num_envs} environments, and num_envs is {self.num_envs}")
         structure, fields = fields_of_example(sample["observations"], "obs", 1, "the first sample")
         shape = tuple(as_tensor(sample.get("actions"), "actions").shape[1:])
-        self._allocate(structure, fields, (shape, "the action space"), num_envs)
+        self._allocate(structure, fields, Field("actions", shape, torch.float32, "the action space"), num_envs)
 
     def _allocate(
         self,
         structure: Structure,
         observations: Sequence[Field],
-        actions: tuple[tuple[int, ...], str],
+        actions: Field,
         lanes: int,
-        rule: Rule | None = None,
     ) -> None:
-        super()._allocate(structure, observations, actions, lanes, rule)
+        super()._allocate(structure, observations, actions, lanes)
         self._unknown = allocate((lanes,), torch.float32, self._torch_device, torch.nan)
         self._row_columns = [column for column in self._columns.values() if not column.computed]
 
@@ -395,7 +394,7 @@ class DecoupledRolloutStorage(RolloutCore):
         if "learnt" in settings:
             learnt = settings["learnt"]
             structure, fields = described_fields(learnt, "obs")
-            actions = (tuple(learnt["action_shape"]), "the action space")
+            actions = Field("actions", tuple(learnt["action_shape"]), torch.float32, "the action space")
             storage._allocate(structure, fields, actions, settings["num_envs"])
         return storage
 

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
 from rlstore.engine.calls import explained
-from rlstore.engine.checks import check_count, check_fraction, check_positive, check_shape
+from rlstore.engine.checks import check_autoreset, check_count, check_fraction, check_positive, check_shape
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
+from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import (
     Field,
-    Rule,
     Structure,
     as_tensor,
     describe_fields,
     described_fields,
     fields_of_example,
 )
-from rlstore.engine.rows.spaces import ExtraFields
+from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.rollout.core import (
     BlockAttribute,
@@ -39,11 +39,15 @@ from rlstore.rollout.core import (
     flatten,
     repeated,
 )
-from rlstore.storage import BatchDict, Critic, Sample
-from rlstore.trainer import Check, fraction, whole_number
+from rlstore.rollout.ends import FinalCritic, Flags, alike, ask_critic, joined_flags, read_flags
+from rlstore.rollout.resets import BLOCK as RESETS
+from rlstore.rollout.resets import ResetSteps
+from rlstore.storage import BatchDict, Critic, Sample, Shared
+from rlstore.trainer import Check, at_step, check_names, fraction, whole_number
 
 # The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
 HiddenState = Tensor | tuple[Tensor, ...] | None
+_NO_STATES: tuple[HiddenState, HiddenState] = (None, None)
 _ALMOST = 0.88  # how alike two names are of which one is taken to be a misspelling of the other
 _HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
@@ -189,6 +193,11 @@ class RolloutStorage(RolloutCore):
         Flat batches hold ``[rows, ...]``, scalars ``[rows, 1]``. Recurrent ones hold observations
         ``[steps, trajectories, ...]`` with ``masks``, hidden states ``[layers, trajectories, hidden]``, and the other
         fields ``[steps, envs, ...]``. Extra fields are attributes with their names.
+
+        In a storage made by :meth:`RolloutStorage.from_spaces`, scalars are ``[rows]`` or ``[steps, envs]``, and
+        recurrent batches have ``step_masks``, bool ``[steps, envs]``: False for reset steps, which are part of no
+        trajectory. ``x.transpose(0, 1)[batch.step_masks.transpose(0, 1)]`` are the steps of a field ``x`` in the order
+        of ``y.transpose(0, 1)[batch.masks.transpose(0, 1)]`` for trajectories ``y``.
         """
 
         # The parts of a flat batch, in the order of the arguments.
@@ -196,6 +205,7 @@ class RolloutStorage(RolloutCore):
             *("observations", "actions", "values", "advantages", "returns"),
             *("old_actions_log_prob", "old_distribution_params"),
         )
+        step_masks: Tensor | None = None
 
         def __init__(
             self,
@@ -244,7 +254,7 @@ class RolloutStorage(RolloutCore):
         "lam": fraction,
         "num_transitions_per_env": whole_number,
     }
-    _data_words: ClassVar[tuple[str, ...]] = ("last_observations",)
+    _data_words: tuple[str, ...] = ("last_observations",)
     _how_to_compute: ClassVar[str] = "call compute_returns() or before_gradients(), or write both attributes yourself"
 
     @explained
@@ -275,6 +285,10 @@ class RolloutStorage(RolloutCore):
         self.gamma, self.lam = gamma, lam
         self.num_envs, self.actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
+        self._spaces: tuple[SpaceLike, SpaceLike] | None = None  # of a storage made from spaces
+        self._autoreset: str | None = None  # likewise
+        self._resets: ResetSteps | None = None  # where there are any
+        self._critic = Shared()
         self._read_row: Callable[[Any], tuple[Any, ...] | None] | None = None  # made when it is first needed
         self._describe(_COLUMNS[training_type], extra_fields, reserved=_RESERVED)
         stored = [name for name in self.Transition.__annotations__ if name in self._columns]
@@ -286,6 +300,93 @@ class RolloutStorage(RolloutCore):
             shape = check_shape(owner, "actions_shape", actions_shape if actions_shape is not None else ())
             self._allocate_like(int(num_envs or 0), obs, shape, f"the obs given to {owner}()")
         self._begin_journal(journal)
+
+    @classmethod
+    @explained
+    def from_spaces(
+        cls,
+        observation_space: SpaceLike,
+        action_space: SpaceLike,
+        num_envs: int,
+        num_steps: int,
+        device: str | torch.device = "cpu",
+        *,
+        autoreset: Any = "NextStep",
+        critic: FinalCritic | None = None,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        seed: int | None = None,
+        extra_fields: ExtraFields | None = None,
+        allow_nonfinite_rewards: bool = False,
+        journal: str | os.PathLike[str] | Journal | None = None,
+    ) -> RolloutStorage:
+        """A storage for PPO on the environments of a Gymnasium vector environment, filled by :meth:`add`.
+
+        Observations and actions are held and served in the shape and dtype of their spaces: a Discrete action is int64
+        ``[rows]``; observations of a Dict space are a TensorDict, those of a Tuple space a tuple, and others a tensor.
+        Scalars are held as ``[steps, envs]``, and served as ``[rows]`` by the generators.
+
+        With ``autoreset="NextStep"``, the default of Gymnasium, the step after the end of an episode is a reset step:
+        its action is ignored, and it returns the first observation of the next episode. It keeps its row, and is left
+        out of mini-batches, trajectories, and the normalization of advantages; its own advantage is 0. Its observation
+        is the final one of the episode before it, so a truncated step bootstraps from the ``values`` of the reset
+        step, or from ``last_values`` at the end of the rollout. Which rows they are is in :attr:`reset_steps`; an
+        episode that ends in the last step makes the first step of the next rollout a reset step.
+
+        With "SameStep" an environment is reset in the step in which its episode ends, and with "Disabled" by you.
+        There are no reset steps. A truncated step bootstraps from the value of its final observation: from
+        ``final_values`` given to :meth:`add`, or from what the ``critic`` says of ``infos["final_obs"]``. Without both
+        its advantage is 0 before normalization.
+
+        Args:
+            observation_space: A Gymnasium space, ``envs.single_observation_space``, or a mapping with ``shape`` and
+                optionally ``dtype`` (default: float32).
+            action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, ``envs.single_action_space``, or a
+                mapping with ``shape`` and ``type``.
+            num_envs: The number of environments that are stepped together.
+            num_steps: The number of steps of a rollout.
+            device: The device of the data.
+            autoreset: How the environments are reset, a Gymnasium ``AutoresetMode`` or its value: "NextStep",
+                "SameStep" or "Disabled".
+            critic: Not with "NextStep": a function that gives the values ``[k]`` or ``[k, 1]`` of the final
+                observations ``[k, ...]`` of truncated episodes. It is called without gradients. It is not saved: set
+                :attr:`critic` after loading.
+            gamma: The discount factor that ``before_gradients`` uses if the algorithm has none.
+            lam: The GAE lambda that it uses then.
+            seed: The seed of the storage's random generator; None draws one from torch's default generator.
+            extra_fields: Additional fields by name, each a Box, Discrete, MultiDiscrete or MultiBinary space, or a pair
+                of shape and dtype. They are keyword arguments of :meth:`add`, and attributes of every batch.
+            allow_nonfinite_rewards: Store rewards that are NaN or infinite; otherwise adding them is refused.
+            journal: A folder to which a thread commits the storage every two seconds, or a :class:`~rlstore.Journal`
+                with other options; None for no journal.
+        """
+        owner = f"{cls.__name__}.from_spaces()"
+        check_positive(owner, num_envs=num_envs, num_steps=num_steps)
+        options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
+        options["allow_nonfinite_rewards"] = allow_nonfinite_rewards
+        storage = cls("rl", None, num_steps, None, None, device, **options)
+        storage._autoreset = check_autoreset(owner, autoreset)
+        storage._take_spaces(observation_space, action_space, int(num_envs), extra_fields)
+        storage.critic = critic
+        storage._begin_journal(journal)
+        return storage
+
+    def _take_spaces(
+        self, observation_space: SpaceLike, action_space: SpaceLike, lanes: int, given: ExtraFields | None
+    ) -> None:
+        """Allocate for observations and actions of these spaces, and for scalars without an axis of their own."""
+        owner = f"{type(self).__name__}.from_spaces"
+        structure, fields = observation_fields(observation_space, "observations", owner, torch.float32)
+        spec = action_spec(action_space)
+        actions = Field("actions", spec.shape, spec.dtype, f"the action_space given to {owner}()", rule=spec.rule)
+        columns = _COLUMNS["rl"]
+        if self._autoreset == "NextStep":
+            columns = (*columns, RolloutColumn(RESETS, "flag", lead=1))
+            self._resets, self._data_words = ResetSteps(lanes), (*self._data_words, RESETS)
+        self._scalar_shape, self._spaces = (), (observation_space, action_space)
+        self._describe(columns, given, reserved={*_RESERVED, "step_masks", "final_observations", "infos"})
+        self._allocate(structure, fields, actions, lanes)
+        self.actions_shape = spec.shape
 
     @classmethod
     @explained
@@ -323,6 +424,35 @@ class RolloutStorage(RolloutCore):
         return self.max_size
 
     @property
+    def critic(self) -> FinalCritic | None:
+        """What gives the values of the final observations of truncated episodes; None if there is none.
+
+        It is not part of a snapshot, nor of a pickle: set it after loading.
+        """
+        return self._critic.value  # type: ignore[no-any-return]
+
+    @critic.setter
+    def critic(self, critic: FinalCritic | None) -> None:
+        if critic is not None and not callable(critic):
+            raise InvalidInputError(
+                f"critic is a {type(critic).__name__}; it has to be a function of final observations, or None"
+            )
+        if critic is not None and self._resets is not None:
+            raise InvalidInputError(
+                'a critic was given, and with autoreset="NextStep" there is nothing to ask it: the value of a final '
+                "observation is among the values of the next step. Give no critic, or another autoreset."
+            )
+        self._critic = Shared(critic)
+
+    @property
+    def reset_steps(self) -> Tensor:
+        """Which of the steps since :meth:`clear` are reset steps, bool ``[steps, envs]``; see :meth:`from_spaces`."""
+        ring = self._ready_ring()
+        if self._resets is None:
+            return torch.zeros((ring.size, ring.lanes), dtype=torch.bool, device=self._torch_device)
+        return self._resets.flags(ring) != 0
+
+    @property
     def step(self) -> int:
         """Steps written since :meth:`clear`."""
         return 0 if self._ring is None else self._ring.size
@@ -341,7 +471,8 @@ class RolloutStorage(RolloutCore):
                 raise InvalidInputError(
                     f"{name} is {tuple(example.shape)}; its first axis has to be the environments, num_envs={num_envs}"
                 )
-        actions = (actions_shape, f"actions_shape={list(actions_shape)} and num_envs={num_envs}")
+        origin = f"actions_shape={list(actions_shape)} and num_envs={num_envs}"
+        actions = Field("actions", actions_shape, torch.float32, origin)
         self._allocate(structure, fields, actions, num_envs)
         self.actions_shape = actions_shape
 
@@ -349,19 +480,19 @@ class RolloutStorage(RolloutCore):
         self,
         structure: Structure,
         observations: Sequence[Field],
-        actions: tuple[tuple[int, ...], str],
+        actions: Field,
         lanes: int,
-        rule: Rule | None = None,
     ) -> None:
-        super()._allocate(structure, observations, actions, lanes, rule)
+        super()._allocate(structure, observations, actions, lanes)
         # What every transition brings besides observations.
         self._row_names = [c.name for c in self._columns.values() if not (c.computed or c.late or c.structure)]
-        self._dones_place = len(structure.paths) + self._row_names.index("dones")
+        self._places = {name: len(structure.paths) + place for place, name in enumerate(self._row_names)}
+        self._dones_place = self._places["dones"]
         self._late: dict[str, int] = {}  # late columns that were given and their leaves, in the order of a row
         # What is written for a late column that a transition does not bring: not truncated, no known value.
         self._absent = {
-            "truncated": allocate((lanes, 1), torch.uint8, self._torch_device),
-            "final_values": allocate((lanes, 1), torch.float32, self._torch_device, torch.nan),
+            "truncated": allocate((lanes, *self._scalar_shape), torch.uint8, self._torch_device),
+            "final_values": allocate((lanes, *self._scalar_shape), torch.float32, self._torch_device, torch.nan),
         }
 
     @guarded
@@ -369,9 +500,19 @@ class RolloutStorage(RolloutCore):
         """Start a new rollout: the cursor moves back to the first step."""
         self._start_rollout()
 
+    def _start_rollout(self) -> None:
+        if self._resets is not None:
+            self._resets.carry(self._ready_ring())
+        super()._start_rollout()
+
     @guarded
     def reset(self) -> None:
-        """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too."""
+        """Remove all data and set all tensors to zero; hidden states and distribution parameters are removed too.
+
+        Ends before it are forgotten: the next step is no reset step.
+        """
+        if self._resets is not None:
+            self._resets.forget()
         if self._ring is not None:
             self._ring.drop([block for name in self._late for block in self._columns[name].blocks])
             self._columns = {name: c.holding(()) if c.late else c for name, c in self._columns.items()}
@@ -380,7 +521,100 @@ class RolloutStorage(RolloutCore):
         self._last_observations = None
         super().reset()
 
+    @guarded
+    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
+        """Change ``gamma``, ``lam`` or (while the storage is empty) ``num_transitions_per_env``."""
+        ended = None if self._resets is None else self._ready_ring().blocks[RESETS][0].clone()
+        super().update_storage_parameter(parameter_name, new_parameter_value)
+        if ended is not None:
+            self._ready_ring().blocks[RESETS][0].copy_(ended)  # where the next step is a reset step
+
     # ---------------------------------------------------------------------------------------------- writing
+
+    def add(
+        self,
+        *,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminated: Any,
+        truncated: Any,
+        values: Any,
+        log_probs: Any,
+        infos: Mapping[str, Any] | None = None,
+        final_values: Any = None,
+        distribution_params: tuple[Any, ...] | None = None,
+        hidden_states: tuple[HiddenState, HiddenState] = _NO_STATES,
+        **extra_fields: Any,
+    ) -> None:
+        """Add one step of all environments: numpy arrays, tensors or lists. All is checked before anything is written.
+
+        Args:
+            observations: Observations before the step, ``[envs, ...]``.
+            actions: ``[envs, ...]``.
+            rewards: ``[envs]``.
+            terminated: The episode terminated in this step, ``[envs]``. Where both flags are set, this one counts.
+            truncated: The episode was truncated after this step, ``[envs]``.
+            values: The critic's estimates for ``observations``, ``[envs]`` or ``[envs, 1]``.
+            log_probs: The log-probability of the actions, ``[envs]``.
+            infos: What the environments returned besides. ``final_obs`` (or ``final_observation``) is read if the
+                storage has a critic.
+            final_values: The value of the final observation, read where truncated; NaN where it is unknown. Not with
+                ``autoreset="NextStep"``, where it is the value of the next step.
+            distribution_params: The parameters of the action distribution.
+            hidden_states: The recurrent states before the step, ``(actor, critic)``, each ``[layers, envs, hidden]``.
+            **extra_fields: The extra fields given to the storage, by their names.
+
+        Raises:
+            RolloutFullError: (an OverflowError) if the rollout is full.
+            InvalidInputError: (a ValueError) if a value is missing or does not fit; with ``autoreset="NextStep"`` also
+                if a reset step has a reward or ends an episode, which values on CUDA are not checked for.
+        """
+        with self._guard:
+            ring = self._ring if self._ring is not None else self._ready_ring()
+            if self.training_type != "rl":
+                self._require_mode("rl")
+            if ring.size >= ring.steps:
+                raise _full(ring)
+            if self._observation_view is not None or self._handed_lists:
+                self._follow_callers()
+            ended, cut_off = joined_flags(terminated, truncated, ring.lanes)
+            if self._resets is None:
+                row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs]
+                if final_values is None and self._critic.value is not None:
+                    final_values = self._ask_critic(infos, cut_off)
+            else:
+                row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs, ended]
+                self._check_next(rewards, ended, final_values, infos)
+            if extra_fields or self._extra:
+                row.extend(self._extra_values(extra_fields))
+            late = _late_values(distribution_params, hidden_states, cut_off, final_values)
+            values, new = self._with_late(row, late)
+            ring.write(self._extend(values, new) if new else values)
+            if self._resets is not None:
+                self._resets.follow()
+            if ring.size == 1:
+                self._targets.blank(ring)
+            self._spent, self._last_observations = False, None
+
+    def _extra_values(self, given: Mapping[str, Any]) -> list[Any]:
+        names = [field.name for field in self._extra]
+        check_names(given, "a step", type(self).__name__, names, names)
+        return [given[name] for name in names]
+
+    def _ask_critic(self, infos: Any, cut_off: Flags) -> Tensor | None:
+        fields = self._columns["observations"].fields
+        return ask_critic(self._critic.value, infos, cut_off, self._observations, fields, self._torch_device)
+
+    def _check_next(self, rewards: Any, ended: Flags, final_values: Any, infos: Any = None) -> None:
+        """Refuse a step that next-step autoreset does not have."""
+        if final_values is not None:
+            raise InvalidInputError(
+                'final_values were given, and with autoreset="NextStep" they are the values of the next step. '
+                "Nothing was written."
+            )
+        if self._resets is not None:
+            self._resets.check(rewards, ended, self._columns["rewards"].fields[0], infos)
 
     def add_transition(self, transition: RolloutStorage.Transition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
@@ -393,11 +627,7 @@ class RolloutStorage(RolloutCore):
         with self._guard:
             ring = self._ring if self._ring is not None else self._ready_ring()
             if ring.size >= ring.steps:
-                raise RolloutFullError(
-                    f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
-                    "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
-                    "Nothing was written."
-                )
+                raise _full(ring)
             if self._observation_view is not None or self._handed_lists:
                 self._follow_callers()
             if self._read_row is None:
@@ -406,6 +636,8 @@ class RolloutStorage(RolloutCore):
             if values is None:
                 values = self._row_or_extend(transition)
             ring.write(values)
+            if self._resets is not None:
+                self._resets.follow()
             if ring.size == 1:  # what is done once for each rollout
                 self._targets.blank(ring)
                 if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
@@ -417,7 +649,7 @@ class RolloutStorage(RolloutCore):
 
     def _row_reader(self) -> Callable[[Any], tuple[Any, ...] | None]:
         """What takes the values of a row from a transition that brings every column held, and no other."""
-        if self._late.keys() - {"distribution_params"}:
+        if self._resets is not None or self._late.keys() - {"distribution_params"}:
             return lambda transition: None
         absent = {"distribution_params": 0, "hidden_states": 2, "truncated": 0, "final_values": 0}
         others: dict[str, int | None] = {**dict.fromkeys(self._row_names), **self._late}
@@ -440,10 +672,12 @@ class RolloutStorage(RolloutCore):
             raise InvalidInputError("observations are missing (None). Nothing was written.")
         values = self._observations.leaves(observations)
         values.extend([getattr(transition, name, None) for name in self._row_names])
-        late = _late_values(transition)
-        if not late and not self._late:
-            return tuple(values), late
-        if "truncated" in late:
+        # A transition of the original class has neither of the last two.
+        ends = (getattr(transition, name, None) for name in ("truncated", "final_values"))
+        late = _late_values(transition.distribution_params, transition.hidden_states, *ends)
+        if self._resets is not None:
+            self._settle_ends(values, late)
+        elif "truncated" in late:
             # A truncated environment is done, whether or not dones says so.
             lanes, device = self._ready_ring().lanes, self._torch_device
             dones, truncated = (self._flag(name) for name in ("dones", "truncated"))
@@ -453,6 +687,23 @@ class RolloutStorage(RolloutCore):
             raise InvalidInputError(
                 "final_values are read where an episode was truncated, and truncated is None. Nothing was written."
             )
+        return self._with_late(values, late)
+
+    def _settle_ends(self, values: list[Any], late: dict[str, tuple[Any, ...]]) -> None:
+        """Put the ends of a step where they belong in a rollout with reset steps, once it is checked."""
+        lanes, places = self._ready_ring().lanes, self._places
+        dones = cut_off = read_flags("dones", values[places["dones"]], lanes)
+        if "truncated" in late:
+            dones, cut_off = alike(dones, read_flags("truncated", late["truncated"][0], lanes))
+            late["truncated"] = (cut_off,)
+        ended = dones | cut_off
+        self._check_next(values[places["rewards"]], ended, late.get("final_values"))
+        values[places["dones"]] = values[places[RESETS]] = ended
+
+    def _with_late(
+        self, values: list[Any], late: dict[str, tuple[Any, ...]]
+    ) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
+        """The values of a row with those of late columns that are held, and the others."""
         for name, count in self._late.items():
             values.extend(self._late_row(name, count, late.pop(name, None)))
         return tuple(values), late
@@ -471,7 +722,7 @@ class RolloutStorage(RolloutCore):
                 )
 
     def _flag(self, name: str) -> Field:
-        return Field(name, (1,), torch.uint8, f"{self.num_envs} environments", is_flag=True)
+        return Field(name, self._scalar_shape, torch.uint8, f"{self.num_envs} environments", is_flag=True)
 
     def _late_row(self, name: str, count: int, given: tuple[Any, ...] | None) -> Sequence[Any]:
         """The values of a late column that the ring has."""
@@ -511,7 +762,7 @@ class RolloutStorage(RolloutCore):
             elif column.form == "flag":
                 fields = [self._flag(name)]
             else:
-                fields = [Field(name, (1,), torch.float32, f"{self.num_envs} environments")]
+                fields = [Field(name, self._scalar_shape, torch.float32, f"{self.num_envs} environments")]
             columns.append(column.holding(fields, structure))
         return columns
 
@@ -556,7 +807,9 @@ class RolloutStorage(RolloutCore):
 
         ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * lam * A_{t+1}``, ``R_t = A_t + V_t``; V of
         the step after the last is ``last_values``. Where an episode ended, later steps do not contribute: a terminated
-        episode does not bootstrap, a truncated one bootstraps from ``final_values`` (see :class:`Transition`).
+        episode does not bootstrap, a truncated one bootstraps from ``final_values`` (see :class:`Transition`). In a
+        storage for next-step autoreset it bootstraps from the value of the reset step behind it, and a reset step has
+        the advantage 0 and is not part of the normalization: see :meth:`from_spaces`.
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
@@ -569,7 +822,8 @@ class RolloutStorage(RolloutCore):
             blocks = self._ready_ring().blocks
             flags = (blocks["dones"], blocks.get("truncated"), blocks.get("final_values"))
             epsilon = 1e-8 if normalize_advantage else None
-            self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True)
+            resets = blocks.get(RESETS)
+            self._fill_targets(last_values, *flags, gamma, lam, epsilon=epsilon, dones=True, resets=resets)
 
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:
         self.compute_returns(last_values, gamma, lam)
@@ -657,7 +911,8 @@ class RolloutStorage(RolloutCore):
         self._warn_of_missing_targets()
         self._outputs.begin()
         self._follow_callers()
-        found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories)
+        resets = None if self._resets is None else self._resets.flags(ring)
+        found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories, resets)
         if reuse:
             yield from repeated(self._recurrent_epoch(rows, found), num_epochs)
             return
@@ -670,6 +925,8 @@ class RolloutStorage(RolloutCore):
         self, rows: int, found: SplitTrajectories | TabulatedTrajectories
     ) -> Iterator[RolloutStorage.Batch]:
         sources, ring = self._sources(rows), self._ready_ring()
+        if self._spaces is not None:
+            sources["step_masks"] = None, [~self.reset_steps]
         observations = tuple(sources.pop("observations")[1])
         others, build = flatten(sources, torch.Size((rows, ring.lanes)), self.Batch)
         states = [self._columns[name].held(ring, rows) for name in _HIDDEN_STATES]
@@ -722,21 +979,20 @@ class RolloutStorage(RolloutCore):
             yield {words.get(name, name): value for name, value in vars(batch).items() if value is not None}
 
     def _known_words(self) -> list[str]:
-        return [*super()._known_words(), "terminated", "truncated", "next_observations", "hidden_states"]
+        words = [*super()._known_words(), "terminated", "truncated", "next_observations", "hidden_states"]
+        return words if self._spaces is None or self._resets is not None else [*words, "final_observations"]
 
     def _transition(self, sample: Sample) -> RolloutStorage.Transition:
         """A sample as a transition. Where both flags are set, termination wins."""
         transition = self.Transition()
         names = {column.word: column.name for column in self._columns.values()}
         for word, value in sample.items():
-            if word not in ("terminated", "truncated", "next_observations"):
+            if word not in ("terminated", "truncated", "next_observations", "final_observations"):
                 setattr(transition, names.get(word, word), value)
-        lanes = self._ready_ring().lanes
-        terminated, truncated = (
-            self._flag(name).fit(sample.get(name), lanes, self._torch_device) for name in ("terminated", "truncated")
-        )
-        transition.dones = terminated | truncated
-        transition.truncated = truncated & (terminated ^ 1)
+        ended, cut_off = joined_flags(sample.get("terminated"), sample.get("truncated"), self._ready_ring().lanes)
+        transition.__dict__.update(dones=ended, truncated=cut_off)
+        if transition.final_values is None and self._critic.value is not None:
+            transition.final_values = self._ask_critic({"final_obs": sample.get("final_observations")}, cut_off)
         return transition
 
     def _insert(self, sample: Sample) -> None:
@@ -762,8 +1018,20 @@ class RolloutStorage(RolloutCore):
         blocks = self._ready_ring().blocks
         ended = blocks["dones"][:rows] != 0
         cut_off = blocks["truncated"][:rows] != 0 if "truncated" in blocks else torch.zeros_like(ended)
-        sources["terminated"], sources["truncated"] = (None, [ended & ~cut_off]), (None, [cut_off])
+        for word, flags in (("terminated", ended & ~cut_off), ("truncated", cut_off)):
+            sources[word] = None, [flags if self._scalar_shape else flags.unsqueeze(-1)]
         return sources
+
+    def _served(self, column: RolloutColumn, leaves: list[Tensor], *, own: bool) -> list[Tensor]:
+        # Actions are served as their space has them and, in the storage's own batches, scalars as they are held.
+        return leaves if own or column.form == "actions" else super()._served(column, leaves, own=own)
+
+    def _count_rows(self) -> int:
+        count, ring = super()._count_rows(), self._ready_ring()
+        return count if self._resets is None else count - self._resets.count(ring)
+
+    def _row_ids(self) -> Tensor | None:
+        return None if self._resets is None else self._resets.other_rows(self._ready_ring())
 
     def _besides(self, rows: int) -> dict[str, Any]:
         besides: dict[str, Any] = {}
@@ -773,15 +1041,32 @@ class RolloutStorage(RolloutCore):
         if self._last_observations is not None:
             lanes = self._ready_ring().lanes
             besides["last_observations"] = self._observations.build(self._last_observations, (lanes,))
+        if self._resets is not None:
+            besides[RESETS] = self.reset_steps.unsqueeze(-1)
         return besides
 
     def _restore(self, data: Sample) -> None:
         if data.get("last_observations") is not None:
             self._last_observations = self._fit_observations(data["last_observations"])
+        if self._resets is not None and data.get(RESETS) is not None:
+            ring, first = self._ready_ring(), at_step(data[RESETS], 0, self.step, RESETS)
+            ring.blocks[RESETS][0].copy_(self._flag(RESETS).fit(first, ring.lanes, self._torch_device))
+            self._resets.learn(ring)
 
     # ---------------------------------------------------------------------------------------------- save and load
 
     def _settings(self) -> dict[str, Any]:
+        if self._spaces is not None:
+            return {
+                "observation_space": self._spaces[0],
+                "action_space": self._spaces[1],
+                "num_envs": self.num_envs,
+                "num_steps": self.max_size,
+                "autoreset": self._autoreset,
+                "gamma": self.gamma,
+                "lam": self.lam,
+                **self._saved_options(),
+            }
         obs = None if self._ring is None else describe_fields(self._observations, self._columns["observations"].fields)
         return {
             "training_type": self.training_type,
@@ -796,6 +1081,12 @@ class RolloutStorage(RolloutCore):
 
     @classmethod
     def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
+        if "observation_space" in settings:
+            steps, lanes = settings["num_steps"], settings["num_envs"]
+            check_positive(cls.__name__, num_steps=steps, num_envs=lanes)
+            fields = observation_fields(settings["observation_space"], "observations", cls.__name__, torch.float32)[1]
+            spec = action_spec(settings["action_space"])
+            return steps, lanes, [*fields, Field("actions", spec.shape, spec.dtype, "")]
         steps, lanes, obs = (settings[name] for name in ("num_transitions_per_env", "num_envs", "obs"))
         if obs is None:
             return 0, 0, []
@@ -805,6 +1096,8 @@ class RolloutStorage(RolloutCore):
 
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> RolloutStorage:
+        if "observation_space" in settings:
+            return cls.from_spaces(**settings, device=device, seed=0)
         obs = settings["obs"]
         if obs is not None:
             structure, fields = described_fields(obs, "observations")
@@ -839,6 +1132,8 @@ class RolloutStorage(RolloutCore):
             leaves = [reader.tensor(name, self._torch_device) for name in names]
             lanes = self._ready_ring().lanes
             self._last_observations = self._fit_observations(self._observations.build(leaves, (lanes,)))
+        if self._resets is not None:
+            self._resets.learn(self._ready_ring())
 
 
 # What a transition or a batch of either mode has: no names for extra fields.
@@ -850,10 +1145,17 @@ _RESERVED = {
 }
 
 
-def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, ...]]:
-    """The leaves of what a transition need not have, by column."""
+def _full(ring: Ring) -> RolloutFullError:
+    return RolloutFullError(
+        f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
+        "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
+        "Nothing was written."
+    )
+
+
+def _late_values(params: Any, states: Any, truncated: Any, final_values: Any) -> dict[str, tuple[Any, ...]]:
+    """The leaves of what a step need not have, by column."""
     found: dict[str, tuple[Any, ...]] = {}
-    params, states = transition.distribution_params, transition.hidden_states
     if params is not None:
         if not isinstance(params, (tuple, list)):
             raise InvalidInputError("distribution_params must be a tuple of tensors. Nothing was written.")
@@ -864,11 +1166,8 @@ def _late_values(transition: RolloutStorage.Transition) -> dict[str, tuple[Any, 
         found[_HIDDEN_STATES[0]] = _as_tuple(states[0])
     if states[1] is not None:
         found[_HIDDEN_STATES[1]] = _as_tuple(states[1])
-    # A transition of the original class has neither of these two.
-    truncated = getattr(transition, "truncated", None)
     if truncated is not None:
         found["truncated"] = (truncated,)
-    final_values = getattr(transition, "final_values", None)
     if final_values is not None:
         found["final_values"] = (final_values,)
     return found

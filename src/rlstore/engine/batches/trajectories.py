@@ -28,7 +28,7 @@ class Trajectories:
     held: int | None = None
 
 
-def split(dones: Tensor, first: int, last: int, room: int | None = None) -> Trajectories:
+def split(dones: Tensor, first: int, last: int, room: int | None = None, resets: Tensor | None = None) -> Trajectories:
     """The trajectories of the lanes ``[first, last)``; with ``room`` for so many, whether or not there are.
 
     Args:
@@ -37,20 +37,25 @@ def split(dones: Tensor, first: int, last: int, room: int | None = None) -> Traj
         first: The first lane.
         last: The lane after the last.
         room: How many the result is to hold; None for as many as there are.
+        resets: Flags like ``dones`` of steps that are part of no trajectory; each is an end too. None for none.
 
     Raises:
         InvalidInputError: If there is no room for all of them.
     """
     device = dones.device
-    count = kernel("count_segments", device.type)(dones, first, last)
+    found = allocate((3, kernel("count_segments", device.type)(dones, first, last)), torch.int64, device)
+    kernel("split_segments", device.type)(dones, first, last, *found)
+    if resets is not None:
+        found = found[:, resets.view(dones.shape[:2])[found[1], found[0]] == 0]
+    count = found.shape[1]
     if room is not None and count > room:
         raise InvalidInputError(
             f"environments {first} to {last - 1} fall into {count} trajectories; there is room for {room}"
         )
-    found = allocate((3, count if room is None else room), torch.int64, device)
-    kernel("split_segments", device.type)(dones, first, last, *found[:, :count])
+    if room is not None:
+        found = torch.nn.functional.pad(found, (0, room - count))
     lanes, starts, lengths = found
-    return Trajectories(lanes, starts, lengths, count)
+    return Trajectories(lanes.contiguous(), starts.contiguous(), lengths.contiguous(), count)
 
 
 def first_states(states: Tensor, trajectories: Trajectories, out: Tensor) -> None:
@@ -91,12 +96,13 @@ class SplitTrajectories:
         dones: As for :func:`split`.
         count: Mini-batches.
         room: Trajectories in each; None for as many as there are.
+        resets: As for :func:`split`.
     """
 
-    def __init__(self, dones: Tensor, count: int, room: int | None) -> None:
+    def __init__(self, dones: Tensor, count: int, room: int | None, resets: Tensor | None = None) -> None:
         self._steps, self._width = dones.shape[0], dones.shape[1] // count
         firsts = range(0, count * self._width, self._width)
-        self._found = [(first, split(dones, first, first + self._width, room)) for first in firsts]
+        self._found = [(first, split(dones, first, first + self._width, room, resets)) for first in firsts]
 
     def batches(
         self,
@@ -150,15 +156,32 @@ class TabulatedTrajectories:
         dones: As for :func:`split`.
         count: Mini-batches.
         room: Trajectories in each; None for as many as there are, which waits for the device.
+        resets: As for :func:`split`.
     """
 
-    def __init__(self, dones: Tensor, count: int, room: int | None) -> None:
+    def __init__(self, dones: Tensor, count: int, room: int | None, resets: Tensor | None = None) -> None:
         self._steps, self._width = dones.shape[0], dones.shape[1] // count
         self._layouts: dict[int, Pieces] = {}  # of mini-batches, by their number of trajectories
         self._table = allocate_empty((3, count * self._width * self._steps), torch.int32, dones.device)
         self._totals = allocate_empty((count,), torch.int32, dones.device)
         kernel("tabulate_trajectories", dones.device.type)(dones, self._width, self._table, self._totals)
+        if resets is not None:
+            self._leave_out(resets.view(dones.shape[:2]))
         self._counts = self._totals.tolist() if room is None else [room] * count
+
+    def _leave_out(self, resets: Tensor) -> None:
+        """Remove the trajectories that begin with a reset step from the table; the host does not wait."""
+        table = self._table.view(3, len(self._totals), -1)
+        room = table.shape[2]
+        there = torch.arange(room, device=table.device) < self._totals[:, None]
+        # What the table holds behind the trajectories means nothing.
+        lane, start = torch.where(there, table[:2], 0).long()
+        kept = there & (resets[start, lane] == 0)
+        self._totals = kept.sum(1, dtype=torch.int32)
+        places = torch.where(kept, kept.cumsum(1) - 1, room)  # one behind the end for what is left out
+        moved = allocate_empty((3, len(self._totals), room + 1), torch.int32, table.device)
+        moved.scatter_(2, places.expand(3, -1, -1), table)
+        self._table = moved[:, :, :room].reshape(3, -1)
 
     def batches(
         self,
@@ -180,6 +203,9 @@ class TabulatedTrajectories:
             yield TrajectoryBatch(tensors[:place], mask, tensors[place + 1 : behind], tensors[behind:])
 
 
-def find_trajectories(dones: Tensor, count: int, room: int | None) -> SplitTrajectories | TabulatedTrajectories:
-    """The trajectories of ``count`` mini-batches, found in the way of the device."""
-    return (TabulatedTrajectories if dones.is_cuda else SplitTrajectories)(dones, count, room)
+def find_trajectories(
+    dones: Tensor, count: int, room: int | None, resets: Tensor | None = None
+) -> SplitTrajectories | TabulatedTrajectories:
+    """The trajectories of ``count`` mini-batches, found in the way of the device; see :func:`split` for ``resets``."""
+    ends = dones if resets is None else dones | resets
+    return (TabulatedTrajectories if dones.is_cuda else SplitTrajectories)(ends, count, room, resets)

@@ -20,14 +20,19 @@ ORDER = (
 _OF_A_LIST = 'of one dict for each environment give {"final_obs": [info.get("terminal_observation") for info in infos]}'
 
 
-def find_final(infos: Any) -> tuple[str, Any] | None:
-    """The final observations among the infos of a step, and the key they stand under."""
+def find_final(infos: Any, order: str = ORDER) -> tuple[str, Any] | None:
+    """The final observations among the infos of a step, and the key they stand under.
+
+    Args:
+        infos: As an environment gave them; None for none.
+        order: What errors say of the order of arguments, where infos may be another one of them.
+    """
     if not isinstance(infos, (dict, Mapping)):  # a dict is recognised much faster than a Mapping
         if infos is None:
             return None
         listed = isinstance(infos, (list, tuple)) and any(isinstance(info, Mapping) for info in infos)
         advice = _OF_A_LIST if listed else "give the dict that the environment gave, or {}"
-        raise InvalidInputError(f"infos is a {type(infos).__name__}; {advice}. {ORDER} Nothing was written.")
+        raise InvalidInputError(f"infos is a {type(infos).__name__}; {advice}. {order} Nothing was written.")
     for key in KEYS:
         if infos.get(key) is not None:
             return key, infos[key]
