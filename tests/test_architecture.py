@@ -63,7 +63,7 @@ def package(name: str) -> str:
     return parts[1] if parts[1] in ("kernels", "engine", "errors", "ray") else "storages"
 
 
-ADAPTERS = ("sb3",)  # modules that give storages the interface of another library
+ADAPTERS = ("sb3", "torchrl", "fast_td3", "rsl_rl")  # modules that give storages the interface of another library
 ALLOWED = {
     "errors": set(),
     "kernels": {"kernels", "errors"},
@@ -71,7 +71,7 @@ ALLOWED = {
     "storages": {"storages", "engine", "errors"},
     "root": {"storages", "engine", "errors"},
     "ray": {"ray", "root", "storages", "engine", "errors"},
-    "adapters": {"root", "errors"},
+    "adapters": {"root", "storages", "engine", "errors"},
 }
 
 

@@ -161,13 +161,14 @@ def test_the_menu_lists_every_page_once():
     assert sorted(pages(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("module", ["", "ray"])
+@pytest.mark.parametrize("module", ["__init__", "ray/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
 def test_the_reference_has_every_public_name(module):
-    """Read without an import: Ray is optional."""
-    path = ROOT / "src" / "rlstore" / module / "__init__.py"
+    """Read without an import: other libraries are optional."""
+    path = ROOT / "src" / "rlstore" / f"{module}.py"
     assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
     public = next(ast.literal_eval(node.value) for node in assigned if node.targets[0].id == "__all__")
     shown = set(re.findall(r"^::: (\S+)", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.M))
     if "rlstore.errors" in shown:
         shown |= {f"rlstore.{name}" for name in vars(rlstore.errors) if name.endswith("Error")}
-    assert {".".join(filter(None, ["rlstore", module, name])) for name in public} <= shown
+    package = "rlstore" if module == "__init__" else f"rlstore.{module.removesuffix('/__init__')}"
+    assert {f"{package}.{name}" for name in public} <= shown

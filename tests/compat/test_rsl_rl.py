@@ -10,6 +10,7 @@ import pytest
 import rsl_rl
 import torch
 from combinations import each
+from rsl_rl.algorithms import PPO
 from rsl_rl.extensions import Symmetry
 from rsl_rl.runners import DistillationRunner, OnPolicyRunner
 from rsl_rl.storage import RolloutStorage as TheirStorage
@@ -17,6 +18,7 @@ from tensordict import TensorDict
 from toy_env import DEVICE, PointMassEnv, mirror
 
 from rlstore import RolloutStorage
+from rlstore.rsl_rl import use_rlstore
 
 KNOWN_SITES = {
     "rsl_rl.storage",
@@ -237,6 +239,87 @@ def test_observation_normalisation_reads_the_whole_rollout(monkeypatch):
     swap(monkeypatch, WatchedStorage)
     runner, _ = train(OnPolicyRunner, config, seed=5, iterations=2)
     assert int(runner.alg.actor.obs_normalizer.count) == 2 * 24 * 32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One call: use_rlstore()
+
+
+def switched(runner_class):
+    """What makes a runner and swaps its storage."""
+
+    def make(*args, **options):
+        runner = runner_class(*args, **options)
+        assert use_rlstore(runner) is runner.alg.storage
+        return runner
+
+    return make
+
+
+def test_a_runner_whose_storage_was_swapped_learns_the_same():
+    config = ppo_config(GRU, MLP, num_learning_epochs=2)
+    theirs = train(OnPolicyRunner, config, seed=1, iterations=3)
+    ours = train(switched(OnPolicyRunner), config, seed=1, iterations=3)
+    assert type(ours[0].alg.storage) is RolloutStorage
+    for their_losses, our_losses in zip(theirs[1], ours[1], strict=True):
+        assert our_losses == pytest.approx(their_losses, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("per_mini_batch", [False, True])
+@pytest.mark.parametrize("model", [MLP, LSTM], ids=["mlp", "lstm"])
+def test_targets_are_those_of_ppo_and_the_critic_goes_on_where_it_was(model, per_mini_batch):
+    config = ppo_config(model, model, normalize_advantage_per_mini_batch=per_mini_batch)
+    runner, _ = train(switched(OnPolicyRunner), config, seed=6, iterations=1)
+    env, algorithm = runner.env, runner.alg
+    observations = env.get_observations().to(DEVICE)
+    with torch.inference_mode():
+        for _ in range(24):
+            observations, rewards, dones, extras = env.step(algorithm.act(observations))
+            algorithm.process_env_step(observations, rewards, dones, extras)
+        assert algorithm.storage.dones.any()
+        before = copy.deepcopy(algorithm.critic.get_hidden_state())
+        algorithm.compute_returns(observations)
+        ours = algorithm.storage.returns.clone(), algorithm.storage.advantages.clone()
+        torch.testing.assert_close(algorithm.critic.get_hidden_state(), before)
+        PPO.compute_returns(algorithm, observations)
+    torch.testing.assert_close(ours, (algorithm.storage.returns, algorithm.storage.advantages), rtol=1e-4, atol=1e-5)
+
+
+def test_distillation_with_a_swapped_storage_learns_the_same(teacher):
+    options = {"seed": 2, "iterations": 3, "checkpoint": teacher}
+    theirs = train(DistillationRunner, distillation_config(MLP), **options)
+    ours = train(switched(DistillationRunner), distillation_config(MLP), **options)
+    for their_losses, our_losses in zip(theirs[1], ours[1], strict=True):
+        assert our_losses == pytest.approx(their_losses, rel=1e-3, abs=1e-5)
+
+
+def test_an_algorithm_with_returns_of_its_own_keeps_them():
+    class OwnReturns(PPO):
+        def compute_returns(self, obs):
+            super().compute_returns(obs)
+
+    runner = OnPolicyRunner(PointMassEnv(seed=0), ppo_config(MLP, MLP), device=str(DEVICE))
+    runner.alg.__class__ = OwnReturns
+    use_rlstore(runner.alg)  # the algorithm will do as well as its runner
+    assert runner.alg.compute_returns.__func__ is OwnReturns.compute_returns
+    runner.learn(1)
+    assert type(runner.alg.storage) is RolloutStorage
+
+
+def test_what_has_no_storage_of_rsl_rl_is_refused_and_left_as_it_was():
+    with pytest.raises(ValueError, match="runner_or_algorithm is a dict with the storage None"):
+        use_rlstore({})
+    runner = OnPolicyRunner(PointMassEnv(seed=0), ppo_config(MLP, MLP), device=str(DEVICE))
+    theirs = runner.alg.storage
+    theirs.step = 3
+    with pytest.raises(ValueError, match="the storage holds 3 steps of a rollout"):
+        use_rlstore(runner)
+    assert runner.alg.storage is theirs
+    theirs.step = 0
+    ours = use_rlstore(runner)
+    with pytest.raises(ValueError, match="give a runner of rsl_rl, or its alg"):
+        use_rlstore(runner)
+    assert runner.alg.storage is ours
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ _COLUMNS = (
 
 
 class DecoupledBatch(NamedTuple):
-    """A mini-batch of :meth:`DecoupledRolloutStorage.sample`, all float32, scalars ``[rows, 1]``.
+    """A mini-batch of :meth:`DecoupledRolloutStorage.sample`, all float32, scalars and Discrete actions ``[rows, 1]``.
 
     ``terminateds`` and ``truncateds`` are those before the step: the previous step ended an episode. Extra fields
     follow behind the documented ones, each with its own dtype.

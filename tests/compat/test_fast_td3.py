@@ -1,0 +1,163 @@
+"""rlstore.fast_td3: what FastTD3's training loop does with its SimpleReplayBuffer, against a naive model."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlstore import NotReadyError
+from rlstore.fast_td3 import SimpleReplayBuffer
+
+ENVS, N_OBS, N_ACT, N_CRITIC, GAMMA = 3, 2, 1, 5, 0.5
+
+
+class NaiveBuffer:
+    """The newest steps of each environment, as plain lists; what each must be served as is found step by step."""
+
+    def __init__(self, buffer_size, n_steps):
+        self.size, self.n_steps, self.lanes = buffer_size, n_steps, [[] for _ in range(ENVS)]
+
+    def extend(self, step):
+        following = step["next"]
+        for env, lane in enumerate(self.lanes):
+            flat = {key: value[env] for key, value in step.items() if key != "next"}
+            flat.update({f"next {key}": value[env] for key, value in following.items()})
+            lane.append(flat)
+            del lane[: -self.size]
+
+    def expected(self):
+        """By the first number of its observation, which is unique: what a transition must be served as."""
+        found = {}
+        for lane in self.lanes:
+            for start in range(len(lane)):
+                total, taken = 0.0, 0
+                for row in lane[start : start + self.n_steps]:
+                    total += GAMMA**taken * float(row["next rewards"])
+                    taken += 1
+                    if row["next dones"]:
+                        break
+                found[float(lane[start]["observations"][0])] = (lane[start], row, total, taken)
+        return found
+
+
+def play(steps, *, asymmetric=False, seed=0):
+    """The steps of FastTD3's loop: environments that reset in the same step, with the true next observation."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def observe(ids):
+        observations = torch.stack([ids, ids / 1000], dim=1)
+        return observations, torch.cat([observations, -observations, ids.unsqueeze(1) + 0.25], dim=1)
+
+    ids = 100.0 * torch.arange(1, ENVS + 1)
+    for _ in range(steps):
+        dones = torch.rand(ENVS, generator=draw) < 0.3
+        truncations = dones & (torch.rand(ENVS, generator=draw) < 0.5)
+        (before, critic), (after, next_critic) = observe(ids), observe(ids + 1)
+        following = {"observations": after, "rewards": ids + 0.5}
+        following.update(dones=dones.long(), truncations=truncations.long())
+        step = TensorDict({"observations": before, "actions": ids.unsqueeze(1) + 0.125}, batch_size=[ENVS])
+        step["next"] = TensorDict(following, batch_size=[ENVS])
+        if asymmetric:
+            step["critic_observations"], step["next", "critic_observations"] = critic, next_critic
+        yield step
+        ids = torch.where(dones, ids + 5000, ids + 1)  # the first observation of the next episode
+
+
+def make(n_steps=1, buffer_size=9, **options):
+    return SimpleReplayBuffer(ENVS, buffer_size, N_OBS, N_ACT, N_CRITIC, n_steps=n_steps, gamma=GAMMA, **options)
+
+
+@pytest.mark.parametrize("steps", [2, 7, 31], ids=["two steps", "not full", "overwritten"])
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("mode", [{}, {"asymmetric_obs": True}, {"asymmetric_obs": True, "playground_mode": True}])
+def test_every_row_served_is_one_that_the_naive_model_has(n_steps, steps, mode):
+    ours, naive = make(n_steps, **mode), NaiveBuffer(9, n_steps)
+    for step in play(steps, asymmetric="asymmetric_obs" in mode):
+        ours.extend(step)
+        naive.extend(step)
+    ours.storage.seed(0)
+    batch, expected = ours.sample(120), naive.expected()
+    assert batch.batch_size == (120 * ENVS,)
+    assert {float(number) for number in batch["observations"][:, 0]} == expected.keys()
+    for row in batch.unbind(0):
+        first, last, total, taken = expected[float(row["observations"][0])]
+        for key in ("observations", "actions", *(["critic_observations"] if mode else [])):
+            assert torch.equal(row[key], first[key]), key
+        for key in ("observations", "dones", "truncations", *(["critic_observations"] if mode else [])):
+            assert torch.equal(row["next", key], last[f"next {key}"]), key
+        assert row["next", "rewards"].item() == pytest.approx(total, rel=1e-6)
+        assert row["next", "effective_n_steps"].item() == taken
+
+
+def test_names_shapes_and_dtypes_are_those_that_the_learner_reads():
+    buffer = make(3, asymmetric_obs=True)
+    for step in play(5, asymmetric=True):
+        buffer.extend(step)
+    batch = buffer.sample(4)
+    found = {key: (tuple(batch[key].shape), batch[key].dtype) for key in batch.keys(True, True)}
+    assert found == {
+        "observations": ((12, N_OBS), torch.float32),
+        "critic_observations": ((12, N_CRITIC), torch.float32),
+        "actions": ((12, N_ACT), torch.float32),
+        ("next", "observations"): ((12, N_OBS), torch.float32),
+        ("next", "critic_observations"): ((12, N_CRITIC), torch.float32),
+        ("next", "rewards"): ((12,), torch.float32),
+        ("next", "dones"): ((12,), torch.int64),
+        ("next", "truncations"): ((12,), torch.int64),
+        ("next", "effective_n_steps"): ((12,), torch.int64),
+    }
+    batch["observations"] = batch["observations"] * 2  # FastTD3 puts normalized observations back
+    assert (buffer.ptr, buffer.n_env, buffer.buffer_size, buffer.n_steps) == (5, ENVS, 9, 3)
+
+
+def test_an_observation_is_stored_once():
+    numbers = N_OBS + N_ACT + 1  # and the reward, of each row; four bytes each
+    assert make(buffer_size=1000).storage.nbytes < 1.4 * 4 * numbers * 1000 * ENVS
+
+
+def test_a_reset_without_a_flag_ends_the_window_and_warns():
+    buffer, (first, second) = make(3), play(2, seed=4)
+    assert not first["next", "dones"][0]
+    second = second.clone()
+    second["observations"][0] += 77
+    buffer.extend(first)
+    with pytest.warns(UserWarning, match="no end was flagged"):
+        buffer.extend(second)
+    batch = buffer.sample(100)
+    broken = batch["observations"][:, 0] == first["observations"][0, 0]
+    assert broken.any()
+    assert (batch["next", "effective_n_steps"][broken] == 1).all()
+    assert torch.equal(batch["next", "observations"][broken][0], first["next", "observations"][0])
+
+
+def test_it_works_in_inference_mode_and_what_it_serves_can_be_trained_on():
+    buffer = make(2)
+    with torch.inference_mode():
+        for step in play(4):
+            buffer.extend(step)
+        batch = buffer.sample(2)
+    assert not any(tensor.is_inference() for tensor in batch.values(True, True))
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_written():
+    buffer, (step,) = make(), play(1)
+    with pytest.raises(NotReadyError):
+        buffer.sample(1)
+    with pytest.raises(ValueError, match=r"tensor_dict has no tensor \('next', 'rewards'\); it holds"):
+        buffer.extend(step.exclude(("next", "rewards")))
+    with pytest.raises(ValueError, match="tensor_dict is a dict; give a TensorDict"):
+        buffer.extend(step.to_dict())
+    wrong = step.clone()
+    wrong["actions"] = torch.zeros(ENVS, N_ACT + 1)
+    with pytest.raises(ValueError, match=r"actions is \(3, 2\).*Nothing was written"):
+        buffer.extend(wrong)
+    wrong = step.clone()
+    wrong["critic_observations"] = torch.zeros(ENVS, N_CRITIC)
+    with pytest.raises(ValueError, match="made with asymmetric_obs=False"):
+        buffer.extend(wrong)
+    assert (len(buffer.storage), buffer.ptr) == (0, 0)
+    with pytest.raises(ValueError, match="n_critic_obs is 2; with playground_mode"):
+        SimpleReplayBuffer(3, 9, 2, 1, 2, asymmetric_obs=True, playground_mode=True)
+    with pytest.raises(TypeError, match="Did you mean 'n_env'"):
+        SimpleReplayBuffer(num_envs=3)
+    with pytest.raises(ValueError, match="batch_size"):
+        buffer.sample(0)

@@ -1,0 +1,230 @@
+"""rlstore.torchrl: TensorDicts as TorchRL's collectors return them, against a naive model."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlstore.torchrl import ReplayBuffer
+
+ENVS, GAMMA = 2, 0.5
+EXTRA = ("sample_log_prob", ("collector", "traj_ids"), ("next", "cost"))
+
+
+def play(steps, *, seed=0, first=0.0):
+    """Steps ``[ENVS, steps]``: unique observations, a nested one, and entries that are only before or after a step."""
+    draw = torch.Generator().manual_seed(seed)
+    ids, made = first + 100.0 * torch.arange(1, ENVS + 1), []
+    for _ in range(steps):
+        terminated = (torch.rand(ENVS, generator=draw) < 0.2).unsqueeze(1)
+        truncated = (torch.rand(ENVS, generator=draw) < 0.2).unsqueeze(1) & ~terminated
+        done = terminated | truncated
+        step = observed(ids)
+        step.update({"action": ids.long().unsqueeze(1), "sample_log_prob": -ids, "done": torch.zeros(ENVS, 1) > 0})
+        step["collector"] = TensorDict({"traj_ids": ids.long() // 5000}, batch_size=[ENVS])
+        step["next"] = observed(ids + 1)
+        flags = {"done": done, "terminated": terminated, "truncated": truncated}
+        step["next"].update({"reward": ids.unsqueeze(1) + 0.5, "cost": ids + 0.25, **flags})
+        made.append(step)
+        ids = torch.where(done.squeeze(1), ids + 5000, ids + 1)  # the next episode begins elsewhere
+    return torch.stack(made, dim=1)
+
+
+def observed(ids):
+    now = TensorDict({"observation": torch.stack([ids, -ids], dim=1), "step_count": ids.long()}, batch_size=[ENVS])
+    now["agents"] = TensorDict({"state": (ids / 8).unsqueeze(1)}, batch_size=[ENVS])
+    return now
+
+
+def expected(steps, n_step=1):
+    """By the first number of its observation: the first and the last step of a transition, its reward and length."""
+    found = {}
+    for lane in steps.unbind(0):
+        rows = lane.unbind(0)
+        for start, row in enumerate(rows):
+            total, taken = 0.0, 0
+            for last in rows[start : start + n_step]:
+                total += GAMMA**taken * last["next", "reward"].item()
+                taken += 1
+                if last["next", "done"]:
+                    break
+            found[row["observation"][0].item()] = (row, last, total, taken)
+    return found
+
+
+def assert_served(batch, lines):
+    for row in batch.unbind(0):
+        first, last, total, taken = lines[row["observation"][0].item()]
+        for key in ("observation", "step_count", ("agents", "state"), "action", *EXTRA):
+            assert torch.equal(row[key], first[key]), key
+        for key in ("observation", "step_count", ("agents", "state"), "done", "terminated", "truncated"):
+            assert torch.equal(row["next"][key], last["next"][key]), key
+        assert row["next", "reward"].item() == pytest.approx(total)
+        assert row.get("steps_to_next_obs", torch.tensor(1)).item() == taken
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("flat", [False, True])
+def test_everything_that_was_given_is_served(n_step, flat):
+    buffer = ReplayBuffer(1000, num_envs=ENVS, n_step=n_step, gamma=GAMMA, seed=0)
+    data = play(40)
+    for part in (data[:, :13], data[:, 13:14], data[:, 14:]):  # windows reach from one call into the next
+        buffer.extend(part.reshape(-1) if flat else part)
+    batch, lines = buffer.sample(500), expected(data, n_step)
+    assert len(buffer) == data.numel() == 80
+    assert {row.item() for row in batch["observation"][:, 0]} == lines.keys()
+    assert_served(batch, lines)
+
+
+def test_the_oldest_are_overwritten():
+    buffer, data = ReplayBuffer(20, num_envs=ENVS, n_step=3, gamma=GAMMA, seed=0), play(40)
+    buffer.extend(data)
+    lines = expected(data[:, 30:], 3)
+    batch = buffer.sample(300)
+    assert len(buffer) == 20
+    assert {row.item() for row in batch["observation"][:, 0]} == lines.keys()
+    assert_served(batch, lines)
+
+
+def test_names_shapes_and_dtypes_are_those_of_torchrl():
+    buffer = ReplayBuffer(100, num_envs=ENVS, n_step=2, alpha=0.6, batch_size=7)
+    buffer.extend(play(5))
+    batch = buffer.sample()
+    found = {key: (tuple(batch[key].shape), batch[key].dtype) for key in batch.keys(True, True)}
+    flag, column = ((7, 1), torch.bool), ((7, 1), torch.float32)
+    number, whole = ((7,), torch.float32), ((7,), torch.int64)
+    assert batch.batch_size == (7,)
+    assert found == {
+        "observation": ((7, 2), torch.float32),
+        "step_count": whole,
+        ("agents", "state"): column,
+        "action": ((7, 1), torch.int64),
+        "sample_log_prob": number,
+        ("collector", "traj_ids"): whole,
+        ("next", "observation"): ((7, 2), torch.float32),
+        ("next", "step_count"): whole,
+        ("next", "agents", "state"): column,
+        ("next", "reward"): column,
+        ("next", "cost"): number,
+        ("next", "done"): flag,
+        ("next", "terminated"): flag,
+        ("next", "truncated"): flag,
+        "index": whole,
+        "steps_to_next_obs": ((7, 1), torch.int64),
+        "priority_weight": number,
+        "_weight": number,
+    }
+
+
+def test_priorities_decide_what_is_drawn_and_weights_are_their_inverse():
+    buffer, data = ReplayBuffer(100, num_envs=ENVS, alpha=1.0, beta=1.0, seed=0), play(3)
+    rows = buffer.extend(data)
+    assert rows.shape == (ENVS, 3)
+    buffer.update_priority(rows, 0.0)
+    buffer.update_priority(rows[1, :2], torch.tensor([1.0, 3.0]))
+    batch = buffer.sample(4000)
+    drawn = {row: int((batch["index"] == row).sum()) for row in rows.flatten().tolist()}
+    rare, often = rows[1, 0].item(), rows[1, 1].item()
+    assert drawn[rare] + drawn[often] == 4000
+    assert drawn[often] / drawn[rare] == pytest.approx(3.0, rel=0.15)
+    weights = {row: batch["priority_weight"][batch["index"] == row].unique() for row in (rare, often)}
+    assert weights[rare].item() == pytest.approx(1.0)
+    assert weights[often].item() == pytest.approx(1 / 3, rel=1e-5)
+    first = batch["index"] == rare
+    assert (batch["observation"][first] == data["observation"][1, 0]).all()
+
+
+def test_the_entry_of_a_sample_sets_its_priorities():
+    buffer = ReplayBuffer(100, num_envs=ENVS, alpha=1.0, eps=0.0, seed=0, priority_key="error")
+    data = play(2)
+    data["error"] = torch.tensor([[0.0, 2.0], [0.0, 0.0]])  # of new data, too
+    rows = buffer.extend(data)
+    batch = buffer.sample(50)
+    assert (batch["index"] == rows[0, 1]).all()
+    batch["error"] = torch.tensor([[1.0, 4.0]]).expand(50, 2)
+    buffer.update_tensordict_priority(batch)
+    assert buffer.storage.priority_total == 4.0  # the largest of several numbers
+
+
+def test_uniform_buffers_take_priorities_and_do_nothing():
+    buffer = ReplayBuffer(100, num_envs=ENVS)
+    rows = buffer.extend(play(2))
+    buffer.update_priority(rows, 1.0)
+    buffer.update_tensordict_priority(buffer.sample(3))
+
+
+def test_a_priority_for_an_overwritten_row_is_dropped():
+    buffer = ReplayBuffer(4, num_envs=ENVS, alpha=1.0)
+    rows = buffer.extend(play(2))
+    buffer.extend(play(2, first=50_000.0))
+    buffer.update_priority(rows, 9.0)
+    assert buffer.storage.stale_updates == 4
+
+
+def test_single_steps_are_added():
+    data = play(6)
+    one, both = ReplayBuffer(100, n_step=3, gamma=GAMMA, seed=0), ReplayBuffer(100, num_envs=ENVS, seed=0)
+    rows = [one.add(step).item() for step in data[0].unbind(0)]
+    assert rows == [0, 1, 2, 3, 4, 5]
+    assert_served(one.sample(50), expected(data[:1], 3))
+    assert both.add(data[:, 0]).tolist() == [0, 1]
+    assert len(both) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "terminates", "truncates"),
+    [
+        (("done",), True, False),
+        (("done", "terminated"), False, True),
+        (("done", "truncated"), False, True),
+        (("truncated",), False, True),
+        (("terminated", "truncated"), False, True),
+    ],
+)
+def test_flags_that_are_missing_follow_from_the_others(given, terminates, truncates):
+    """The last step of the data was truncated."""
+    data = play(1)
+    for name in ("done", "terminated", "truncated"):
+        data["next", name] = torch.full((ENVS, 1, 1), name != "terminated")
+        if name not in given:
+            del data["next", name]
+    buffer = ReplayBuffer(10, num_envs=ENVS)
+    buffer.extend(data)
+    batch = buffer.sample(4)
+    assert batch["next", "done"].all()
+    assert (batch["next", "terminated"] == terminates).all()
+    assert (batch["next", "truncated"] == truncates).all()
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_written():
+    buffer, data = ReplayBuffer(100, num_envs=ENVS), play(4)
+    with pytest.raises(ValueError, match="batch_size is None"):
+        buffer.sample()
+    with pytest.raises(ValueError, match="data is a dict; give a TensorDict"):
+        buffer.extend(data.to_dict())
+    with pytest.raises(ValueError, match="data has no tensor 'action'"):
+        buffer.extend(data.exclude("action"))
+    with pytest.raises(ValueError, match=r"data has no tensor \('next', 'done'\)"):
+        buffer.extend(data.exclude(*[("next", name) for name in ("done", "terminated", "truncated")]))
+    with pytest.raises(ValueError, match="no entry that is before and"):
+        buffer.extend(data.exclude("observation", "step_count", "agents"))
+    for wrong in (data[:1], data.reshape(-1)[:3], data[:, :0], data.reshape(2, 2, 2)):
+        with pytest.raises(ValueError, match=r"give \[num_envs, steps\], num_envs=2"):
+            buffer.extend(wrong)
+    with pytest.raises(ValueError, match=r"add\(\) takes one step of 2 environments"):
+        buffer.add(data)
+    assert len(buffer) == 0
+    buffer.extend(data)
+    with pytest.raises(ValueError, match="data has no tensor 'sample_log_prob'"):
+        buffer.extend(data.exclude("sample_log_prob"))
+    with pytest.raises(ValueError, match="no tensor 'step_count'"):
+        buffer.extend(data.exclude(("next", "step_count")))
+    other = data.clone()
+    other["observation"] = torch.zeros(ENVS, 4, 3)
+    with pytest.raises(ValueError, match=r'observations\["observation"\] is .* Nothing was'):
+        buffer.extend(other)
+    assert len(buffer) == 8
+    for wrong in ({"alpha": 2.0}, {"eps": -1.0}, {"n_step": 0}, {"num_envs": 0}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ReplayBuffer(100, **wrong)
+    with pytest.raises(TypeError, match="Did you mean 'size'"):
+        ReplayBuffer(max_size=100)
