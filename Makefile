@@ -13,7 +13,7 @@ DOCS_VENV := .venv-docs
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
+.PHONY: demo quick quick-files test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
@@ -49,6 +49,10 @@ QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/t
 
 quick: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
+
+# For tools/wheels.sh, which runs them with an installed wheel.
+quick-files:
+	@echo $(QUICK)
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup
@@ -99,6 +103,7 @@ $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 
 adapters: $(ADAPTERS_VENV)/ready
 	$(ADAPTERS_PY) -m pytest adapters
+	$(ADAPTERS_PY) -m adapters.learn_sb3 --out out/adapters
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

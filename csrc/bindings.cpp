@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings_draws.h"
+#include "bindings_flags.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
 #include "bindings_outputs.h"
@@ -26,6 +27,7 @@
 #include "rows.h"
 #include "scan.h"
 #include "segments.h"
+#include "simd.h"
 #include "writeback.h"
 
 namespace nb = nanobind;
@@ -466,11 +468,13 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("join_flags", &join_flags, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("count_readable", &count_readable, nb::arg().none(), nb::arg());
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());
   m.def("process_start", &process_start);
+  m.def("instruction_set", &instruction_set);
   m.def("add_to_word", &add_to_word);
   m.def("exchange_word", &exchange_shared_word);
   m.def("event_count", &event_count);

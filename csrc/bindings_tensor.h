@@ -2,11 +2,13 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -33,7 +35,12 @@ inline void find_lowest_mapped() {
 
 inline void load_exchange() {
   find_lowest_mapped();
-  nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+  nb::module_ torch = nb::module_::import_("torch");
+  nb::object tensor = torch.attr("Tensor");
+  if (!nb::hasattr(tensor, "__dlpack_c_exchange_api__")) {
+    const std::string version = nb::cast<std::string>(nb::str(torch.attr("__version__")));
+    throw nb::import_error(("rlstore needs torch 2.10 or later; this is torch " + version).c_str());
+  }
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
   nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));

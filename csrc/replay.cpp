@@ -15,8 +15,8 @@ namespace {
 
 // Rows are gathered in blocks and in three stages: the memory of a row is prefetched two blocks before it is copied, and its
 // episode, whose place is in that memory, one block before.
-constexpr size_t kBlock = 16, kStages = 3;
-constexpr size_t kInFlight = 8192;  // bytes that are prefetched for one block: a part of the smallest cache
+constexpr size_t kBlock = 32, kStages = 3;
+constexpr size_t kInFlight = 32 << 10;  // bytes that are prefetched for one block: a part of the second cache
 constexpr size_t kLongField = 1024;  // bytes of a row that the hardware prefetches by itself
 
 // The location of a row and of its n-step window.
@@ -51,6 +51,8 @@ void convert_row(float* target, const char* source, const DLDataType& dtype, siz
 struct Span {
   const char* base;
   size_t lane_stride, row_stride, bytes;
+  const char* next_end;  // the end of what is read of the row behind the last one: of the next observation, or null
+  size_t reach = 0;      // bytes that are read for a row, with the rows behind it
 };
 
 template <size_t kHalf>
@@ -83,14 +85,14 @@ class Gather {
          const Fold& fold, const std::vector<Output>& outputs)
       : lanes_(lanes), leaves_(leaves), columns_(columns), rewards_(columns[reward_column]), fold_(fold), outputs_(outputs) {
     spans_.reserve(1 + leaves.size() + columns.size());
-    add_span({lanes.episode_of, lanes.lane_stride, lanes.row_stride, sizeof(int32_t)});
+    add_span({lanes.episode_of, lanes.lane_stride, lanes.row_stride, sizeof(int32_t), nullptr});
     for (const Output& output : outputs) {
       const bool observed = output.part == Part::kObservation || output.part == Part::kNext;
       const Block* block = observed ? &leaves[output.leaf].block : output.part == Part::kColumn ? &columns[output.leaf] : nullptr;
       if (output.part == Part::kRewards) block = &rewards_;
       if (!block) continue;
       if (block->bytes <= kLongField)
-        add_span({block->base, block->lane_stride, block->row_stride, block->bytes});
+        add_span({block->base, block->lane_stride, block->row_stride, block->bytes, output.part == Part::kNext ? block->base + block->bytes : nullptr});
       else
         long_bytes_ += block->bytes;
     }
@@ -98,15 +100,14 @@ class Gather {
 
   // Rows that are not held give zeros.
   RLSTORE_INLINE Gathered run(const int64_t* rows, size_t count) {
-    const size_t ahead = static_cast<size_t>(fold_.n_step);  // rows behind a row that are read with it
-    size_t touched = long_bytes_;  // a long field ends the block: the next observation has much of what is still in the cache
-    for (const Span& span : spans_) touched += reach_of(span, ahead + 1) + 64;
+    // A long field ends the block: the next observation has much of what is still in the cache.
+    const size_t touched = long_bytes_ + reach(static_cast<size_t>(fold_.n_step));
     const size_t size = std::max<size_t>(1, std::min(kBlock, kInFlight / touched)), blocks = (count + size - 1) / size;
     Found found[kStages][kBlock];
     for (size_t step = 0; step < blocks + kStages - 1; step++) {
       const auto rows_of = [&](size_t block) { return std::min(size, count - block * size); };
       if (step < blocks)
-        for (size_t i = 0; i < rows_of(step); i++) locate(rows[step * size + i], found[step % kStages][i], ahead + 1);
+        for (size_t i = 0; i < rows_of(step); i++) locate(rows[step * size + i], found[step % kStages][i]);
       const size_t sent_for = step - 1;  // wraps below 0, to beyond the count
       if (sent_for < blocks)
         for (size_t i = 0; i < rows_of(sent_for); i++) find_episode(found[sent_for % kStages][i]);
@@ -124,8 +125,9 @@ class Gather {
   // window are not consecutive.
   RLSTORE_INLINE Gathered run_windows(const int64_t* rows, size_t windows, size_t length) {
     Found found[kStages];  // the first row of each window
+    reach(length);
     for (size_t w = 0; w < windows + kStages - 1; w++) {
-      if (w < windows) locate(rows[w * length], found[w % kStages], length + 1);
+      if (w < windows) locate(rows[w * length], found[w % kStages]);
       const size_t sent_for = w - 1;
       if (sent_for < windows) find_episode(found[sent_for % kStages]);
       if (w < kStages - 1) continue;
@@ -161,19 +163,26 @@ class Gather {
       if (span.lane_stride != added.lane_stride || span.row_stride != added.row_stride) continue;
       const char *low = std::min(span.base, added.base), *high = std::max(span.base + span.bytes, added.base + added.bytes);
       if (static_cast<size_t>(high - low) > span.row_stride) continue;
-      span.base = low, span.bytes = static_cast<size_t>(high - low);
+      span.base = low, span.bytes = static_cast<size_t>(high - low), span.next_end = std::max(span.next_end, added.next_end);
       return;
     }
     spans_.push_back(added);
   }
 
-  // Bytes from the beginning of a row to the end of the last of so many.
-  static size_t reach_of(const Span& span, size_t rows) {
-    return std::min(span.bytes + (rows - 1) * span.row_stride, span.bytes + 4 * kLongField);  // the hardware prefetches the rest
+  // So many rows behind a row are read with it. Returns how many bytes of cache lines that may be.
+  size_t reach(size_t behind) {
+    size_t touched = 0;
+    for (Span& span : spans_) {
+      const size_t next = span.next_end ? static_cast<size_t>(span.next_end - span.base) : 0;
+      span.reach = std::max(span.bytes, behind * span.row_stride + next);
+      span.reach = std::min(span.reach, span.bytes + 4 * kLongField);  // the hardware prefetches the rest
+      touched += span.reach + 64;
+    }
+    return touched;
   }
 
-  // Finds a row, and prefetches it and those behind it, `reach` in all.
-  RLSTORE_INLINE void locate(int64_t row, Found& f, size_t reach) {
+  // Finds a row, and prefetches it and those behind it.
+  RLSTORE_INLINE void locate(int64_t row, Found& f) {
     f.lane = -1;
     int64_t lane;
     if (!lanes_.part(row, &lane, &f.time)) {
@@ -188,9 +197,9 @@ class Gather {
     f.place = lanes_.by_rows.remainder(f.time);
     for (const Span& span : spans_) {
       const char* first = span.base + lane * span.lane_stride + f.place * span.row_stride;
-      const char* last = first + reach_of(span, reach) - 1;
-      for (const char* line = first; line < last; line += 64) __builtin_prefetch(line);
-      __builtin_prefetch(last);  // it may span one more cache line
+      const char* last = first + span.reach - 1;
+      for (const char* line = first; line < last; line += 64) prefetch_far(line);
+      prefetch_far(last);  // it may span one more cache line
     }
   }
 
@@ -203,7 +212,7 @@ class Gather {
     for (size_t j = held; j < length; j++) all_held_ = all_held_ && window[j] == -1;
     while (done < held) {
       if (done > 0) {
-        locate(window[done], f, 1);
+        locate(window[done], f);
         find_episode(f);
       }
       if (f.lane >= 0) measure(f);
@@ -268,7 +277,7 @@ class Gather {
     f.slot = lanes_.slot_at(f.lane, f.place);
     if (!lanes_.has_slot(f.slot)) return refuse(f);
     f.episode = lanes_.episodes + f.slot;
-    __builtin_prefetch(f.episode);
+    prefetch_far(f.episode);
   }
 
   RLSTORE_INLINE void measure(Found& f) {
@@ -295,6 +304,12 @@ class Gather {
     } else if (output.part == Part::kColumn && is_plain(output)) {
       for (size_t i = 0; i < count; i++)
         sources[i] = rows[i].lane < 0 ? zeros(output.bytes) : columns_[output.leaf].at(rows[i].lane, rows[i].place);
+    } else if (output.part == Part::kRewards) {
+      for (size_t i = 0; i < count; i++) write_rewards(rows[i], output, index + i);
+      return;
+    } else if (output.part == Part::kDiscounts) {
+      for (size_t i = 0; i < count; i++) write_discount(rows[i], output, index + i);
+      return;
     } else {
       for (size_t i = 0; i < count; i++) write(rows[i], output, index + i);
       return;
@@ -557,11 +572,11 @@ bool expand_windows(const Lanes& lanes, const int64_t* starts, size_t count, siz
     Start& f = found[w];
     if (!lanes.part(starts[w], &f.lane, &f.time) || !lanes.holds(f.lane, f.time)) return false;
     f.slot = &lanes.slot_at(f.lane, lanes.by_rows.remainder(f.time));
-    __builtin_prefetch(f.slot);
+    prefetch_far(f.slot);
   }
   for (const Start& f : found) {
     if (!lanes.has_slot(*f.slot)) return false;
-    __builtin_prefetch(lanes.episodes + *f.slot);
+    prefetch_far(lanes.episodes + *f.slot);
   }
   for (size_t w = 0; w < count; w++) {
     const Start& f = found[w];

@@ -157,9 +157,9 @@ void SumTree::find(double* targets, int64_t* indices, size_t count) const {
     for (size_t i = 0; i < count; i++) {
       const int64_t first = indices[i] * static_cast<int64_t>(kWidth);
       if (level == 0)
-        __builtin_prefetch(leaves_ + first);
+        prefetch_far(leaves_ + first);
       else
-        for (size_t line = 0; line < kWidth; line += 8) __builtin_prefetch(sums_[level - 1] + first + line);
+        for (size_t line = 0; line < kWidth; line += 8) prefetch_far(sums_[level - 1] + first + line);
     }
   }
   descend_leaves(leaves_, targets, indices, count);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "random.h"
+#include "simd.h"
 
 namespace rlstore {
 
@@ -96,7 +97,7 @@ void Windows::draw(const Lanes& lanes, int64_t* generator, int64_t* rows, size_t
       left -= counts_[next - 1], lane = static_cast<int64_t>(next);
     }
     chosen[i] = {&start_at(lanes, lane, heads_[lane] + left), lane};
-    __builtin_prefetch(chosen[i].first);
+    prefetch_far(chosen[i].first);
   }
   for (size_t i = 0; i < count; i++) rows[i] = lanes.row(chosen[i].second, *chosen[i].first);
   advance(generator, count);

@@ -6,9 +6,9 @@ Collect a rollout from several environments, compute returns and advantages, tra
 
 from __future__ import annotations
 
+import gymnasium as gym
 import torch
-from common import Result, Run, arguments, make_envs, report, true_successors
-from tensordict import TensorDict
+from common import Result, Run, arguments, report
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
@@ -47,9 +47,9 @@ class ActorCritic(nn.Module):
         return Categorical(logits=self.actor(obs), validate_args=False)
 
     def value(self, obs: Tensor) -> Tensor:
-        """The value (..., 1) of the observations (..., num_obs)."""
-        value: Tensor = self.critic(obs)
-        return value
+        """The values (...) of the observations (..., num_obs)."""
+        values: Tensor = self.critic(obs)
+        return values.squeeze(-1)
 
 
 def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, storage: RolloutStorage, run: Run) -> float:
@@ -57,12 +57,11 @@ def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, storage: Rollou
     loss = torch.zeros(())
     batches = storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS)
     for batch in run.storage_watch.around(batches):
-        policy = agent.policy(batch.observations["policy"])
-        log_prob = policy.log_prob(batch.actions.squeeze(-1)).unsqueeze(-1)
-        ratio = (log_prob - batch.old_actions_log_prob).exp()
+        policy = agent.policy(batch.observations)
+        ratio = (policy.log_prob(batch.actions) - batch.old_actions_log_prob).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
-        value_loss = (agent.value(batch.observations["policy"]) - batch.returns).pow(2).mean()
+        value_loss = (agent.value(batch.observations) - batch.returns).pow(2).mean()
         loss = policy_loss + 0.5 * value_loss - ENTROPY_WEIGHT * policy.entropy().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -76,10 +75,10 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, agent: Acto
     torch.manual_seed(seed)
     agent = agent or ActorCritic()
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    envs = make_envs(NUM_ENVS)
+    envs = gym.make_vec("CartPole-v1", num_envs=NUM_ENVS)
     obs = torch.from_numpy(envs.reset(seed=seed)[0])
-    example = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
-    storage = RolloutStorage("rl", NUM_ENVS, NUM_STEPS, example, (1,), seed=seed)
+    spaces = envs.single_observation_space, envs.single_action_space
+    storage = RolloutStorage.from_spaces(*spaces, NUM_ENVS, NUM_STEPS, seed=seed)
     run = Run("ppo", NUM_ENVS, steps, threshold)
 
     while run.active:
@@ -88,20 +87,18 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, agent: Acto
                 policy = agent.policy(obs)
                 actions = policy.sample()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions.numpy())
-
-                transition = RolloutStorage.Transition()
-                transition.observations = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
-                transition.actions = actions.unsqueeze(-1)
-                transition.values = agent.value(obs)
-                transition.actions_log_prob = policy.log_prob(actions)
-                transition.rewards = torch.from_numpy(rewards)
-                transition.dones = torch.from_numpy(terminated | truncated)
-                transition.truncated = torch.from_numpy(truncated)
-                if truncated.any():
-                    transition.final_values = agent.value(true_successors(next_obs, infos))
+                values, log_probs = agent.value(obs), policy.log_prob(actions)
                 with run.storage_watch:
-                    storage.add_transition(transition)
-
+                    storage.add(
+                        observations=obs,
+                        actions=actions,
+                        rewards=rewards,
+                        terminated=terminated,
+                        truncated=truncated,
+                        values=values,
+                        log_probs=log_probs,
+                        infos=infos,
+                    )
                 run.count(rewards, terminated | truncated)
                 obs = torch.from_numpy(next_obs)
             last_values = agent.value(obs)

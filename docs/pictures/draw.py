@@ -46,9 +46,7 @@ class Picture:
 
     def box(self, x: float, y: float, width: float, height: float, kind: str = "cell", text: str = "") -> None:
         """A rectangle, with a text in its middle."""
-        self._parts.append(
-            f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
-        )
+        self._parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>')
         if text:
             self.text(x + width / 2, y + height / 2 + 4.5, text, anchor="middle")
 
@@ -158,7 +156,7 @@ def one_copy() -> Picture:
 
 
 def speed() -> Picture:
-    """rlstore beside other libraries."""
+    """The time of rlstore beside that of other libraries."""
     tables = dict(_tables(BENCHMARKS.read_text()))
     ppo = tables["PPO 2048 x 8, observations 17, actions 6, ten epochs of mini-batches of 64"]["whole cycle"]
     replay = tables["Replay of 1M transitions, observations 17, actions 6"]["sample 256 of one environment"]

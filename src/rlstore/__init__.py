@@ -1,6 +1,8 @@
 """rlstore stores the experience of reinforcement-learning agents and serves it to learners."""
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
 
 # Asked before the native module is imported, which would switch the GIL on for the whole process.
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -9,76 +11,20 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
         "ordinary build of Python, or switch the GIL on with PYTHON_GIL=1 or python -X gil=1."
     )
 
-from rlstore.distributed.actor import ActorHandle, Rollout
-from rlstore.distributed.batch import RolloutBatch
-from rlstore.distributed.learner import Learner
-from rlstore.distributed.storage import DistributedStorage, HandoffReport
-from rlstore.engine.disk.background import BackgroundSave
-from rlstore.engine.disk.journal import Journal
-from rlstore.engine.processes.limiter import RateLimit
-from rlstore.engine.processes.slots import SlotQueue
-from rlstore.errors import (
-    DiskFullError,
-    DoesNotFitError,
-    InvalidInputError,
-    NotReadyError,
-    PeerLostError,
-    RolloutFullError,
-    SnapshotError,
-    StorageClosedError,
-    StorageError,
-    UnknownParameterError,
-    UnsupportedSpaceError,
-    WaitTimeoutError,
-)
-from rlstore.replay.hindsight import HindsightReplayStorage
-from rlstore.replay.nstep import NStepReplayStorage
-from rlstore.replay.prioritized import PrioritizedReplayStorage
-from rlstore.replay.sequence import SequenceReplayStorage
-from rlstore.replay.storage import ReplayStorage
-from rlstore.replay.views import PrioritizedBatch, ReplayBatch, SequenceBatch
-from rlstore.replay.writer import ReplayWriter
-from rlstore.rollout.decoupled import DecoupledBatch, DecoupledRolloutStorage
-from rlstore.rollout.storage import RolloutStorage
-from rlstore.storage import Critic, Storage
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "ActorHandle",
-    "BackgroundSave",
-    "Critic",
-    "DecoupledBatch",
-    "DecoupledRolloutStorage",
-    "DiskFullError",
-    "DistributedStorage",
-    "DoesNotFitError",
-    "HandoffReport",
-    "HindsightReplayStorage",
-    "InvalidInputError",
-    "Journal",
-    "Learner",
-    "NStepReplayStorage",
-    "NotReadyError",
-    "PeerLostError",
-    "PrioritizedBatch",
-    "PrioritizedReplayStorage",
-    "RateLimit",
-    "ReplayBatch",
-    "ReplayStorage",
-    "ReplayWriter",
-    "Rollout",
-    "RolloutBatch",
-    "RolloutFullError",
-    "RolloutStorage",
-    "SequenceBatch",
-    "SequenceReplayStorage",
-    "SlotQueue",
-    "SnapshotError",
-    "Storage",
-    "StorageClosedError",
-    "StorageError",
-    "UnknownParameterError",
-    "UnsupportedSpaceError",
-    "WaitTimeoutError",
-]
+if TYPE_CHECKING:
+    from rlstore._public import *  # noqa: F403
+else:
+    # The first public name that is used imports all of them, and torch. `rlstore doctor` starts without: it is asked
+    # when torch cannot be imported.
+    def __getattr__(name: str) -> object:
+        if not name.startswith("__") or name == "__all__":
+            public = importlib.import_module("rlstore._public")
+            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *importlib.import_module("rlstore._public").__all__})

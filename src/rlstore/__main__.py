@@ -1,4 +1,4 @@
-"""The command line: ``rlstore verify PATH``, or ``python -m rlstore verify PATH``."""
+"""The command line: ``rlstore verify PATH``, ``rlstore doctor``, ``rlstore demo ALGO``; also ``python -m rlstore``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,45 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+# Not `from rlstore import`, which would import torch: the report is wanted most when it cannot be imported.
+import rlstore.demo as demo
+import rlstore.doctor as doctor
 
-from rlstore.verify import verify
-
-_DESCRIPTION = """Checks every checksum and every table of what rlstore has written: a snapshot, a journal, the folder
+_VERIFY = """Checks every checksum and every table of what rlstore has written: a snapshot, a journal, the folder
 of memory="mapped" or of save_snapshot, or a folder of such folders. Nothing is changed, and a storage may use the
 folder meanwhile. Exit status: 0 if everything is whole, 1 if something is damaged, 2 if it is no such folder."""
+
+_DOCTOR = """Shows what is installed, what the machine offers, what is slow or missing, and what to do about it. Exit
+status: 0 if rlstore works here, 1 if something that it needs is missing or broken."""
+
+_DEMO = """Trains an agent with one of the examples, with live progress and a table at the end. Without ALGO, lists
+them. What follows ALGO is passed on: "rlstore demo ppo --help" shows the options, such as --out FOLDER."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parser = argparse.ArgumentParser("rlstore")
-    commands = parser.add_subparsers(required=True)
-    verifying = commands.add_parser("verify", help="check a folder on disk", description=_DESCRIPTION)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verifying = commands.add_parser("verify", help="check a folder on disk", description=_VERIFY)
     verifying.add_argument("path", type=Path, metavar="PATH", help="the folder")
-    path = parser.parse_args(arguments).path
+    verifying.set_defaults(run=_verify)
+    examining = commands.add_parser("doctor", help="check the installation and the machine", description=_DOCTOR)
+    examining.set_defaults(run=_doctor)
+    showing = commands.add_parser("demo", help="run an example", description=_DEMO)
+    showing.add_argument("algorithm", nargs="?", metavar="ALGO", choices=demo.examples(), help="such as ppo")
+    showing.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its options")
+    showing.set_defaults(run=_demo)
+    given = parser.parse_args(arguments)
+    status: int = given.run(given, parser)
+    return status
+
+
+def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import torch
+
+    from rlstore.verify import verify
+
+    path: Path = given.path
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more only wait for one another, with 2 cores six times as long
     try:
@@ -35,6 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"rlstore: {path} is not a folder that rlstore has written\n")
     print("\n".join(report.lines()))
     return 0 if report.is_whole else 1
+
+
+def _doctor(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    found = doctor.examine()
+    print("\n".join(doctor.report(found)))
+    return int(any(finding.is_broken for finding in found))
+
+
+def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if given.algorithm is None:
+        print("\n".join(f"{name:<15}{title}" for name, title in demo.titles().items()))
+        return 0
+    if missing := demo.missing():
+        parser.exit(1, f"rlstore: the examples need {' and '.join(missing)}: pip install 'rlstore[examples]'\n")
+    return demo.run(given.algorithm, given.options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.calls import did_you_mean
@@ -28,7 +27,7 @@ def check_names(given: object, what: str, owner: str, known: Sequence[str], need
         known: The names that it may hold.
         needed: Those that it must hold, and not as None.
     """
-    if not isinstance(given, (Mapping, TensorDictBase)):
+    if not isinstance(given, Mapping):
         raise InvalidInputError(f"{what} is a {type(given).__name__}; give a dict. Nothing was written.")
     unknown = [name for name in given.keys() if name not in known]  # noqa: SIM118 - a TensorDict iterates over rows
     missing = [name for name in needed if given.get(name) is None]
@@ -63,10 +62,9 @@ def at_step(value: Any, step: int, steps: int, name: str) -> Any:
     is_list_of_tensors = isinstance(value, list) and all(part is None or isinstance(part, Tensor) for part in value)
     if isinstance(value, tuple) or is_list_of_tensors:
         return tuple(at_step(part, step, steps, name) for part in value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: at_step(part, step, steps, name) for key, part in value.items()}
-    if not isinstance(value, TensorDictBase):
-        value = as_tensor(value, name)
+    value = as_tensor(value, name)
     if len(value) != steps:
         raise InvalidInputError(f"{name} has {len(value)} steps and observations {steps}. Nothing was changed.")
     return value[step]

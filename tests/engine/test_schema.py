@@ -216,7 +216,7 @@ def test_build_is_the_inverse_of_leaves():
 
 
 def test_build_without_the_private_constructor_of_tensordict(monkeypatch):
-    monkeypatch.setattr(schema, "_new_tensordict", TensorDict)
+    monkeypatch.setattr(schema, "_tensordict_maker", lambda: TensorDict)
     for example in (nested(), {"a": torch.tensor([1.0])}):
         structure = Structure.of(example, "obs")
         built = structure.build(structure.leaves(example), (1,))

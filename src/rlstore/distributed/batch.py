@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.rows.schema import Structure
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 class RolloutBatch(Mapping[str, Tensor]):

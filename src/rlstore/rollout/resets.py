@@ -13,7 +13,6 @@ from rlstore.engine.rows.finals import find_final
 from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Field
 from rlstore.errors import InvalidInputError
-from rlstore.rollout.ends import Flags
 
 BLOCK = "reset_steps"
 _OTHERS = (
@@ -31,6 +30,9 @@ class ResetSteps:
 
     Args:
         lanes: The number of environments.
+
+    Attributes:
+        due_count: The environments whose next step is a reset step; -1 if that is known on a device alone.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -39,19 +41,17 @@ class ResetSteps:
 
     def forget(self) -> None:
         """No episode has ended."""
-        self._due: Any = np.zeros(self._lanes, np.bool_)  # the lanes whose next step is one; on a device: None
-        self._due_count = 0  # -1: not known
+        self._due: np.ndarray[Any, Any] | None = None  # the lanes whose next step is one, if the host knows of any
+        self.due_count = 0
         self._count = 0  # in this rollout; -1: not known
-        self._coming: Flags = self._due  # the ends of a step that was checked and is not written yet
 
-    def check(self, rewards: Any, ended: Flags, field: Field, infos: Any = None) -> None:
+    def check(self, rewards: Any, ended: Tensor, count: int, field: Field, infos: Any = None) -> None:
         """Refuse a step that cannot follow the one before it, as far as its values are in the host's memory.
-
-        Once it is written, :meth:`follow` has to be called.
 
         Args:
             rewards: As given.
-            ended: Which episodes ended.
+            ended: Which episodes ended, uint8 ``[envs]``.
+            count: How many; -1 if that is known on a device alone.
             field: That of rewards.
             infos: As given.
 
@@ -66,31 +66,28 @@ class ResetSteps:
                 "episode's final observation is that of its reset step. Environments that reset themselves in the step "
                 'in which an episode ends need autoreset="SameStep". Nothing was written.'
             )
-        self._coming = ended
-        if self._due_count <= 0:
+        if self._due is None:
             return
-        if not isinstance(ended, Tensor) and (ended & self._due).any():
-            self._refuse(ended & self._due, "ends an episode, and a reset step cannot")
+        if count > 0 and (wrong := ended.numpy() & self._due).any():
+            self._refuse(wrong, "ends an episode, and a reset step cannot")
         if not (isinstance(rewards, Tensor) and rewards.is_cuda):
             given = field.fit(rewards, self._lanes, torch.device("cpu")).flatten().numpy()
             wrong = (given != 0) & self._due
             if wrong.any():
                 self._refuse(wrong, f"has the reward {given[wrong][0]}, and that of a reset step is 0")
 
-    def _refuse(self, lanes: np.ndarray[Any, np.dtype[np.bool_]], problem: str) -> None:
+    def _refuse(self, lanes: np.ndarray[Any, Any], problem: str) -> None:
         raise InvalidInputError(
             f'environment {np.flatnonzero(lanes)[0]} ended its episode in the step before: with autoreset="NextStep" '
             f"this step only resets it. It {problem}. {_OTHERS} Nothing was written."
         )
 
-    def follow(self) -> None:
-        """The step that was checked is written."""
-        ended = self._coming
-        known = self._count >= 0 and self._due_count >= 0
-        self._count = self._count + self._due_count if known else -1
-        is_known = not isinstance(ended, Tensor)
-        self._due = ended if is_known else None
-        self._due_count = int(np.count_nonzero(ended)) if is_known else -1
+    def follow(self, ended: Tensor, count: int) -> None:
+        """A step was written, in which these episodes ended, uint8 ``[envs]``; how many, or -1 as for :meth:`check`."""
+        if self.due_count:
+            is_known = self._count >= 0 and self.due_count > 0
+            self._count = self._count + self.due_count if is_known else -1
+        self.due_count, self._due = count, ended.numpy().copy() if count > 0 else None
 
     def carry(self, ring: Ring) -> None:
         """A new rollout begins: its first step is a reset step where the newest one ended an episode."""
@@ -102,8 +99,9 @@ class ResetSteps:
     def learn(self, ring: Ring) -> None:
         """The block was written otherwise: read what there is to know of it."""
         block = ring.blocks[BLOCK]
-        self._due = (block[ring.size] != 0).flatten().cpu().numpy()
-        self._due_count, self._count = int(np.count_nonzero(self._due)), -1
+        due = (block[ring.size] != 0).to("cpu", torch.uint8).flatten().numpy()
+        self.due_count, self._count = int(np.count_nonzero(due)), -1
+        self._due = due if self.due_count else None
 
     def count(self, ring: Ring) -> int:
         """How many of the rows held are reset steps."""

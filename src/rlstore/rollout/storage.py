@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
@@ -19,6 +18,8 @@ from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.memory.tensors import allocate
+from rlstore.engine.rows.ends import JoinedFlags, on_one_device, read_flags
+from rlstore.engine.rows.finals import FinalCritic, ask_critic
 from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import (
     Field,
@@ -39,15 +40,18 @@ from rlstore.rollout.core import (
     flatten,
     repeated,
 )
-from rlstore.rollout.ends import FinalCritic, Flags, alike, ask_critic, joined_flags, read_flags
 from rlstore.rollout.resets import BLOCK as RESETS
 from rlstore.rollout.resets import ResetSteps
 from rlstore.storage import BatchDict, Critic, Sample, Shared
 from rlstore.trainer import Check, at_step, check_names, fraction, whole_number
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 # The hidden state of one network: a GRU's tensor or an LSTM's pair, [layers, envs, hidden]; None for no recurrence.
 HiddenState = Tensor | tuple[Tensor, ...] | None
 _NO_STATES: tuple[HiddenState, HiddenState] = (None, None)
+_FLAG_ALONE = {"truncated": 1}  # of the late columns
 _ALMOST = 0.88  # how alike two names are of which one is taken to be a misspelling of the other
 _HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
 
@@ -488,6 +492,7 @@ class RolloutStorage(RolloutCore):
         self._row_names = [c.name for c in self._columns.values() if not (c.computed or c.late or c.structure)]
         self._places = {name: len(structure.paths) + place for place, name in enumerate(self._row_names)}
         self._dones_place = self._places["dones"]
+        self._flags = JoinedFlags(lanes)
         self._late: dict[str, int] = {}  # late columns that were given and their leaves, in the order of a row
         # What is written for a late column that a transition does not bring: not truncated, no known value.
         self._absent = {
@@ -578,21 +583,26 @@ class RolloutStorage(RolloutCore):
                 raise _full(ring)
             if self._observation_view is not None or self._handed_lists:
                 self._follow_callers()
-            ended, cut_off = joined_flags(terminated, truncated, ring.lanes)
-            if self._resets is None:
-                row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs]
-                if final_values is None and self._critic.value is not None:
-                    final_values = self._ask_critic(infos, cut_off)
-            else:
-                row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs, ended]
-                self._check_next(rewards, ended, final_values, infos)
+            ended, cut_off, count = self._flags.join(terminated, truncated)
+            row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs]
+            resets = self._resets
+            if resets is not None:
+                if infos or final_values is not None or resets.due_count:
+                    self._check_next(rewards, ended, count, final_values, infos)
+                row.append(ended)
+            elif count and final_values is None and self._critic.value is not None:
+                final_values = self._ask_critic(infos, cut_off)
             if extra_fields or self._extra:
                 row.extend(self._extra_values(extra_fields))
-            late = _late_values(distribution_params, hidden_states, cut_off, final_values)
-            values, new = self._with_late(row, late)
-            ring.write(self._extend(values, new) if new else values)
-            if self._resets is not None:
-                self._resets.follow()
+            is_plain = final_values is distribution_params is None and hidden_states is _NO_STATES
+            if is_plain and self._late == _FLAG_ALONE:
+                ring.write((*row, cut_off))
+            else:
+                late = _late_values(distribution_params, hidden_states, cut_off, final_values)
+                whole, new = self._with_late(row, late)
+                ring.write(self._extend(whole, new) if new else whole)
+            if resets is not None and (count or resets.due_count):
+                resets.follow(ended, count)
             if ring.size == 1:
                 self._targets.blank(ring)
             self._spent, self._last_observations = False, None
@@ -602,11 +612,11 @@ class RolloutStorage(RolloutCore):
         check_names(given, "a step", type(self).__name__, names, names)
         return [given[name] for name in names]
 
-    def _ask_critic(self, infos: Any, cut_off: Flags) -> Tensor | None:
+    def _ask_critic(self, infos: Any, cut_off: Tensor) -> Tensor | None:
         fields = self._columns["observations"].fields
         return ask_critic(self._critic.value, infos, cut_off, self._observations, fields, self._torch_device)
 
-    def _check_next(self, rewards: Any, ended: Flags, final_values: Any, infos: Any = None) -> None:
+    def _check_next(self, rewards: Any, ended: Tensor, count: int, final_values: Any, infos: Any = None) -> None:
         """Refuse a step that next-step autoreset does not have."""
         if final_values is not None:
             raise InvalidInputError(
@@ -614,7 +624,7 @@ class RolloutStorage(RolloutCore):
                 "Nothing was written."
             )
         if self._resets is not None:
-            self._resets.check(rewards, ended, self._columns["rewards"].fields[0], infos)
+            self._resets.check(rewards, ended, count, self._columns["rewards"].fields[0], infos)
 
     def add_transition(self, transition: RolloutStorage.Transition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
@@ -637,7 +647,7 @@ class RolloutStorage(RolloutCore):
                 values = self._row_or_extend(transition)
             ring.write(values)
             if self._resets is not None:
-                self._resets.follow()
+                self._resets.follow(*self._settled)
             if ring.size == 1:  # what is done once for each rollout
                 self._targets.blank(ring)
                 if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
@@ -690,15 +700,17 @@ class RolloutStorage(RolloutCore):
         return self._with_late(values, late)
 
     def _settle_ends(self, values: list[Any], late: dict[str, tuple[Any, ...]]) -> None:
-        """Put the ends of a step where they belong in a rollout with reset steps, once it is checked."""
+        """Put the ends of a transition where they belong in a rollout with reset steps, once it is checked."""
         lanes, places = self._ready_ring().lanes, self._places
-        dones = cut_off = read_flags("dones", values[places["dones"]], lanes)
+        ended = read_flags("dones", values[places["dones"]], lanes)
         if "truncated" in late:
-            dones, cut_off = alike(dones, read_flags("truncated", late["truncated"][0], lanes))
-            late["truncated"] = (cut_off,)
-        ended = dones | cut_off
-        self._check_next(values[places["rewards"]], ended, late.get("final_values"))
+            # A truncated environment is done, whether or not dones says so.
+            ended, cut_off = on_one_device(ended, read_flags("truncated", late["truncated"][0], lanes))
+            ended, late["truncated"] = ended | cut_off, (cut_off,)
+        count = -1 if ended.is_cuda else int(ended.count_nonzero())
+        self._check_next(values[places["rewards"]], ended, count, late.get("final_values"))
         values[places["dones"]] = values[places[RESETS]] = ended
+        self._settled = ended, count
 
     def _with_late(
         self, values: list[Any], late: dict[str, tuple[Any, ...]]
@@ -989,9 +1001,9 @@ class RolloutStorage(RolloutCore):
         for word, value in sample.items():
             if word not in ("terminated", "truncated", "next_observations", "final_observations"):
                 setattr(transition, names.get(word, word), value)
-        ended, cut_off = joined_flags(sample.get("terminated"), sample.get("truncated"), self._ready_ring().lanes)
-        transition.__dict__.update(dones=ended, truncated=cut_off)
-        if transition.final_values is None and self._critic.value is not None:
+        transition.dones, cut_off, count = self._flags.join(sample.get("terminated"), sample.get("truncated"))
+        transition.truncated = cut_off
+        if count and transition.final_values is None and self._critic.value is not None:
             transition.final_values = self._ask_critic({"final_obs": sample.get("final_observations")}, cut_off)
         return transition
 

@@ -13,11 +13,10 @@ launched nor hold it up. Three things keep a batch intact:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import cuda
 
 # For each of some tensors the dtype that it is converted to on the device, None to leave it; none at all if empty.
@@ -119,10 +118,8 @@ def converted(nest: Any, casts: Casts) -> Any:
 
 
 def _leaves(nest: Any) -> Iterator[Any]:
-    if isinstance(nest, TensorDictBase):
-        yield from nest.values(include_nested=True, leaves_only=True)
-    elif isinstance(nest, (dict, tuple, list)):
-        for part in nest.values() if isinstance(nest, dict) else nest:
+    if isinstance(nest, (Mapping, tuple, list)):
+        for part in nest.values() if isinstance(nest, Mapping) else nest:
             yield from _leaves(part)
     elif hasattr(nest, "record_stream"):
         yield nest

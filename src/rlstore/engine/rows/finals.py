@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, can_hold
 from rlstore.errors import InvalidInputError
+
+# The value of final observations [k, ...], as [k] or [k, 1].
+FinalCritic = Callable[[Any], Tensor]
 
 KEYS = ("final_obs", "final_observation")
 ORDER = (
@@ -72,6 +75,51 @@ def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Fiel
                 given[lane] = True
                 leaf[lane] = _fit_entry(name, field, entry)
     return (*leaves, given)
+
+
+def ask_critic(
+    critic: FinalCritic,
+    infos: Any,
+    cut_off: Tensor,
+    structure: Structure,
+    fields: Sequence[Field],
+    device: torch.device,
+) -> Tensor | None:
+    """The values of the final observations of truncated episodes, float32 ``[envs]``, NaN elsewhere; None if none is.
+
+    Args:
+        critic: Gives the values.
+        infos: Of the step, with ``final_obs``.
+        cut_off: Which episodes were truncated; on a device the host waits for them.
+        structure: Of the observations.
+        fields: A field for each leaf.
+        device: Where the critic gets the final observations.
+
+    Raises:
+        InvalidInputError: If the infos lack a final observation, or the critic returns something else than values.
+    """
+    host = cut_off.cpu().numpy()
+    places, lanes = np.flatnonzero(host), len(host)
+    if not len(places):
+        return None
+    found = find_final(infos, "")
+    leaves: Sequence[Tensor] = ()
+    has_final = np.zeros(lanes, np.bool_)
+    if found is not None:
+        *leaves, given = fit_final(f"infos[{found[0]!r}]", found[1], structure, fields, lanes)
+        has_final = given.numpy()
+    if not has_final[places].all():
+        raise InvalidInputError(
+            f"environment {places[~has_final[places]][0]} was truncated, and the infos hold no final_obs of it to ask "
+            "the critic about; give add() the infos of the step, or final_values. Nothing was written."
+        )
+    chosen = torch.from_numpy(places)
+    with torch.no_grad():
+        values = critic(structure.build([leaf[chosen].to(device) for leaf in leaves], (len(places),)))
+        known = Field("what the critic returned", (), torch.float32, f"{len(places)} final observations")
+        final_values = torch.full((lanes,), torch.nan, device=device)
+        final_values[chosen.to(device)] = known.fit(values, len(places), device)
+    return final_values
 
 
 def _is_listed(value: Any) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
@@ -342,6 +342,9 @@ class Structure:
         # One level of names, as most observations have, needs no recursion.
         flat = all(len(path) == 1 and isinstance(path[0], str) for path in self.paths)
         self._keys = dict.fromkeys(path[0] for path in self.paths) if flat else {}
+        # The classes that most observations have come first: to ask the others takes as long as to write the row.
+        has_names = any(isinstance(step, str) for path in self.paths for step in path)
+        self._mappings = (dict, _tensordict(), Mapping) if has_names else (dict, Mapping)
         self._is_tuple = bool(self.paths) and self.paths == tuple((index,) for index in range(len(self.paths)))
 
     def row_reader(
@@ -360,7 +363,9 @@ class Structure:
         if not (self.is_leaf or self._is_tuple or self._keys):
             return lambda given: None
         keys = tuple(map(str, self._keys)) or (len(self.paths) if self._is_tuple else None)
-        return RowReader((("observations", keys), *others.items()), tuple(absent.items()), _NEST).read
+        # Where a TensorDict has its parts; an add to a rollout takes 2.6 us with it and 3.7 without.
+        nest = (_tensordict() if self._keys else dict, "_tensordict")
+        return RowReader((("observations", keys), *others.items()), tuple(absent.items()), nest).read
 
     @classmethod
     def of(cls, example: Any, name: str) -> Structure:
@@ -375,8 +380,7 @@ class Structure:
         """
         if self.is_leaf and isinstance(value, (Tensor, np.ndarray)):
             return [value]
-        # The classes that most observations have come first: to ask the others takes as long as to write the row.
-        if isinstance(value, (dict, TensorDict, TensorDictBase, Mapping)):
+        if isinstance(value, self._mappings):
             parts = value if type(value) is dict else dict(value.items())
             if self._keys and parts.keys() == self._keys.keys():
                 return [parts[key] for key in self._keys]
@@ -398,7 +402,7 @@ class Structure:
         """The observations with these leaves; dicts become TensorDicts of ``batch_size``."""
         if self._keys:
             size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
-            return _new_tensordict(dict(zip(self._keys, leaves, strict=True)), batch_size=size)
+            return _tensordict_maker()(dict(zip(self._keys, leaves, strict=True)), batch_size=size)
         if self._is_tuple:
             return tuple(leaves)
         if self.is_leaf:
@@ -451,24 +455,32 @@ def described_fields(settings: Mapping[str, Any], name: str) -> tuple[Structure,
     return structure, [Field(leaf, tuple(shape), dtype, "the snapshot") for leaf, shape, dtype in parts]
 
 
-# Where a TensorDict has its parts; an add to a rollout takes 2.6 us with it and 3.7 without.
-_NEST = (TensorDict, "_tensordict")
+@cache
+def _tensordict() -> Any:
+    """The class TensorDict. It takes longer to import than torch, and only observations with names need it."""
+    from tensordict import TensorDict
 
-# Skips the check of each part's batch size, which is known here: a replay sample of dict observations takes 60 us
-# instead of 85.
-_new_tensordict = getattr(TensorDict, "_new_unsafe", TensorDict)
+    return TensorDict
+
+
+@cache
+def _tensordict_maker() -> Callable[..., Any]:
+    # Skips the check of each part's batch size, which is known here: a replay sample of dict observations takes 60 us
+    # instead of 85.
+    maker: Callable[..., Any] = getattr(_tensordict(), "_new_unsafe", _tensordict())
+    return maker
 
 
 def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
     parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return _new_tensordict(parts, batch_size=batch_size)
+    return _tensordict_maker()(parts, batch_size=batch_size)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """The leaves of nested mappings and tuples, with the path to each."""
-    if isinstance(value, (Mapping, TensorDictBase)):
+    if isinstance(value, Mapping):
         return [found for key, part in value.items() for found in walk(part, (*path, key))]
     if isinstance(value, tuple):
         return [found for index, part in enumerate(value) for found in walk(part, (*path, index))]
