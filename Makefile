@@ -103,6 +103,7 @@ $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 
 adapters: $(ADAPTERS_VENV)/ready
 	$(ADAPTERS_PY) -m pytest adapters
+	$(ADAPTERS_PY) -m adapters.learn_sb3 --out out/adapters
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

@@ -75,12 +75,23 @@ def test_every_transition_is_theirs(observations, actions, n_envs, count):
 
 @pytest.mark.parametrize("handled", [True, False])
 def test_ends_by_a_time_limit_are_terminations_only_if_that_is_asked_for(handled):
-    their, our = pair(handle_timeout_termination=handled)
+    their, _ = pair(handle_timeout_termination=handled)
+    our = ReplayBuffer(48, BOX, DISCRETE, "cpu", 3, handle_timeout_termination=handled, gamma=0)  # used by sums alone
     for buffer in (their, our):
         add_all(buffer, steps(BOX, DISCRETE, 3, 16))
     served = rows(our.sample(DRAWS))
     assert served == rows(their.sample(DRAWS))
     assert sum(row["dones "][0] for row in served.values()) == (6 if handled else 12)  # 12 episodes ended
+
+
+def test_a_step_that_looks_like_the_reset_step_of_another_autoreset_mode_is_stored():
+    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 1)
+    first, last, after = (np.full((1, 3), number, np.float32) for number in range(3))
+    zero, none = np.zeros(1, np.float32), np.zeros(1, int)
+    buffer.add(first, last, none, zero, np.array([True]), [{}])
+    buffer.add(last, after, none, zero, np.array([False]), [{}])  # the episode begins where the one before ended
+    assert buffer.size() == 2
+    assert {row["observations "][0] for row in rows(buffer.sample(50)).values()} == {0, 1}
 
 
 def test_the_position_is_theirs_at_every_step():
@@ -152,6 +163,8 @@ def test_observations_and_rewards_are_normalized_as_theirs(clip_reward):
 def test_single_observations_and_sums_of_rewards_are_normalized_as_theirs():
     env = normalizer()
     env.obs_rms, env.norm_obs_keys = env.obs_rms["box"], None
+    # Rewards are up to 29 / 8, which is not clipped; sums of them are larger than the bound.
+    env.clip_reward = 4 / np.sqrt(env.ret_rms.var + env.epsilon)
     given, arguments = (48, BOX, DISCRETE, "cpu", 3), {"n_steps": 3, "gamma": 0.5}
     their, our = theirs.NStepReplayBuffer(*given, **arguments), ReplayBuffer(*given, **arguments)
     for buffer in (their, our):
