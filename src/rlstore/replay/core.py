@@ -589,8 +589,8 @@ class ReplayCore(Storage):
         Args:
             actor: Not used; with two arguments, the batch that was trained on.
             algo: Not used; with two arguments, ``info``.
-            info: What a trainer reports; None for an empty dict. In a storage with priorities, its ``priorities`` are set
-                for its ``rows``, or for those of the batch.
+            info: What a trainer reports; None for an empty dict. In a storage with priorities, its ``priorities`` are
+                set for its ``rows``, or for those of the batch.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
