@@ -41,7 +41,9 @@ class ResetSteps:
 
     def forget(self) -> None:
         """No episode has ended."""
-        self._due: np.ndarray[Any, Any] | None = None  # the lanes whose next step is one, if the host knows of any
+        self._due: np.ndarray[Any, np.dtype[np.bool_]] | None = (
+            None  # the lanes whose next step is one, if the host knows of any
+        )
         self.due_count = 0
         self._count = 0  # in this rollout; -1: not known
 
@@ -68,13 +70,15 @@ class ResetSteps:
             )
         if self._due is None:
             return
-        if count > 0 and (wrong := ended.numpy() & self._due).any():
+        if count > 0 and (wrong := (ended.numpy() != 0) & self._due).any():
             self._refuse(wrong, "ends an episode, and a reset step cannot")
         if not (isinstance(rewards, Tensor) and rewards.is_cuda):
             given = field.fit(rewards, self._lanes, torch.device("cpu")).flatten().numpy()
             wrong = (given != 0) & self._due
             if wrong.any():
-                self._refuse(wrong, f"has the reward {given[wrong][0]}, and that of a reset step is 0")
+                self._refuse(
+                    wrong, f"has the reward {given[wrong][0]}, and that of a reset step is 0: do not change it"
+                )
 
     def _refuse(self, lanes: np.ndarray[Any, Any], problem: str) -> None:
         raise InvalidInputError(
@@ -87,7 +91,7 @@ class ResetSteps:
         if self.due_count:
             is_known = self._count >= 0 and self.due_count > 0
             self._count = self._count + self.due_count if is_known else -1
-        self.due_count, self._due = count, ended.numpy().copy() if count > 0 else None
+        self.due_count, self._due = count, ended.numpy() != 0 if count > 0 else None
 
     def carry(self, ring: Ring) -> None:
         """A new rollout begins: its first step is a reset step where the newest one ended an episode."""
@@ -99,7 +103,7 @@ class ResetSteps:
     def learn(self, ring: Ring) -> None:
         """The block was written otherwise: read what there is to know of it."""
         block = ring.blocks[BLOCK]
-        due = (block[ring.size] != 0).to("cpu", torch.uint8).flatten().numpy()
+        due = (block[ring.size] != 0).cpu().numpy()
         self.due_count, self._count = int(np.count_nonzero(due)), -1
         self._due = due if self.due_count else None
 
