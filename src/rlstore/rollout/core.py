@@ -480,6 +480,11 @@ class RolloutCore(Storage):
 
         It may also be called as ``after_gradients(batch, info)``.
 
+        Args:
+            actor: Not used; with two arguments, the batch that was trained on.
+            algo: Not used; with two arguments, ``info``.
+            info: What a trainer reports; None for an empty dict.
+
         Returns:
             ``info`` with ``storage_size``, the transitions held.
         """
@@ -626,7 +631,11 @@ class RolloutCore(Storage):
 
     @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
-        """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`."""
+        """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`.
+
+        Args:
+            data_to_cpu: Return the copies on the CPU, wherever the storage is.
+        """
         if self._ring is None or self._ring.size == 0:
             return {}
         rows = self._ring.size
@@ -689,7 +698,12 @@ class RolloutCore(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
+        """Change a discount, a lambda, or (while the storage is empty) the number of steps.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
+        """
         value = checked_parameter(type(self).__name__, self._parameters, parameter_name, new_parameter_value)
         if self._parameters[parameter_name] is fraction:
             setattr(self, parameter_name, value)
