@@ -100,7 +100,7 @@ bench: $(BENCH_VENV)/ready
 	$(BENCH_PY) -m benchmarks.run
 
 # Programs of other libraries with our storages in place of theirs, in an environment with all that those libraries require; then
-# whether they learn as well and as fast with ours as with their own, which takes about half an hour.
+# whether they learn as well and as fast with ours as with their own, which takes about 10 minutes.
 $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 	$(PYTHON) -m venv $(ADAPTERS_VENV)
 	$(ADAPTERS_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
