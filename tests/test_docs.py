@@ -48,8 +48,6 @@ def blocks_of(page):
     for match in BLOCK.finditer(text):
         indent = len(match["indent"])
         code = "".join(line[indent:] or "\n" for line in match["code"].splitlines(keepends=True))
-        if code.startswith("--8<--"):
-            continue  # a file of tests/switched, which tests/compat/test_switched.py and `make adapters` run
         note = match["note"] or ""
         needs = re.search(r"needs: ([\w., ]+)", note)
         yield Block(
