@@ -1,4 +1,5 @@
 PYTHON ?= python3
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 VENV := .venv
 PY := $(VENV)/bin/python
 BENCH_VENV := .venv-bench
@@ -13,7 +14,7 @@ DOCS_VENV := .venv-docs
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
-.PHONY: demo quick quick-files test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
+.PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
@@ -50,9 +51,14 @@ QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/t
 quick: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
 
-# For tools/wheels.sh, which runs them with an installed wheel.
+# A wheel for each Python, in dist, tried without a compiler: it downloads torch for each.
+wheels:
+	tools/wheels.sh dist $(WHEEL_PYTHONS)
+
+# For tools/try_wheel.sh, where there may be no make.
 quick-files:
-	@echo $(QUICK)
+	@mkdir -p build
+	@echo $(QUICK) > build/quick-files
 
 test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup
@@ -94,7 +100,7 @@ bench: $(BENCH_VENV)/ready
 	$(BENCH_PY) -m benchmarks.run
 
 # Programs of other libraries with our storages in place of theirs, in an environment with all that those libraries require; then
-# whether they learn as well and as fast with ours as with their own, which takes about half an hour.
+# whether they learn as well and as fast with ours as with their own, which takes about 10 minutes.
 $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 	$(PYTHON) -m venv $(ADAPTERS_VENV)
 	$(ADAPTERS_PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0

@@ -58,7 +58,7 @@ TASKS = {
         SAC,
         "Pendulum-v1",
         1,
-        4_000,
+        5_000,
         {"replay_buffer_class": ReplayBuffer},
         {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}},
     ),

@@ -378,6 +378,7 @@ NB_MODULE(_native, m) {
   nb::class_<Cutter>(m, "Cutter")
       .def(nb::init<nb::object, nb::object, nb::sequence, nb::sequence>())
       .def("empty", &Cutter::empty)
+      .def("empties", &Cutter::empties)
       .def("cut", &Cutter::cut)
       .def("tensors", &Cutter::tensors);
   nb::class_<Fixed>(m, "Fixed").def(nb::init<nb::tuple>()).def_prop_ro("arguments", &Fixed::arguments);
@@ -470,6 +471,7 @@ NB_MODULE(_native, m) {
   m.def("is_in_memory", &is_in_memory);
   m.def("join_flags", &join_flags, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("count_readable", &count_readable, nb::arg().none(), nb::arg());
+  m.def("kind_of", &kind_of);
   m.def("crc32", &checksum<crc32>, nb::arg(), nb::arg() = 0);
   m.def("crc32_by_tables", &checksum<crc32_by_tables>, nb::arg(), nb::arg() = 0);
   m.def("start_writeback", &start_writeback, nb::call_guard<nb::gil_scoped_release>());

@@ -40,6 +40,31 @@ inline int64_t count_readable(nb::handle given, nb::handle like) {
   return tensor.shape[0];
 }
 
+// The kind of some tensors: bytes that are equal for tensors of the same dtypes, shapes and devices, each contiguous and in
+// memory. What was planned for tensors is found again by it. None may be among them. Returns None if a tensor is not so.
+inline nb::object kind_of(nb::tuple tensors) {
+  std::vector<int64_t> words;
+  words.reserve(8 * tensors.size());
+  for (nb::handle given : tensors) {
+    DLTensor tensor;
+    if (given.is_none()) {
+      words.push_back(-1);
+      continue;
+    }
+    if (exchange->describe(given.ptr(), &tensor)) {
+      PyErr_Clear();
+      return nb::none();
+    }
+    if (!is_contiguous(tensor) || !has_memory(given, tensor)) return nb::none();
+    if (may_be_lazy(tensor, true) && is_lazy(given.ptr(), tensor)) return nb::none();
+    words.push_back(static_cast<int64_t>(tensor.dtype.code) << 32 | tensor.dtype.bits << 16 | tensor.dtype.lanes);
+    words.push_back(static_cast<int64_t>(tensor.device.type) << 32 | static_cast<uint32_t>(tensor.device.id));
+    words.push_back(tensor.ndim);
+    words.insert(words.end(), tensor.shape, tensor.shape + tensor.ndim);
+  }
+  return nb::bytes(words.data(), words.size() * sizeof(int64_t));
+}
+
 // Tensors that a kernel is given at every launch, whose memory nobody replaces: their addresses are looked up once.
 class Fixed {
  public:

@@ -33,6 +33,13 @@ class Cutter {
     return made;
   }
 
+  // The pieces of several.
+  nb::list empties(size_t count) const {
+    nb::list made;
+    for (size_t i = 0; i < count; i++) made.append(empty());
+    return made;
+  }
+
   // The tensors of some pieces.
   nb::tuple cut(nb::tuple pieces) const {
     if (pieces.size() != pieces_.size()) throw nb::value_error("another number of pieces");

@@ -101,7 +101,7 @@ def test_ray_uses_what_storages_offer_to_everybody():
 
 def test_only_the_table_and_modules_for_cuda_know_the_native_module():
     knows = {name for name in MODULES if "rlstore.kernels._native" in imported_by(name)}
-    for_cuda = {"rlstore.kernels.cuda.launch", "rlstore.kernels.cuda.rows", "rlstore.kernels.pieces"}
+    for_cuda = {f"rlstore.kernels.{name}" for name in ("cuda.launch", "cuda.rows", "pieces", "plans")}
     assert knows == {"rlstore.kernels", *for_cuda}
 
 

@@ -6,7 +6,9 @@ only where these modules are installed; ``<!-- program; needs: ray -->`` both.
 """
 
 import ast
+import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -47,8 +49,6 @@ def blocks_of(page):
     for match in BLOCK.finditer(text):
         indent = len(match["indent"])
         code = "".join(line[indent:] or "\n" for line in match["code"].splitlines(keepends=True))
-        if code.startswith("--8<--"):
-            continue  # a file of the repository, which has tests of its own
         note = match["note"] or ""
         needs = re.search(r"needs: ([\w., ]+)", note)
         yield Block(
@@ -91,7 +91,11 @@ def test_the_programs_of_a_page_run(block, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(block.code)
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", path], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, "-W", "error::UserWarning", path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as in tests/conftest.py: tests share the cores
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
@@ -104,9 +108,22 @@ def test_the_error_that_is_shown_is_the_one_that_is_raised(capsys):
     assert capsys.readouterr().out.split() == " ".join(shown).split()
 
 
+def test_the_pictures_are_those_that_the_script_draws():
+    """Its chart has the figures of docs/benchmarks.md: after new ones, run python docs/pictures/draw.py."""
+    script = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
+    for file, draw in script["PICTURES"].items():
+        assert (DOCS / "pictures" / file).read_text() == str(draw())
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) < 700
+
+
 def test_the_version_is_the_same_everywhere():
     assert rlstore.__version__ == version("rlstore")
     assert f'version = "{rlstore.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nversion: {rlstore.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {rlstore.__version__} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_architecture_page_shows_every_module_and_no_other():
@@ -149,13 +166,14 @@ def test_the_menu_lists_every_page_once():
     assert sorted(pages(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize(("module", "file"), [("", "_public.py"), ("ray", "ray/__init__.py")])
-def test_the_reference_has_every_public_name(module, file):
-    """Read without an import: Ray is optional."""
-    path = ROOT / "src" / "rlstore" / file
+@pytest.mark.parametrize("module", ["_public", "ray/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
+def test_the_reference_has_every_public_name(module):
+    """Read without an import: other libraries are optional."""
+    path = ROOT / "src" / "rlstore" / f"{module}.py"
     assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
     public = next(ast.literal_eval(node.value) for node in assigned if node.targets[0].id == "__all__")
     shown = set(re.findall(r"^::: (\S+)", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.M))
     if "rlstore.errors" in shown:
         shown |= {f"rlstore.{name}" for name in vars(rlstore.errors) if name.endswith("Error")}
-    assert {".".join(filter(None, ["rlstore", module, name])) for name in public} <= shown
+    package = "rlstore" if module == "_public" else f"rlstore.{module.removesuffix('/__init__')}"
+    assert {f"{package}.{name}" for name in public} <= shown

@@ -176,11 +176,18 @@ def computed(storage):
     storage.compute_returns(torch.zeros(ENVS, 1), 0.9, 0.8)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    each(["small", "large"] * 3, [in_place, an_entry, rebound, a_new_observation, a_parameter_in_place, computed]),
-    indirect=["kind"],
-)
+def other_memory(storage):
+    storage.values.data = storage.values + 7
+
+
+def other_strides(storage):
+    storage.actions.data = (storage.actions * 3).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+CHANGES = [in_place, an_entry, rebound, a_new_observation, a_parameter_in_place, computed, other_memory, other_strides]
+
+
+@pytest.mark.parametrize(("kind", "change"), each(["small", "large"] * 4, CHANGES), indirect=["kind"])
 def test_what_changed_between_epochs_is_served_by_the_next(batches, change):
     """The last epoch is what a storage with the change in it from the start would have served."""
     storage, changed = rollout(), rollout()

@@ -117,7 +117,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
         self.n_steps, self.gamma, self.prioritized = n_steps, gamma, prioritized
-        options = {"memory": "ram", **options}
+        options = {"memory": "ram", "seed": _drawn_seed(), **options}
         storage_class: Any = PrioritizedReplayStorage if prioritized else ReplayStorage
         self.storage: ReplayStorage | PrioritizedReplayStorage = storage_class(
             _observations_held(observation_space),
@@ -286,8 +286,8 @@ class RolloutBuffer(buffers.RolloutBuffer):
 
     The steps are in ``storage``, a :class:`~rlstore.RolloutStorage` on ``device``. ``rewards``, ``values``,
     ``log_probs``, ``returns``, ``advantages`` and ``episode_starts`` are arrays ``[buffer_size, n_envs]``, also after
-    :meth:`get`, ``actions`` is ``[buffer_size, n_envs, action_dim]`` float32, and observations are
-    ``storage.observations``.
+    :meth:`get`, ``actions`` is ``[buffer_size, n_envs, action_dim]`` float32, and ``observations`` is
+    ``[buffer_size, n_envs, ...]``, or a dict of such arrays. On the CPU they share the memory of the storage.
 
     As in Stable-Baselines3, the algorithm has added the value of the final observation to the reward of a step that was
     truncated. Advantages are not normalized here; PPO does that.
@@ -328,7 +328,7 @@ class RolloutBuffer(buffers.RolloutBuffer):
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.gae_lambda, self.gamma = gae_lambda, gamma
         example = _example(_observations_held(observation_space), n_envs)
-        options = {"gamma": gamma, "lam": gae_lambda, **options}
+        options = {"gamma": gamma, "lam": gae_lambda, "seed": _drawn_seed(), **options}
         self.storage = RolloutStorage("rl", n_envs, buffer_size, example, [self.action_dim], self.device, **options)
         self.episode_starts = np.zeros((buffer_size, n_envs), dtype=np.float32)
         self._no_ends = torch.zeros(n_envs, dtype=torch.uint8, device=self.device)
@@ -342,6 +342,14 @@ class RolloutBuffer(buffers.RolloutBuffer):
     def full(self) -> bool:  # type: ignore[override]
         """True if the rollout is complete."""
         return self.storage.step == self.buffer_size
+
+    @property
+    def observations(self) -> Any:  # type: ignore[override]
+        """Observations before each step, ``[buffer_size, n_envs, ...]``; a dict of such arrays for a Dict space."""
+        held = self.storage.observations
+        if isinstance(held, TensorDict):
+            return {key: leaf.numpy(force=True) for key, leaf in held.items()}
+        return held.numpy(force=True)
 
     def reset(self) -> None:
         """Begin a new rollout."""
@@ -417,8 +425,13 @@ class RolloutBuffer(buffers.RolloutBuffer):
                     yield RolloutBufferSamples(epoch.observations[part], *others)
 
 
-class DictRolloutBuffer(RolloutBuffer, buffers.DictRolloutBuffer):
+class DictRolloutBuffer(RolloutBuffer, buffers.DictRolloutBuffer):  # type: ignore[override]
     """:class:`RolloutBuffer` under the name that Stable-Baselines3 gives it for Dict observation spaces."""
+
+
+def _drawn_seed() -> int:
+    """From the generator that Stable-Baselines3 seeds and that its own buffers draw from; torch's draws the weights."""
+    return int(np.random.randint(2**31))
 
 
 def _observations_held(space: spaces.Space[Any]) -> spaces.Space[Any]:

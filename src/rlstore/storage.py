@@ -155,27 +155,59 @@ class Storage(ABC):
 
     @abstractmethod
     def init_tensors(self, sample: Sample, *args: Any) -> None:
-        """Allocate the data tensors from a sample of one environment step; the sample itself is not stored."""
+        """Allocate the data tensors from a sample of one environment step; the sample itself is not stored.
+
+        Args:
+            sample: One step, by the names of the vocabulary.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def get_all_buffer_data(self, data_to_cpu: bool = False, *args: Any) -> BatchDict:
-        """All data stored now, as copies, on the CPU if ``data_to_cpu``."""
+        """All data stored now, as copies, on the CPU if ``data_to_cpu``.
+
+        Args:
+            data_to_cpu: Return the copies on the CPU, wherever the storage is.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def insert_data_slice(self, new_data: Sample, *args: Any) -> None:
-        """Add data in the form of ``get_all_buffer_data``; each storage documents whether it replaces or appends."""
+        """Add data in the form of ``get_all_buffer_data``; each storage documents whether it replaces or appends.
+
+        Args:
+            new_data: The data, by the names of the vocabulary.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def insert_transition(self, sample: Sample, *args: Any) -> None:
-        """Store one environment step."""
+        """Store one environment step.
+
+        Args:
+            sample: The step, by the names of the vocabulary.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def before_gradients(self, actor: Any, algo: Any, *args: Any) -> None:
-        """Prepare the data for an update of the actor."""
+        """Prepare the data for an update of the actor.
+
+        Args:
+            actor: The actor, with ``get_values``.
+            algo: The algorithm, with its discounts.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def after_gradients(self, actor: Any, algo: Any, info: dict[str, Any], *args: Any) -> dict[str, Any]:
         """Follow up on an update of the actor.
+
+        Args:
+            actor: The actor.
+            algo: The algorithm.
+            info: What a trainer reports of the update.
+            *args: For subclasses.
 
         Returns:
             ``info``, with the storage's own entries added.
@@ -189,15 +221,32 @@ class Storage(ABC):
         num_epochs: int = 1,
         *args: Any,
     ) -> Iterator[BatchDict]:
-        """Batches to learn from: ``num_mini_batch`` of ``mini_batch_size`` in each of ``num_epochs``."""
+        """Batches to learn from: ``num_mini_batch`` of ``mini_batch_size`` in each of ``num_epochs``.
+
+        Args:
+            num_mini_batch: Batches in each epoch.
+            mini_batch_size: Rows in each batch.
+            num_epochs: Epochs.
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def reset(self, *args: Any) -> None:
-        """Remove all data."""
+        """Remove all data.
+
+        Args:
+            *args: For subclasses.
+        """
 
     @abstractmethod
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
-        """Change a parameter of the storage."""
+        """Change a parameter of the storage.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
+            *args: For subclasses.
+        """
 
     def _guarding(self) -> AbstractContextManager[None]:
         """The guard; nothing in a subclass that does not call ``__init__`` of this class."""

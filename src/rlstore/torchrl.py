@@ -39,8 +39,9 @@ class ReplayBuffer:
 
     Entries that are both at the root and under "next" (``observation`` and the like) are observations, of which each is
     stored once. ``action``, ``("next", "reward")`` and the flags ``("next", "done")``, ``("next", "terminated")`` and
-    ``("next", "truncated")`` are known; flags at the root are not stored. All other entries are stored as they are; in
-    an n-step transition they are those of the first step. Shapes and dtypes are taken from the first data.
+    ``("next", "truncated")`` are known; flags at the root are not stored, and a step that terminated its episode is not
+    truncated as well. All other entries are stored as they are; in an n-step transition they are those of the first
+    step. Shapes and dtypes are taken from the first data.
 
     Args:
         size: The number of transitions held, over all environments; then the oldest are overwritten.
@@ -129,7 +130,14 @@ class ReplayBuffer:
         return rows.reshape(data.shape)
 
     def add(self, data: TensorDictBase) -> Tensor:
-        """Append one step: a TensorDict ``[]``, or of several environments ``[num_envs]``; returns its row or rows."""
+        """Append one step.
+
+        Args:
+            data: A TensorDict ``[]``, or of several environments ``[num_envs]``.
+
+        Returns:
+            Its row or rows.
+        """
         entry(data, "action", "data")
         expected = (self.num_envs,) if data.ndim else ()
         if tuple(data.shape) != expected or (self.num_envs > 1 and not data.ndim):
@@ -202,7 +210,11 @@ class ReplayBuffer:
         self.storage.update(rows, values.expand(len(rows)) if values.numel() == 1 else values)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of a sample to its entry ``priority_key``, of several numbers a row to their largest."""
+        """Set the priorities of a sample to its entry ``priority_key``, of several numbers a row to their largest.
+
+        Args:
+            data: The sample, with that entry and ``index``.
+        """
         if self._is_prioritized:
             index = entry(data, "index", "data")
             self.update_priority(index, self._priorities(data))

@@ -1,6 +1,28 @@
-"""Settings that must be in place before the foreign libraries are imported."""
+"""Settings that must be in place before the foreign libraries are imported, and what it takes to import rllte."""
 
 import os
+import sys
+import types
+
+import pytest
 
 # GitPython refuses to be imported where no git executable is found, unless told that this is fine.
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+
+
+@pytest.fixture(scope="session")
+def rllte():
+    """The modules of rllte. One of its many augmentations, which DrQ-v2 does not use, would need torchvision."""
+    transforms = types.ModuleType("torchvision.transforms")
+    transforms.ColorJitter = object
+    stand_ins = {"torchvision": types.ModuleType("torchvision"), "torchvision.transforms": transforms}
+    stand_ins = {name: module for name, module in stand_ins.items() if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        import rllte.agent.drqv2
+        import rllte.common.prototype
+        import rllte.xploit.storage
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+    return rllte

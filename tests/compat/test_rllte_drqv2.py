@@ -1,8 +1,6 @@
 """rllte's own DrQ-v2 agent, unchanged, with our NStepReplayStorage in the place of theirs."""
 
 import resource
-import sys
-import types
 from inspect import signature
 from pathlib import Path
 
@@ -31,24 +29,6 @@ class WatchedStorage(NStepReplayStorage):
     def update(self, *args):
         self.updates.append(args)
         return super().update(*args)
-
-
-@pytest.fixture(scope="module")
-def rllte():
-    """The modules of rllte. One of its many augmentations, which DrQ-v2 does not use, would need torchvision."""
-    transforms = types.ModuleType("torchvision.transforms")
-    transforms.ColorJitter = object
-    stand_ins = {"torchvision": types.ModuleType("torchvision"), "torchvision.transforms": transforms}
-    stand_ins = {name: module for name, module in stand_ins.items() if name not in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        import rllte.agent.drqv2
-        import rllte.common.prototype
-        import rllte.xploit.storage
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-    return rllte
 
 
 @pytest.fixture

@@ -6,7 +6,10 @@ import importlib
 import inspect
 from typing import Any, get_args
 
-MODULES = ("rlstore", "rlstore.engine.returns", "rlstore.ray", "rlstore.torchrl", "rlstore.fast_td3", "rlstore.rsl_rl")
+MODULES = (
+    *("rlstore", "rlstore.engine.returns", "rlstore.ray"),
+    *("rlstore.torchrl", "rlstore.fast_td3", "rlstore.rsl_rl", "rlstore.sb3"),
+)
 
 
 def public_surface(instances: dict[str, Any]) -> dict[str, Any]:

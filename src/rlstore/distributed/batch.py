@@ -48,7 +48,12 @@ class RolloutBatch(Mapping[str, Tensor]):
         return nested
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> RolloutBatch:
-        """The batch on a device; the versions stay on the CPU."""
+        """The batch on a device; the versions stay on the CPU.
+
+        Args:
+            device: The device.
+            non_blocking: Let copies from pinned memory go on in the background, as ``Tensor.to`` does.
+        """
         moved = {key: tensor.to(device, non_blocking=non_blocking) for key, tensor in self._tensors.items()}
         states = tuple(state.to(device, non_blocking=non_blocking) for state in self.states)
         return RolloutBatch(moved, states, self.versions, self._structure)

@@ -279,7 +279,11 @@ class DistributedStorage(Storage):
         return sample_from_queues(place, batch_size, free_queue, full_queue, storages, init_actor_state_storages, lock)
 
     def update(self, *args: Any) -> None:
-        """Does nothing: rollouts are served as soon as they are complete."""
+        """Does nothing: rollouts are served as soon as they are complete.
+
+        Args:
+            *args: Ignored.
+        """
 
     # ---------------------------------------------------------------------------------------------- handles
 
@@ -435,6 +439,9 @@ class DistributedStorage(Storage):
         and learners can have them. The last row has an observation that the actor did not act on: ``action``,
         ``policy_outputs``, ``baseline`` and the extra fields are zero there.
 
+        Args:
+            sample: The step.
+
         Raises:
             RolloutFullError: (an OverflowError) if there are not N free slots, and no learner to wait for. Nothing was
                 written.
@@ -445,7 +452,12 @@ class DistributedStorage(Storage):
         slots.insert(Step.of_sample(slots.memory.fields, sample))
 
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """Does nothing: off-policy targets depend on the learner's own policy."""
+        """Does nothing: off-policy targets depend on the learner's own policy.
+
+        Args:
+            actor: Not used.
+            algo: Not used.
+        """
 
     @guarded
     def after_gradients(
@@ -454,6 +466,11 @@ class DistributedStorage(Storage):
         """Free the slots of the rollouts that were served, once their generator has ended.
 
         It may also be called as ``after_gradients(batch, info)``.
+
+        Args:
+            actor: Not used; with two arguments, the batch that was trained on.
+            algo: Not used; with two arguments, ``info``.
+            info: What a trainer reports; None for an empty dict.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
@@ -496,6 +513,9 @@ class DistributedStorage(Storage):
         ``episode_returns`` and ``episode_steps`` of each step, ``versions`` ``[rollouts]``, ``first_rows`` (row 0
         without its observation) and ``last_rows`` (what the actor computed from the last observation, and the extra
         fields there).
+
+        Args:
+            data_to_cpu: Return the copies on the CPU, wherever the storage is.
         """
         if self._slots is None:
             return {}
@@ -532,6 +552,10 @@ class DistributedStorage(Storage):
 
         The last two need new memory: they can change only while the storage is empty and has no other peers. The
         timeout of handles that exist already does not change.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
         """
         value = checked_parameter(type(self).__name__, _PARAMETERS, parameter_name, new_parameter_value)
         if parameter_name in ("num_steps", "num_storages"):

@@ -12,7 +12,7 @@ attributes, ``is_in_memory``, which is False for a tensor that has elements but 
 ``instruction_set``, which names the version of the C++ that this CPU runs.
 =======
 attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory, ``join_flags``, which reads
-the two end flags of a step,
+the two end flags of a step, ``count_readable`` and ``kind_of``, which look at tensors in less time than Python,
 ``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
 >>>>>>> main
 """
@@ -32,6 +32,7 @@ from rlstore.kernels._native import (
     SlotTable,
     add_to_word,
     await_event,
+    count_readable,
     crc32,
     event_count,
     exchange_word,
@@ -39,6 +40,7 @@ from rlstore.kernels._native import (
     instruction_set,
     is_in_memory,
     join_flags,
+    kind_of,
     make_event,
     process_start,
     restore_tables,
@@ -53,6 +55,7 @@ __all__ = [
     "SlotTable",
     "add_to_word",
     "await_event",
+    "count_readable",
     "crc32",
     "event_count",
     "exchange_word",
@@ -61,6 +64,7 @@ __all__ = [
     "is_in_memory",
     "join_flags",
     "kernel",
+    "kind_of",
     "make_event",
     "process_start",
     "restore_tables",

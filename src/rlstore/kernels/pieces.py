@@ -49,6 +49,12 @@ class Pieces:
             return self._cutter.empty()
         return tuple([torch.empty(size, dtype=dtype, device=self._device) for size, _, dtype in self._pieces])
 
+    def empties(self, count: int) -> list[tuple[Tensor, ...]]:
+        """:meth:`empty` as often as asked for."""
+        if self._cutter is not None and not torch.is_inference_mode_enabled() and _is_current(self._device):
+            return self._cutter.empties(count)
+        return [self.empty() for _ in range(count)]
+
     def cut(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The tensors that lie in some pieces, in the order of their shapes."""
         if torch.is_inference_mode_enabled():

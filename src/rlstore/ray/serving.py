@@ -189,7 +189,11 @@ class ServedStorage:
         return self._call_each("each", method, args, kwargs)
 
     def set_rate_limit(self, rate_limit: RateLimit | None) -> None:
-        """Change the rate limit, also for those who wait now."""
+        """Change the rate limit, also for those who wait now.
+
+        Args:
+            rate_limit: The new limit; None for none.
+        """
         self._connection.ask_ledger("set_rate_limit", rate_limit)
 
     def save(self) -> None:

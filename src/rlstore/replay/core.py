@@ -471,7 +471,9 @@ class ReplayCore(Storage):
             return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
     def update(self, *args: Any) -> None:
-        """Set priorities, ``update(rows, priorities)``; without priorities it accepts anything and does nothing.
+        """Set priorities, ``update(rows, priorities)``; a storage that only draws uniformly accepts anything.
+
+        It then does nothing. A :class:`~rlstore.SequenceReplayStorage` with ``alpha=0`` refuses priorities.
 
         Either all priorities are set or, if one is invalid, none. On CUDA the host does not synchronize to check the
         values: invalid entries are dropped, and counted in ``stale_updates`` too.
@@ -491,29 +493,36 @@ class ReplayCore(Storage):
     @classmethod
     @explained
     def create_factory(  # type: ignore[override]
-        cls,
+        cls: type[_AnyReplay],
         size: int,
         observation_space: SpaceLike | None = None,
         action_space: SpaceLike | None = None,
         num_envs: int | None = None,
         **arguments: Any,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., _AnyReplay]:
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` transitions.
 
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword. Of a storage with folders (``path``, ``snapshot_dir``), only one can use them:
         ``f(device, actor, algorithm, subfolder="a")`` creates one that uses the folders ``a`` in them.
+
+        Args:
+            size: Transitions held, over all environments.
+            observation_space: See the class.
+            action_space: See the class.
+            num_envs: The number of environments; None takes it from the first sample.
+            **arguments: Other arguments of the class.
         """
         check_keywords(cls, arguments)
 
         def create(
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None, *, subfolder: str = ""
-        ) -> Any:
+        ) -> _AnyReplay:
             given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
             if subfolder:
                 given.update(cls._folders_in(subfolder, given))
             make: Any = cls
-            storage = make(observation_space, action_space, **given)
+            storage: _AnyReplay = make(observation_space, action_space, **given)
             storage._give(actor, algorithm)
             return storage
 
@@ -554,6 +563,9 @@ class ReplayCore(Storage):
         It takes ``observations``, ``actions``, ``rewards``, ``terminated``, ``truncated``, ``next_observations`` and
         the storage's extra fields; optional are ``final_observations``, used where an episode ended, ``masks``, False
         for environments that did not take part, and ``priorities`` (see :meth:`add`).
+
+        Args:
+            sample: One step of all environments, by the names of the vocabulary (see :mod:`rlstore.storage`).
         """
         if self._rows is None:
             self.init_tensors(sample)
@@ -561,13 +573,24 @@ class ReplayCore(Storage):
         self.add(*step, **named)
 
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """Does nothing: targets are computed when a batch is read."""
+        """Does nothing: targets are computed when a batch is read.
+
+        Args:
+            actor: Not used.
+            algo: Not used.
+        """
 
     @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Report the state of the storage. It may also be called as ``after_gradients(batch, info)``.
+
+        Args:
+            actor: Not used; with two arguments, the batch that was trained on.
+            algo: Not used; with two arguments, ``info``.
+            info: What a trainer reports; None for an empty dict. In a storage with priorities, its ``priorities`` are
+                set for its ``rows``, or for those of the batch.
 
         Returns:
             ``info`` with ``storage_size``, the transitions held.
@@ -605,6 +628,9 @@ class ReplayCore(Storage):
         """Copies of everything held, ``[steps, envs, ...]`` with the keys of the vocabulary, oldest step first.
 
         Environments that hold fewer steps than others are padded with zeros; ``masks`` is False there.
+
+        Args:
+            data_to_cpu: Return the copies on the CPU, wherever the storage is.
         """
         with self._paused():
             if not len(self):
@@ -613,7 +639,11 @@ class ReplayCore(Storage):
 
     @guarded
     def insert_data_slice(self, new_data: Sample) -> None:
-        """Append data in the form of ``get_all_buffer_data``, ``[steps, envs, ...]``, oldest step first."""
+        """Append data in the form of ``get_all_buffer_data``, ``[steps, envs, ...]``, oldest step first.
+
+        Args:
+            new_data: The data, by the names of the vocabulary; an empty dict adds nothing.
+        """
         if not isinstance(new_data, Mapping):
             raise InvalidInputError(f"new_data is a {type(new_data).__name__}; give a dict. Nothing was changed.")
         if not new_data:
@@ -659,7 +689,12 @@ class ReplayCore(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change a parameter; ``storage_size`` only while the storage is empty."""
+        """Change a parameter; ``storage_size`` only while the storage is empty.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
+        """
         parameters: dict[str, Check] = {
             "batch_size": whole_number,
             **self._view.parameters,

@@ -104,7 +104,11 @@ class ReplayWriter:
         self._append(count_of(mask, len(self.lanes)), partial(self._part.append, *step))
 
     def insert_transition(self, sample: Mapping[str, Any]) -> None:
-        """Append one step of its environments, with the keys of the vocabulary (see :mod:`rlstore.storage`)."""
+        """Append one step of its environments, with the keys of the vocabulary (see :mod:`rlstore.storage`).
+
+        Args:
+            sample: The step, ``[num_envs, ...]``; see the method of the same name of the storage.
+        """
         step, named = step_arguments(sample, self._part.fields, self._kind)
         self.add(*step, **named)
 

@@ -23,7 +23,7 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
-from rlstore.engine.rows.schema import Field, Structure, as_tensor, is_in_memory, reward_field, walk
+from rlstore.engine.rows.schema import Field, Structure, as_tensor, count_readable, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.rollout.targets import Targets
@@ -494,6 +494,11 @@ class RolloutCore(Storage):
 
         It may also be called as ``after_gradients(batch, info)``.
 
+        Args:
+            actor: Not used; with two arguments, the batch that was trained on.
+            algo: Not used; with two arguments, ``info``.
+            info: What a trainer reports; None for an empty dict.
+
         Returns:
             ``info`` with ``storage_size``, the transitions held.
         """
@@ -603,11 +608,7 @@ class RolloutCore(Storage):
             rows = order if served is None else served[order]
             if ring.size < steps:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            leaves, build = flatten(sources(steps), torch.Size((size,)), make)
-            dtypes = [leaf.dtype for leaf in leaves]
-            if observations_as is not None:
-                first = len(self._observations.paths)
-                dtypes[:first] = [observations_as] * first
+            leaves, dtypes, build = self._parts(sources, steps, size, observations_as, make)
             batches = gather_batches(leaves, rows, count, dtypes, self._outputs)
             if with_rows:
                 own_rows = torch.unsafe_split(rows.clone(), size)
@@ -616,11 +617,39 @@ class RolloutCore(Storage):
             else:
                 yield from map(build, batches)
 
+    def _parts(
+        self,
+        sources: Callable[[int], Sources],
+        steps: int,
+        size: int,
+        observations_as: torch.dtype | None,
+        make: Callable[..., _Batch],
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.dtype, ...], Callable[..., _Batch]]:
+        """What to gather, the dtypes to serve it in, and what builds a batch: arguments as for :meth:`_serve`."""
+        ring, form = self._current_ring(), (make, steps, size, observations_as)
+        known = ring.derived.get(form)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        leaves, build = flatten(sources(steps), torch.Size((size,)), make)
+        dtypes = [leaf.dtype for leaf in leaves]
+        if observations_as is not None:
+            first = len(self._observations.paths)
+            dtypes[:first] = [observations_as] * first
+        parts = leaves, tuple(dtypes), build
+        # What is no block itself but made of one may be another in the next epoch.
+        if {id(block) for block in ring.blocks.values()}.issuperset(map(id, leaves)):
+            ring.derived[form] = parts
+        return parts
+
     # ---------------------------------------------------------------------------------------------- all data
 
     @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
-        """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`."""
+        """Copies of everything held, ``[steps, envs, ...]`` by the names of :mod:`rlstore.storage`.
+
+        Args:
+            data_to_cpu: Return the copies on the CPU, wherever the storage is.
+        """
         if self._ring is None or self._ring.size == 0:
             return {}
         rows = self._ring.size
@@ -683,7 +712,12 @@ class RolloutCore(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change a discount, a lambda, or (while the storage is empty) the number of steps."""
+        """Change a discount, a lambda, or (while the storage is empty) the number of steps.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
+        """
         value = checked_parameter(type(self).__name__, self._parameters, parameter_name, new_parameter_value)
         if self._parameters[parameter_name] is fraction:
             setattr(self, parameter_name, value)
@@ -779,13 +813,4 @@ def repeated(batches: Iterator[_Batch], epochs: int) -> Iterator[_Batch]:
 
 def _is_ready(last_values: Any, ring: Ring) -> bool:
     """True for values that a kernel can read as they are."""
-    return (
-        isinstance(last_values, Tensor)
-        and is_in_memory(last_values)
-        and last_values.shape in ((ring.lanes,), (ring.lanes, 1))
-        and last_values.dtype == torch.float32
-        and last_values.device == ring.device
-        and last_values.is_contiguous()
-        and not last_values.requires_grad
-        and not last_values.is_neg()
-    )
+    return count_readable(last_values, ring.blocks["rewards"]) == ring.lanes and not last_values.requires_grad

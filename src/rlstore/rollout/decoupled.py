@@ -171,6 +171,18 @@ class DecoupledRolloutStorage(RolloutCore):
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         Without spaces, the number of environments and all shapes are taken from their first sample.
+
+        Args:
+            size: Steps of a rollout.
+            observation_space: See the class.
+            action_space: See the class.
+            num_envs: The number of environments; None takes it from the first sample.
+            discount: The discount factor.
+            gae_lambda: The GAE lambda.
+            seed: The seed of each storage's random generator.
+            extra_fields: Additional fields by name; see the class.
+            allow_nonfinite_rewards: Store rewards that are NaN or infinite.
+            journal: The folder of a journal; it is that of one storage.
         """
         options: dict[str, Any] = {"seed": seed, "extra_fields": extra_fields}
         options.update(allow_nonfinite_rewards=allow_nonfinite_rewards, journal=journal)

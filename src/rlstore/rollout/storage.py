@@ -212,11 +212,23 @@ class RolloutStorage(RolloutCore):
             *("observations", "actions", "values", "advantages", "returns"),
             *("old_actions_log_prob", "old_distribution_params"),
         )
-        step_masks: Tensor | None = None
+        # The types of what the batch in question has, so that programs need no checks for None.
+        observations: Any
+        actions: Tensor
+        values: Tensor
+        advantages: Tensor
+        returns: Tensor
+        old_actions_log_prob: Tensor
+        old_distribution_params: tuple[Tensor, ...]
+        hidden_states: tuple[HiddenState, HiddenState]
+        masks: Tensor
+        privileged_actions: Tensor
+        dones: Tensor
+        step_masks: Tensor = None  # type: ignore[assignment]
 
         def __init__(
             self,
-            observations: TensorDict | None = None,
+            observations: Any = None,
             actions: Tensor | None = None,
             values: Tensor | None = None,
             advantages: Tensor | None = None,
@@ -229,19 +241,20 @@ class RolloutStorage(RolloutCore):
             dones: Tensor | None = None,
             **extra: Tensor,
         ) -> None:
-            self.observations = observations
-            self.actions = actions
-            self.values = values
-            self.advantages = advantages
-            self.returns = returns
-            self.old_actions_log_prob = old_actions_log_prob
-            self.old_distribution_params = old_distribution_params
-            self.hidden_states = hidden_states
-            self.masks = masks
-            self.privileged_actions = privileged_actions
-            self.dones = dones
-            if extra:
-                self.__dict__.update(extra)
+            self.__dict__.update(
+                observations=observations,
+                actions=actions,
+                values=values,
+                advantages=advantages,
+                returns=returns,
+                old_actions_log_prob=old_actions_log_prob,
+                old_distribution_params=old_distribution_params,
+                hidden_states=hidden_states,
+                masks=masks,
+                privileged_actions=privileged_actions,
+                dones=dones,
+                **extra,
+            )
 
     observations = ObservationAttribute()
     rewards = BlockAttribute()
@@ -412,6 +425,16 @@ class RolloutStorage(RolloutCore):
         """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps.
 
         The number of environments and all shapes are taken from their first sample.
+
+        Args:
+            size: Steps of a rollout.
+            training_type: "rl" or "distillation".
+            gamma: The discount factor that ``before_gradients`` uses if the algorithm has none.
+            lam: The GAE lambda that it uses then.
+            seed: The seed of each storage's random generator.
+            extra_fields: Additional fields by name; see the class.
+            allow_nonfinite_rewards: Store rewards that are NaN or infinite.
+            journal: The folder of a journal; it is that of one storage.
         """
         options: dict[str, Any] = {"gamma": gamma, "lam": lam, "seed": seed, "extra_fields": extra_fields}
         options.update(allow_nonfinite_rewards=allow_nonfinite_rewards, journal=journal)
@@ -531,7 +554,12 @@ class RolloutStorage(RolloutCore):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change ``gamma``, ``lam`` or (while the storage is empty) ``num_transitions_per_env``."""
+        """Change ``gamma``, ``lam`` or (while the storage is empty) ``num_transitions_per_env``.
+
+        Args:
+            parameter_name: Its name.
+            new_parameter_value: Its new value.
+        """
         ended = None if self._resets is None else self._ready_ring().blocks[RESETS][0].clone()
         super().update_storage_parameter(parameter_name, new_parameter_value)
         if ended is not None:
@@ -631,6 +659,9 @@ class RolloutStorage(RolloutCore):
 
     def add_transition(self, transition: RolloutStorage.Transition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
+
+        Args:
+            transition: The step; its fields may be tensors, arrays or lists.
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
@@ -847,7 +878,12 @@ class RolloutStorage(RolloutCore):
         return self.gamma, self.lam
 
     def before_gradients(self, actor: Critic | None = None, algo: Any = None) -> None:
-        """For "rl", compute returns and advantages (see the base class). Distillation needs none."""
+        """For "rl", compute returns and advantages (see the base class). Distillation needs none.
+
+        Args:
+            actor: Gives the values of the observations after the newest step; None for that of the factory.
+            algo: Has the discounts; None for that of the factory, or the storage's own.
+        """
         if self.training_type == "distillation":
             self._require_rows()
         else:
@@ -979,6 +1015,15 @@ class RolloutStorage(RolloutCore):
         With ``recurrent`` they are those of :meth:`recurrent_mini_batch_generator`, which hold whole environments: then
         ``mini_batch_size`` must be None, and they are never shuffled. ``max_trajectories`` is for these alone. With
         ``reuse`` the first epoch is gathered, and the same tensors, in the same order, come in every epoch.
+
+        Args:
+            num_mini_batch: Batches in each epoch.
+            mini_batch_size: Rows in each; None divides all rows evenly.
+            num_epochs: Epochs, each with its own permutation.
+            shuffle: False serves the rows in temporal order.
+            recurrent: Serve whole trajectories.
+            max_trajectories: See :meth:`recurrent_mini_batch_generator`.
+            reuse: See above.
         """
         if not recurrent:
             if max_trajectories is not None:

@@ -15,7 +15,8 @@ from rlstore.engine.memory.tensors import (
     allocate_group,
 )
 from rlstore.kernels import kernel
-from rlstore.kernels.pieces import pieces_for
+from rlstore.kernels.pieces import Pieces, pieces_for
+from rlstore.kernels.plans import planned
 
 # Small mini-batches are gathered together and then split: one call instead of hundreds.
 GROUP_BYTES = 4 << 20
@@ -84,7 +85,7 @@ def gather_batches(
     sources: tuple[Tensor, ...],
     rows: Tensor,
     count: int,
-    dtypes: Sequence[torch.dtype],
+    dtypes: tuple[torch.dtype, ...],
     outputs: Recycler,
 ) -> Iterator[tuple[Tensor, ...]]:
     """The rows of an epoch ``[count * size]`` as ``count`` mini-batches ``[size, *shape]``, gathered when needed.
@@ -112,7 +113,7 @@ def gather_batches(
 
 
 def gather_ahead(
-    sources: tuple[Tensor, ...], rows: Tensor, count: int, dtypes: Sequence[torch.dtype], most_bytes: int
+    sources: tuple[Tensor, ...], rows: Tensor, count: int, dtypes: tuple[torch.dtype, ...], most_bytes: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """:func:`gather_batches` for CUDA: several mini-batches in one launch, each in memory of its own.
 
@@ -124,14 +125,19 @@ def gather_ahead(
         most_bytes: The most that is gathered in one launch.
     """
     size = rows.shape[0] // count
-    shapes = tuple([(size, *source.shape[2:]) for source in sources])
-    layout = pieces_for(shapes, tuple(dtypes), rows.device)
+    layout = _layout(sources, size, dtypes)
     most = min(max(1, most_bytes // max(layout.nbytes, 1)), MOST_AHEAD)
     gather = kernel("gather_batches", rows.device.type)
     for first in range(0, count, most):
         last = min(first + most, count)
-        pieces = [layout.empty() for _ in range(first, last)]
+        pieces = layout.empties(last - first)
         group = rows if last - first == count else rows[first * size : last * size]
         gather(sources, group, layout.places, tuple(zip(*pieces, strict=True)))
         while pieces:
             yield layout.cut(pieces.pop(0))
+
+
+@planned
+def _layout(sources: tuple[Tensor, ...], size: int, dtypes: tuple[torch.dtype, ...]) -> Pieces:
+    """How mini-batches of ``size`` rows lie in memory."""
+    return pieces_for(tuple([(size, *source.shape[2:]) for source in sources]), dtypes, sources[0].device)

@@ -83,14 +83,26 @@ class RateLimit:
         return self
 
     def allows_insert(self, inserted: int, sampled: int, count: int) -> bool:
-        """Whether ``count`` inserts may go ahead after so many inserts and samples."""
+        """Whether ``count`` inserts may go ahead after so many inserts and samples.
+
+        Args:
+            inserted: Inserts that went ahead so far.
+            sampled: Samples that went ahead so far.
+            count: Inserts to come.
+        """
         if inserted + count <= self.min_size:
             return True
         ahead = (inserted + count) * self._ratio - sampled
         return ahead <= self.min_size * self._ratio + self._slack
 
     def allows_sample(self, inserted: int, sampled: int, count: int) -> bool:
-        """Whether ``count`` samples may go ahead after so many inserts and samples."""
+        """Whether ``count`` samples may go ahead after so many inserts and samples.
+
+        Args:
+            inserted: Inserts that went ahead so far.
+            sampled: Samples that went ahead so far.
+            count: Samples to come.
+        """
         ahead = inserted * self._ratio - sampled - count
         return inserted >= self.min_size and ahead >= self.min_size * self._ratio - self._slack
 

@@ -148,6 +148,9 @@ class SlotQueue:
     def put(self, index: int | None) -> None:
         """Append a slot's number, or None.
 
+        Args:
+            index: The number, or None.
+
         Raises:
             InvalidInputError: If it is not the number of a slot, or already in the queue. Nothing was changed.
         """

@@ -15,7 +15,7 @@ from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_memory, check_real, dtype_name, is_in_memory
 from rlstore.errors import InvalidInputError
-from rlstore.kernels import kernel
+from rlstore.kernels import kernel, kind_of
 
 _NEED_LESS = "Take fewer steps or environments, or give smaller observations: pixels as uint8, floats as float16."
 
@@ -52,6 +52,9 @@ class Ring:
         self.columns: list[Column] = []
         self._computed = tuple(computed)
         self.blocks: dict[str, Tensor] = {}
+        # What others keep that they made of the blocks: another one once a block is another tensor, or of another kind.
+        self.derived: dict[Any, Any] = {}
+        self._kind: bytes | None = None  # of the blocks when they were last checked
         self.written = 0  # every row ever written; it never wraps
         self.size = 0  # rows held in each lane
         self._begin = 0  # the count at which the present rollout began, at row 0
@@ -88,7 +91,7 @@ class Ring:
         for name, (shape, dtype) in new.items():
             self.blocks[name] = allocate(shape, dtype, self.device, (fills or {}).get(name, 0.0))
         self.columns.extend(columns)
-        self._writer = None
+        self._writer, self.derived = None, {}
 
     def _require_memory(self, nbytes: Mapping[str, int]) -> None:
         if sum(nbytes.values()) >= MUCH:
@@ -105,7 +108,7 @@ class Ring:
         self.columns = [column for column in self.columns if column.block not in blocks]
         for block in blocks:
             self.blocks.pop(block, None)
-        self._writer = None
+        self._writer, self.derived = None, {}
 
     def bind(self, block: str, tensor: Tensor) -> None:
         """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
@@ -127,7 +130,7 @@ class Ring:
         for block, tensor in zip(blocks, tensors, strict=True):
             held = self.blocks[block]
             if tensor is not held:
-                self.blocks[block] = self._adopt(block, tensor, held)
+                self.blocks[block], self.derived = self._adopt(block, tensor, held), {}
                 if any(column.block == block for column in self.columns):
                     self._writer = None
         return True
@@ -200,12 +203,16 @@ class Ring:
 
     def check_blocks(self) -> None:
         """Refuse to go on with a block whose memory a caller has freed; attributes of a storage are its blocks."""
-        if not all(map(is_in_memory, self.blocks.values())):
-            name, block = next((name, block) for name, block in self.blocks.items() if not is_in_memory(block))
-            raise InvalidInputError(
-                f"{name} has no memory any more: it was freed, for example by {name}.untyped_storage().resize_(0). "
-                f"Assign a tensor {tuple(block.shape)} to it. Nothing was changed."
-            )
+        kind = kind_of(tuple(self.blocks.values()))
+        if kind is not None and kind == self._kind:
+            return
+        self.derived, self._kind = {}, kind
+        for name, block in self.blocks.items():
+            if not is_in_memory(block):
+                raise InvalidInputError(
+                    f"{name} has no memory any more: it was freed, for example by {name}.untyped_storage().resize_(0). "
+                    f"Assign a tensor {tuple(block.shape)} to it. Nothing was changed."
+                )
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same columns."""
@@ -229,4 +236,4 @@ class Ring:
     def __getstate__(self) -> dict[str, Any]:
         # The writer holds raw pointers into this object's own blocks.
         self.check_blocks()
-        return {**self.__dict__, "_writer": None}
+        return {**self.__dict__, "_writer": None, "derived": {}}

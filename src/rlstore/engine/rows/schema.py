@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import RowReader
+from rlstore.kernels import count_readable as count_readable
 from rlstore.kernels import is_in_memory as is_in_memory
 from rlstore.kernels.rules import FINITE, obeys
 from rlstore.kernels.rules import Rule as Rule

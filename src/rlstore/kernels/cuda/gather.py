@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlstore.kernels.cuda.launch import Launcher, next_power_of_2
+from rlstore.kernels.plans import planned
 
 # What one program makes of a permutation: little, because it waits for the slowest of its entries.
 _PLACES, _PLACES_WARPS = 64, 1
@@ -136,8 +137,7 @@ def gather_batches(
         return
     batches = len(pieces[0])
     size = rows.shape[0] // batches
-    fields = tuple([(source.shape[2:], source.dtype) for source in sources])
-    plan = _plan_gather(fields, places, tuple([piece.dtype for piece, *_ in pieces]), batches, size)
+    plan = _plan_gather(sources, places, tuple([of_batches[0].dtype for of_batches in pieces]), batches, size)
     if plan is None:
         return
     launcher, grid, there = plan
@@ -145,23 +145,23 @@ def gather_batches(
     launcher(grid, rows.device, sources if there is None else tuple([sources[k] for k in there]), rows, memory, size)
 
 
-@lru_cache(256)
+@planned
 def _plan_gather(
-    fields: tuple[tuple[torch.Size, torch.dtype], ...],
+    sources: tuple[Tensor, ...],
     places: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     batches: int,
     size: int,
 ) -> tuple[Launcher, tuple[int, int, int], tuple[int, ...] | None] | None:
-    """What gathers these fields, its grid, and which of them have entries (None: all); None if none has."""
-    widths = [(shape.numel(), dtype) for shape, dtype in fields]
+    """What gathers from sources like these, its grid, and which of them have entries (None: all); None if none has."""
+    widths = [(source.shape[2:].numel(), source.dtype) for source in sources]
     there = tuple(k for k, (width, _) in enumerate(widths) if width)
     if not there:
         return None
     copied, own_places = tuple(widths[k] for k in there), tuple(places[k] for k in there)
     launcher, programs = _gather_fields(copied, own_places, dtypes, batches, size % 16 == 0)
     grid = (sum(-(-size // own_rows) * parts for own_rows, parts in programs), batches, 1)
-    return launcher, grid, None if len(there) == len(fields) else there
+    return launcher, grid, None if len(there) == len(sources) else there
 
 
 @cache

@@ -1,0 +1,115 @@
+"""rlstore.torchrl beside TorchRL's own buffer: the same data in both, from its own collector."""
+
+import pytest
+import torch
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.postprocs import MultiStep
+from torchrl.envs import GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import MLP, QValueActor
+from torchrl.objectives import DQNLoss
+
+from rlstore.torchrl import ReplayBuffer
+
+ENVS = 3
+ROOT_FLAGS = ("done", "terminated", "truncated")  # which ours does not store
+
+
+def make_env():
+    """Episodes that terminate, and episodes that are truncated."""
+    limited = lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=12))  # noqa: E731
+    return TransformedEnv(SerialEnv(ENVS, limited), RewardSum())
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """Batches of a collector, ``[ENVS, 20]`` each, that go on from one another."""
+    torch.manual_seed(0)
+    collector = Collector(make_env(), frames_per_batch=20 * ENVS, total_frames=100 * ENVS)
+    batches = [data.clone() for data in collector]
+    collector.shutdown()
+    whole = torch.cat(batches, dim=1)
+    assert whole["next", "terminated"].any()
+    assert whole["next", "truncated"].any()
+    return batches
+
+
+def filled(batches, **options):
+    buffer = ReplayBuffer(10_000, num_envs=ENVS, seed=0, **options)
+    for batch in batches:
+        buffer.extend(batch)
+    return buffer
+
+
+def identity(row):
+    """No two rows of the data are alike in these numbers."""
+    return (*row["observation"].tolist(), *row["action"].flatten().tolist(), row["step_count"].item())
+
+
+def test_samples_have_the_entries_of_theirs(collected):
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=16)
+    for batch in collected:
+        theirs.extend(batch.reshape(-1))
+    forms = [
+        {key: (tuple(sample[key].shape), sample[key].dtype) for key in sample.keys(True, True)}
+        for sample in (theirs.sample(), filled(collected, batch_size=16).sample())
+    ]
+    assert {key: form for key, form in forms[0].items() if key not in ROOT_FLAGS} == forms[1]
+
+
+def test_every_row_is_one_that_the_collector_gave(collected):
+    data = torch.cat(collected, dim=1).reshape(-1)
+    known = {identity(row): row for row in data.unbind(0)}
+    assert len(known) == len(data)
+    sample = filled(collected).sample(3000)
+    drawn = {identity(row): row for row in sample.exclude("index").unbind(0)}
+    assert drawn.keys() == known.keys()
+    for key, row in drawn.items():
+        expected = known[key].exclude(*ROOT_FLAGS)
+        expected["next", "truncated"] = expected["next", "truncated"] & ~expected["next", "terminated"]
+        assert (row == expected).all(), key
+
+
+def test_n_step_rewards_and_observations_are_those_of_multistep(collected):
+    """Theirs leaves the flags of the first step; ours are those of the last, which the observation belongs to."""
+    data = torch.cat(collected, dim=1)
+    stepped = MultiStep(gamma=0.9, n_steps=3)(data.clone())
+    known = {identity(row): row for row in stepped.reshape(-1).unbind(0)}
+    flags = {identity(row): row for row in data.reshape(-1).unbind(0)}
+    lengths = set()
+    for row in filled(collected, n_step=3, gamma=0.9).sample(1500).unbind(0):
+        expected = known[identity(row)]
+        lengths.add(row["steps_to_next_obs"].item())
+        assert row["steps_to_next_obs"].item() == expected["steps_to_next_obs"].item()
+        assert torch.equal(row["next", "observation"], expected["next", "observation"])
+        torch.testing.assert_close(row["next", "reward"], expected["next", "reward"])
+        if row["steps_to_next_obs"].item() == 1:
+            assert torch.equal(row["next", "done"], flags[identity(row)]["next", "done"])
+    assert lengths == {1, 2, 3}
+
+
+def test_their_loss_reads_lengths_and_weights(collected):
+    """The loss of one row at a time, by hand: it discounts by the steps of the window, and is weighted."""
+    torch.manual_seed(0)
+    env = make_env()
+    network = MLP(in_features=4, out_features=2, num_cells=[8])
+    actor = QValueActor(network, in_keys=["observation"], spec=env.action_spec_unbatched)
+    loss_module = DQNLoss(actor, action_space=env.action_spec_unbatched, loss_function="l2", reduction="mean")
+    loss_module.make_value_estimator(gamma=0.9)
+    buffer = filled(collected, n_step=3, gamma=0.9, alpha=1.0, beta=0.5)
+    sample = buffer.sample(64)
+    sample["td_error"] = torch.rand(64)
+    buffer.update_tensordict_priority(sample)
+    sample = buffer.sample(64)
+    assert len(sample["priority_weight"].unique()) > 10
+    with torch.no_grad():
+        loss = loss_module(sample)["loss"]
+        after = network(sample["next", "observation"]).max(1, keepdim=True).values
+        goes_on = (~sample["next", "terminated"]).float()
+        target = sample["next", "reward"] + 0.9 ** sample["steps_to_next_obs"] * goes_on * after
+        chosen = (network(sample["observation"]) * sample["action"]).sum(1, keepdim=True)
+        squares = ((chosen - target) ** 2).squeeze(1)
+        weights = sample["priority_weight"]
+    assert loss.item() == pytest.approx(((squares * weights).sum() / weights.sum()).item(), rel=1e-4)
+    assert sample.get("td_error", None) is not None
+    buffer.update_tensordict_priority(sample)
