@@ -397,7 +397,8 @@ class Storage(ABC):
                 ``memory="mapped"``, ``snapshot_dir`` for ``save_snapshot``. They may have moved since. What they hold
                 is replaced by the snapshot, as far as it is in the snapshot.
             journal: The folder, or the :class:`~rlstore.Journal`, of the storage's journal: the same folder, to go on
-                with a journal that is loaded, or a new one. None for no journal.
+                with a journal that is loaded, or a new one. None for no journal. If it had an ``interval`` or
+                ``fsync`` of its own, pass the Journal again: they are not saved.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.
