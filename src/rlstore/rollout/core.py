@@ -560,7 +560,7 @@ class RolloutCore(Storage):
         if count > held or count * rows > held:
             most, of = (held, "") if size is None else (held // size, f" of {size} rows")
             raise InvalidInputError(
-                f"{count} mini-batches{of} were asked for; the {held} rows held are enough for at most {most}"
+                f"{count} mini-batches{of} were asked for; there are {held} rows, enough for at most {most}"
             )
         return rows
 
