@@ -465,11 +465,25 @@ class RolloutCore(Storage):
             ended = ended[:rows]
             truncated = None if truncated is None else truncated[:rows]
             final_values = None if final_values is None else final_values[:rows]
-        how: dict[str, Any] = {"gamma": gamma, "lam": lam, "advantages": out[0], "returns": out[1], "epsilon": epsilon}
-        if resets is None:
-            returns.fill_gae(rewards, values, last_values, ended, truncated, final_values, dones=dones, **how)
+        if resets is not None:
+            how: dict[str, Any] = {"gamma": gamma, "lam": lam, "advantages": out[0], "returns": out[1]}
+            ends = (ended, truncated, resets[:rows])
+            returns.fill_gae_around_resets(rewards, values, last_values, *ends, **how, epsilon=epsilon)
         else:
-            returns.fill_gae_around_resets(rewards, values, last_values, ended, truncated, resets[:rows], **how)
+            returns.fill_gae(
+                rewards,
+                values,
+                last_values,
+                ended,
+                truncated,
+                final_values,
+                gamma=gamma,
+                lam=lam,
+                advantages=out[0],
+                returns=out[1],
+                epsilon=epsilon,
+                dones=dones,
+            )
         self._targets.were_computed()
 
     @guarded

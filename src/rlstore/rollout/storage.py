@@ -128,6 +128,9 @@ class BlockGroup:
 class RolloutStorage(RolloutCore):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
 
+    For a Gymnasium vector environment it is made by :meth:`from_spaces` and filled by :meth:`add`. The constructor and
+    :meth:`add_transition` are those of rsl_rl.
+
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
     ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
     for "distillation" ``privileged_actions``; extra fields are in ``extra`` by name. You may write into them or
