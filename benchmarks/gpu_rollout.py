@@ -17,7 +17,7 @@ from benchmarks.gpu_measure import Group, Work, Works
 
 GAMMA, LAMBDA = 0.99, 0.95
 EPOCHS, MINI_BATCHES = 5, 4
-ADD, RETURNS = "add_transition", "returns, normalised"
+ADD, RETURNS = "add_transition", "returns, normalized"
 SHUFFLED, RESHUFFLED = "5 x 4 batches, one shuffle", "5 x 4 batches, reshuffled"
 RECURRENT = "recurrent 5 x 4 batches"
 FLOAT, FLAG = 4, 1
@@ -301,7 +301,7 @@ def rollouts(sizes: Sizes, device: torch.device) -> Group:
 
 # ---------------------------------------------------------------------------------------------------------- one graph
 
-UPDATE = "returns, normalised, shuffled, an epoch of 4 batches"
+UPDATE = "returns, normalized, shuffled, an epoch of 4 batches"
 
 
 def _eager_update(data: RolloutData) -> tuple[Ours, Callable[[], list[Any]]]:

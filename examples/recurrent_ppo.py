@@ -4,14 +4,15 @@ A single observation does not show in which direction the pole moves, so the pol
 ``--memory lstm``, an LSTM) provides it; ``--feedforward`` runs the same program without memory and scores poorly.
 
 The storage saves the hidden state before every step. It splits the rollout into trajectories at the episode ends, pads
-them to one length, and serves each with the hidden state at its start and a mask of the valid steps.
+them to one length, and serves each with the hidden state at its start and a mask of the valid steps. The environments
+use next-step autoreset: the step after an end only resets, and is part of no trajectory.
 """
 
 from __future__ import annotations
 
+import gymnasium as gym
 import torch
-from common import HideVelocities, Result, Run, arguments, make_envs, report, true_successors
-from tensordict import TensorDict
+from common import HideVelocities, Result, Run, arguments, report
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
@@ -69,23 +70,21 @@ class ActorCritic(nn.Module):
         self.critic = Network(1, memory, scale=1.0)
 
 
-def forget(state: State, ended: Tensor) -> State:
-    """The state, reset to zero where an episode has ended."""
+def forget(state: State, reset: Tensor) -> State:
+    """The state, reset to zero where an environment was."""
     if state is None:
         return None
     if isinstance(state, tuple):
-        return state[0] * ~ended[:, None], state[1] * ~ended[:, None]
-    return state * ~ended[:, None]
+        return state[0] * ~reset[:, None], state[1] * ~reset[:, None]
+    return state * ~reset[:, None]
 
 
-def unpad(padded: Tensor, masks: Tensor, num_steps: int) -> Tensor:
-    """Convert padded trajectories [longest, trajectories, k] to the layout of the rollout [num_steps, environments, k].
+def valid(field: Tensor, masks: Tensor) -> Tensor:
+    """The valid steps [rows, ...] of padded trajectories [steps, trajectories, ...], or of [steps, environments, ...].
 
-    Trajectories are ordered by environment, then by time, so their valid steps concatenated are the rollouts of the
-    environments one after the other.
+    Both are in the same order: by environment, then by time.
     """
-    rows = padded.transpose(0, 1)[masks.transpose(0, 1)]
-    return rows.view(-1, num_steps, padded.shape[-1]).transpose(0, 1)
+    return field.transpose(0, 1)[masks.transpose(0, 1)]
 
 
 def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, storage: RolloutStorage, run: Run) -> float:
@@ -95,15 +94,16 @@ def update(agent: ActorCritic, optimizer: torch.optim.Optimizer, storage: Rollou
     for batch in run.storage_watch.around(batches):
         actor_state, critic_state = batch.hidden_states
         longest = int(batch.masks.sum(0).max())
-        masks, obs = batch.masks[:longest], batch.observations["policy"][:longest]
-        policy = Categorical(logits=unpad(agent.actor(obs, actor_state)[0], masks, NUM_STEPS), validate_args=False)
-        values = unpad(agent.critic(obs, critic_state)[0], masks, NUM_STEPS)
+        masks, obs = batch.masks[:longest], batch.observations[:longest]
+        policy = Categorical(logits=valid(agent.actor(obs, actor_state)[0], masks), validate_args=False)
+        values = valid(agent.critic(obs, critic_state)[0], masks).squeeze(-1)
 
-        log_prob = policy.log_prob(batch.actions.squeeze(-1)).unsqueeze(-1)
-        ratio = (log_prob - batch.old_actions_log_prob).exp()
+        steps = batch.step_masks  # False for reset steps
+        actions, advantages, returns = (valid(x, steps) for x in (batch.actions, batch.advantages, batch.returns))
+        ratio = (policy.log_prob(actions) - valid(batch.old_actions_log_prob, steps)).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
-        value_loss = (values - batch.returns).pow(2).mean()
+        policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+        value_loss = (values - returns).pow(2).mean()
         loss = policy_loss + 0.5 * value_loss - ENTROPY_WEIGHT * policy.entropy().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -118,40 +118,41 @@ def train(steps: int, seed: int = 0, threshold: float | None = None, memory: str
     torch.manual_seed(seed)
     agent = ActorCritic(memory)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    envs = make_envs(NUM_ENVS, wrapper=HideVelocities)
+    envs = gym.vector.SyncVectorEnv([lambda: HideVelocities(gym.make("CartPole-v1"))] * NUM_ENVS)
     obs = torch.from_numpy(envs.reset(seed=seed)[0])
-    example = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
-    storage = RolloutStorage("rl", NUM_ENVS, NUM_STEPS, example, (1,), seed=seed)
+    spaces = envs.single_observation_space, envs.single_action_space
+    storage = RolloutStorage.from_spaces(*spaces, NUM_ENVS, NUM_STEPS, seed=seed)
     run = Run(f"recurrent_ppo_{memory}", NUM_ENVS, steps, threshold)
     actor_state, critic_state = agent.actor.fresh_state(NUM_ENVS), agent.critic.fresh_state(NUM_ENVS)
+    ended = torch.zeros(NUM_ENVS, dtype=torch.bool)
 
     while run.active:
         with torch.inference_mode():
             for _ in range(NUM_STEPS):
-                transition = RolloutStorage.Transition()
-                transition.observations = TensorDict({"policy": obs}, batch_size=[NUM_ENVS])
-                transition.hidden_states = (actor_state, critic_state)  # before this step
-
+                hidden_states = (actor_state, critic_state)  # before this step
                 logits, actor_state = agent.actor(obs.unsqueeze(0), actor_state)
                 values, critic_state = agent.critic(obs.unsqueeze(0), critic_state)
                 policy = Categorical(logits=logits.squeeze(0), validate_args=False)
                 actions = policy.sample()
                 next_obs, rewards, terminated, truncated, infos = envs.step(actions.numpy())
-                ended = torch.from_numpy(terminated | truncated)
-
-                transition.actions = actions.unsqueeze(-1)
-                transition.values = values.squeeze(0)
-                transition.actions_log_prob = policy.log_prob(actions)
-                transition.rewards = torch.from_numpy(rewards) * REWARD_SCALE
-                transition.dones = ended
-                transition.truncated = torch.from_numpy(truncated)
-                if truncated.any():
-                    successors = true_successors(next_obs, infos).unsqueeze(0)
-                    transition.final_values = agent.critic(successors, critic_state)[0].squeeze(0)
+                log_probs = policy.log_prob(actions)
                 with run.storage_watch:
-                    storage.add_transition(transition)
+                    storage.add(
+                        observations=obs,
+                        actions=actions,
+                        rewards=rewards * REWARD_SCALE,
+                        terminated=terminated,
+                        truncated=truncated,
+                        values=values.squeeze(0),
+                        log_probs=log_probs,
+                        infos=infos,
+                        hidden_states=hidden_states,
+                    )
 
+                # Not where an episode ends, but after its reset step: that step gives the value of the final
+                # observation, which the memory of the episode belongs to.
                 actor_state, critic_state = forget(actor_state, ended), forget(critic_state, ended)
+                ended = torch.from_numpy(terminated | truncated)
                 run.count(rewards, terminated | truncated)
                 obs = torch.from_numpy(next_obs)
             last_values = agent.critic(obs.unsqueeze(0), critic_state)[0].squeeze(0)

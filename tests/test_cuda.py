@@ -91,6 +91,67 @@ def test_recurrent_batches_agree():
         assert_close(ours.advantages, expected.advantages)
 
 
+def from_spaces(device: str, mode: str, flags_on: str) -> RolloutStorage:
+    """Two rollouts one after the other; the second begins with reset steps."""
+    random = np.random.default_rng(2)
+    options = {"autoreset": mode, "critic": (lambda final: final[:, 0]) if mode == "SameStep" else None, "seed": 0}
+    storage = RolloutStorage.from_spaces(spaces.Box(-9, 9, (3,)), spaces.Discrete(4), ENVS, STEPS, device, **options)
+    due = np.zeros(ENVS, bool)
+    for t in range(2 * STEPS):
+        if t == STEPS:
+            storage.clear()
+        ends = (random.random((2, ENVS)) < 0.3) & ~due
+        rewards = np.where(due, 0, random.normal(size=ENVS))
+        due = ends.any(0) if mode == "NextStep" else due
+        storage.add(
+            observations=random.normal(size=(ENVS, 3)).astype(np.float32),
+            actions=random.integers(4, size=ENVS),
+            rewards=torch.from_numpy(rewards).to(device),
+            terminated=torch.from_numpy(ends[0]).to(flags_on),
+            truncated=torch.from_numpy(ends[1]).to(flags_on),
+            values=torch.from_numpy(random.normal(size=ENVS)).to(device),
+            log_probs=torch.from_numpy(random.normal(size=ENVS)).to(device),
+            infos={"final_obs": random.normal(size=(ENVS, 3)).astype(np.float32)} if mode == "SameStep" else {},
+            hidden_states=(torch.from_numpy(random.normal(size=(1, ENVS, 4))).to(device), None),
+        )
+    storage.compute_returns(torch.from_numpy(random.normal(size=ENVS)), 0.9, 0.8)
+    return storage
+
+
+@pytest.mark.parametrize("flags_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_rollouts_from_spaces_agree(mode, flags_on):
+    on_cuda, on_cpu = from_spaces("cuda", mode, flags_on), from_spaces("cpu", mode, "cpu")
+    assert_close(on_cuda.reset_steps, on_cpu.reset_steps)
+    assert on_cpu.reset_steps.any() == (mode == "NextStep")
+    assert_close(on_cuda.returns, on_cpu.returns)
+    assert_close(on_cuda.advantages, on_cpu.advantages)
+    rows = [
+        [
+            torch.cat([b.observations, b.actions[:, None], b.advantages[:, None]], -1)
+            for b in s.mini_batch_generator(1, 1)
+        ]
+        for s in (on_cuda, on_cpu)
+    ]
+    assert_close(by_first_column(rows[0]), by_first_column(rows[1]))
+    pairs = zip(on_cuda.recurrent_mini_batch_generator(2, 1), on_cpu.recurrent_mini_batch_generator(2, 1), strict=True)
+    for ours, expected in pairs:
+        for name in ("masks", "observations", "step_masks", "advantages"):
+            assert_close(getattr(ours, name), getattr(expected, name))
+        assert_close(ours.hidden_states[0], expected.hidden_states[0])
+
+
+def test_reset_steps_that_the_host_knows_are_left_out_without_a_wait():
+    storage = from_spaces("cuda", "NextStep", "cpu")
+    list(storage.mini_batch_generator(2, 1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        storage.compute_returns(torch.zeros(ENVS, device="cuda"), 0.9, 0.8)
+        list(storage.mini_batch_generator(2, 1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_decoupled_rollouts_agree():
     def sampled(device: str) -> tuple[torch.Tensor, torch.Tensor]:
         random = np.random.default_rng(0)

@@ -6,6 +6,7 @@ only where these modules are installed; ``<!-- program; needs: ray -->`` both.
 """
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -90,7 +91,11 @@ def test_the_programs_of_a_page_run(block, tmp_path):
     path = tmp_path / "program.py"
     path.write_text(block.code)
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", path], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, "-W", "error::UserWarning", path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as in tests/conftest.py: tests share the cores
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr

@@ -72,7 +72,7 @@ def test_the_exit_status_says_whether_something_is_broken(monkeypatch, capsys):
         monkeypatch.setattr(doctor, "examine", lambda found=found: found)
         assert main(["doctor"]) == status
         shown = capsys.readouterr().out
-        assert shown.startswith("a              1\n")
+        assert shown.startswith("a                  1\n")
         assert shown.endswith(f"\n\n{words}\n")
 
 
@@ -145,7 +145,7 @@ def test_the_report_comes_without_torch(tmp_path):
     assert done.returncode == 1, done.stderr
     assert done.stderr == ""
     assert "torch cannot be imported (ImportError: no torch today)" in done.stdout
-    assert "native module  cannot be imported" in done.stdout
+    assert "native module      cannot be imported" in done.stdout
     assert "open files" in done.stdout
 
 

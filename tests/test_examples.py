@@ -92,19 +92,23 @@ def test_recurrent_ppo_replays_its_rollout_exactly(memory, monkeypatch):
 
     def compare(agent, optimizer, storage, run):
         for batch in storage.recurrent_mini_batch_generator(recurrent_ppo.NUM_MINI_BATCHES, 1):
-            obs, (actor_state, critic_state) = batch.observations["policy"], batch.hidden_states
-            steps = recurrent_ppo.NUM_STEPS
-            logits = recurrent_ppo.unpad(agent.actor(obs, actor_state)[0], batch.masks, steps)
-            values = recurrent_ppo.unpad(agent.critic(obs, critic_state)[0], batch.masks, steps)
-            log_prob = Categorical(logits=logits).log_prob(batch.actions.squeeze(-1)).unsqueeze(-1)
-            differences.append((log_prob - batch.old_actions_log_prob).abs().max().item())
-            differences.append((values - batch.values).abs().max().item())
+            obs, (actor_state, critic_state) = batch.observations, batch.hidden_states
+            logits = recurrent_ppo.valid(agent.actor(obs, actor_state)[0], batch.masks)
+            values = recurrent_ppo.valid(agent.critic(obs, critic_state)[0], batch.masks).squeeze(-1)
+            actions, old, before = (
+                recurrent_ppo.valid(field, batch.step_masks)
+                for field in (batch.actions, batch.old_actions_log_prob, batch.values)
+            )
+            log_prob = Categorical(logits=logits).log_prob(actions)
+            differences.append((log_prob - old).abs().max().item())
+            differences.append((values - before).abs().max().item())
         if memory != "none":
-            ended = storage.dones[:-1].squeeze(-1).bool()
+            resets = storage.reset_steps[:-1]
             for saved in (*storage.saved_hidden_state_a, *storage.saved_hidden_state_c):
-                after_end = saved[1:].transpose(1, 2)[ended]
-                assert len(after_end) > 0
-                assert (after_end == 0).all()
+                assert (saved[:-1].transpose(1, 2)[resets] != 0).any()  # that of the final observation
+                after_reset = saved[1:].transpose(1, 2)[resets]
+                assert len(after_reset) > 0
+                assert (after_reset == 0).all()
         return 0.0
 
     monkeypatch.setattr(recurrent_ppo, "update", compare)

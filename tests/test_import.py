@@ -39,6 +39,7 @@ def test_every_name_and_module_is_there_after_an_import_of_the_package():
 import rlstore
 assert rlstore.engine.returns.gae
 assert set(rlstore.__all__) <= set(dir(rlstore))
+assert not {"TYPE_CHECKING", "importlib", "sys"} & set(dir(rlstore))
 from rlstore import *
 assert ReplayStorage is rlstore.ReplayStorage is rlstore.replay.storage.ReplayStorage
 """

@@ -74,7 +74,7 @@ class Critic:
 
 
 FAMILIES = {"rollout": Rollouts(), "decoupled": Decoupled()}
-WORDS = "the returns and advantages of this rollout are NaN: nobody has written them"
+WORDS = "the returns and advantages of this rollout are NaN: they were not computed since it began"
 
 
 @pytest.fixture(params=FAMILIES)
@@ -88,7 +88,7 @@ def assert_missing(family, storage):
         warnings.simplefilter("always")
         served = [family.batches(storage) for _ in range(2)]
     assert [str(warning.message)[: len(WORDS)] for warning in caught] == [WORDS]
-    assert caught[0].category is RuntimeWarning
+    assert (caught[0].category, caught[0].filename) == (RuntimeWarning, __file__)
     for batch in (batch for epochs in served for epoch in epochs for batch in epoch):
         assert batch.returns.isnan().all()
         assert batch.advantages.isnan().all()

@@ -269,7 +269,7 @@ WRONG = {
     "rewards of another form": (step(rewards=[0.0, 1.0]), r"rewards is \(2,\)"),
     "observations": (step(rewards=[0.0, 1.0, 1.0], observations=None), "observations is missing"),
     "an action": (step(rewards=[0.0, 1.0, 1.0], actions=[0, 1, 7]), "whole number from 0 to 6"),
-    "an unknown field": (step(rewards=[0.0, 1.0, 1.0], dones=[0, 0, 0]), "cannot hold.*dones"),
+    "an unknown field": (step(rewards=[0.0, 1.0, 1.0], dones=[0, 0, 0]), "no extra field 'dones'"),
     "values": (step(rewards=[0.0, 1.0, 1.0], values=None), "values is missing"),
 }
 

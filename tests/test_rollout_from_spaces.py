@@ -160,10 +160,30 @@ def test_the_mode_may_be_gymnasiums_own(mode):
 
 def test_a_full_rollout_refuses_a_step():
     storage = filled()
-    with pytest.raises(RolloutFullError, match="4 of 4 steps since clear"):
+    with pytest.raises(RolloutFullError, match=r"4 of 4 steps since clear.*raise num_steps"):
         storage.add(**step_of(0))
 
 
 def test_a_mode_that_is_none_is_refused():
     with pytest.raises(InvalidInputError, match=r"autoreset is 'next'.*NextStep"):
         make(autoreset="next")
+
+
+def test_dones_are_refused_with_what_to_pass():
+    storage = make()
+    with pytest.raises(InvalidInputError, match="no extra field 'dones': pass terminated= and truncated="):
+        storage.add(**step_of(0), dones=[0, 0])
+    assert storage.step == 0
+
+
+def test_too_many_mini_batches_are_refused_with_the_largest_number():
+    storage = filled(autoreset="Disabled")
+    storage.compute_returns(torch.zeros(2), 0.5, 0.5)
+    with pytest.raises(
+        InvalidInputError, match=r"9 mini-batches were asked for; there are 8 rows, enough for at most 8$"
+    ):
+        next(storage.mini_batch_generator(9))
+    with pytest.raises(
+        InvalidInputError, match=r"3 mini-batches of 3 rows were asked for; there are 8 rows, enough for at most 2$"
+    ):
+        next(storage.generate_batches(3, 3))

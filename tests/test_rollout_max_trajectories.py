@@ -86,3 +86,24 @@ def test_a_table_of_all_trajectories_gives_the_same_tensors(storage, count, room
                 assert tensor.dtype == other.dtype
                 assert torch.equal(tensor, other)
                 assert tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("room", [None, STEPS * ENVS])
+@pytest.mark.parametrize("count", [1, 2, ENVS])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_table_leaves_out_reset_steps_too(storage, count, room, share):
+    """Also where every step is one, and there is no trajectory at all."""
+    dones = storage._ring.blocks["dones"]
+    resets = (torch.rand(dones.shape, generator=torch.Generator().manual_seed(4)) < share).to(torch.uint8)
+    ids = torch.arange(1, STEPS * ENVS + 1).view(STEPS, ENVS)
+    fields = ((ids,), (ids.view(STEPS, 1, ENVS, 1).float(),), (ids,))
+    kinds = trajectories.TabulatedTrajectories, trajectories.SplitTrajectories
+    ends = trajectories.ends_around(dones, resets)
+    table, here = (list(kind(ends, count, room, resets).batches(*fields)) for kind in kinds)
+    for ours, truth in zip(table, here, strict=True):
+        assert torch.equal(ours.masks, truth.masks)
+        assert torch.equal(ours.observations[0], truth.observations[0])
+        assert torch.equal(ours.states[0], truth.states[0])
+    served = torch.cat([batch.observations[0][batch.masks] for batch in here])
+    width = ENVS // count * count
+    assert sorted(served.tolist()) == ids[:, :width][resets[:, :width].view(STEPS, width) == 0].tolist()

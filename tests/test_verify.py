@@ -349,3 +349,14 @@ def test_the_folders_of_the_shards_of_a_served_storage_are_verified_together(tmp
     assert any(line.startswith("damaged  tensors-000001.safetensors: its header has ") for line in lines)
     assert any(line.startswith("damaged  served.json: ") for line in lines)
     assert lines[-1] == "damaged: 1 of 2 folders are whole"
+
+
+def test_a_check_that_fails_is_not_taken_for_damage_and_needs_no_examples(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("rlstore.demo.examples", fail)
+    assert main(["doctor"]) in (0, 1)
+    monkeypatch.setattr("rlstore.verify.verify", fail)
+    assert main(["verify", str(tmp_path)]) == 3
+    assert "RuntimeError: a mistake" in capsys.readouterr().err

@@ -37,7 +37,7 @@ try() { # PYTHON WHEEL
     (
         export PATH="$work/empty/bin"
         python -c 'import shutil; assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang", "cmake")))'
-        python -m pip install --quiet --only-binary :all: "$2[examples,ray]" --requirement tools/try_wheel.txt
+        python -m pip install --quiet --no-compile --only-binary :all: "$2[examples,ray]" --requirement tools/try_wheel.txt
         tools/try_wheel.sh "$work/empty/bin/python"
     )
 }

@@ -27,4 +27,5 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *importlib.import_module("rlstore._public").__all__})
+        hidden = {"TYPE_CHECKING", "importlib", "sys"}
+        return sorted({*globals(), *importlib.import_module("rlstore._public").__all__} - hidden)

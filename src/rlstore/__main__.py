@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from pathlib import Path
 import rlstore.demo as demo
 import rlstore.doctor as doctor
 
+_FAILED = 3  # Python's own status for an exception, 1, says that something is damaged
+
 _VERIFY = """Checks every checksum and every table of what rlstore has written: a snapshot, a journal, the folder
 of memory="mapped" or of save_snapshot, or a folder of such folders. Nothing is changed, and a storage may use the
-folder meanwhile. Exit status: 0 if everything is whole, 1 if something is damaged, 2 if it is no such folder."""
+folder meanwhile. Exit status: 0 if everything is whole, 1 if something is damaged, 2 if it is no such folder,
+3 if the check itself failed."""
 
 _DOCTOR = """Shows what is installed, what the machine offers, what is slow or missing, and what to do about it. Exit
-status: 0 if rlstore works here, 1 if something that it needs is missing or broken."""
+status: 0 if rlstore works here, 1 if something that it needs is missing or broken, 3 if the report itself failed."""
 
 _DEMO = """Trains an agent with one of the examples, with live progress and a table at the end. Without ALGO, lists
 them. What follows ALGO is passed on: "rlstore demo ppo --help" shows the options, such as --out FOLDER."""
@@ -32,11 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examining = commands.add_parser("doctor", help="check the installation and the machine", description=_DOCTOR)
     examining.set_defaults(run=_doctor)
     showing = commands.add_parser("demo", help="run an example", description=_DEMO)
-    showing.add_argument("algorithm", nargs="?", metavar="ALGO", choices=demo.examples(), help="such as ppo")
+    showing.add_argument("algorithm", nargs="?", metavar="ALGO", help="such as ppo")
     showing.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its options")
     showing.set_defaults(run=_demo)
     given = parser.parse_args(arguments)
-    status: int = given.run(given, parser)
+    try:
+        status: int = given.run(given, parser)
+    except Exception:
+        traceback.print_exc()
+        return _FAILED
     return status
 
 
@@ -70,6 +78,9 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.algorithm is None:
         print("\n".join(f"{name:<15}{title}" for name, title in demo.titles().items()))
         return 0
+    known = list(demo.examples())
+    if given.algorithm not in known:
+        parser.error(f"there is no example {given.algorithm!r}; choose from {', '.join(known)}")
     if missing := demo.missing():
         parser.exit(1, f"rlstore: the examples need {' and '.join(missing)}: pip install 'rlstore[examples]'\n")
     return demo.run(given.algorithm, given.options)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 _WIDTH = 80
-_NAMES = 15  # columns of the names
+_NAMES = 19  # columns of the names
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SHM = Path("/dev/shm")
 _FEW_FILES = 1024

@@ -13,6 +13,7 @@ A scalar is accepted as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
 ``truncated``           the episode was cut off after this step, for instance by a time limit
 ``next_observations``   the observations after the step (after an automatic reset: the first of the new episode)
 ``final_values``        the value of the observation in which an episode was truncated; NaN where it is not known
+``final_observations``  the observations in which episodes ended, where ``next_observations`` are already of the next
 ``values``              the critic's estimate for ``observations``
 ``log_probs``           the log-probability of ``actions`` under the policy that chose them
 ``distribution_params`` a tuple of the parameters of that policy's distribution
@@ -22,9 +23,11 @@ A scalar is accepted as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
 ``returns``             value targets, computed by ``before_gradients``
 ``advantages``          computed by ``before_gradients``
 ``masks``               True where a padded sequence holds data, bool ``[steps, trajectories]``
+``step_masks``          False for reset steps of next-step autoreset, bool ``[steps, N]``, beside ``masks``
 ``weights``             importance weights of a batch that was not drawn uniformly
 ``rows``                the row ids of a batch, int64, by which priorities are updated
 ``last_observations``   the observations after the newest step, only in ``get_all_buffer_data``
+``reset_steps``         True for reset steps of next-step autoreset, only in ``get_all_buffer_data``
 any other name          a field of the user, declared in ``extra_fields``: required with every step, stored and served
                         with the declared shape and dtype
 ======================= ================================================================================================
@@ -394,7 +397,8 @@ class Storage(ABC):
                 ``memory="mapped"``, ``snapshot_dir`` for ``save_snapshot``. They may have moved since. What they hold
                 is replaced by the snapshot, as far as it is in the snapshot.
             journal: The folder, or the :class:`~rlstore.Journal`, of the storage's journal: the same folder, to go on
-                with a journal that is loaded, or a new one. None for no journal.
+                with a journal that is loaded, or a new one. None for no journal. If it had an ``interval`` or
+                ``fsync`` of its own, pass the Journal again: they are not saved.
 
         Returns:
             A storage of the class that was saved, which must be this one or a subclass of it.

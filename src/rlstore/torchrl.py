@@ -39,9 +39,8 @@ class ReplayBuffer:
 
     Entries that are both at the root and under "next" (``observation`` and the like) are observations, of which each is
     stored once. ``action``, ``("next", "reward")`` and the flags ``("next", "done")``, ``("next", "terminated")`` and
-    ``("next", "truncated")`` are known; flags at the root are not stored, and a step that terminated its episode is not
-    truncated as well. All other entries are stored as they are; in an n-step transition they are those of the first
-    step. Shapes and dtypes are taken from the first data.
+    ``("next", "truncated")`` are known; flags at the root are not stored. All other entries are stored as they are; in
+    an n-step transition they are those of the first step. Shapes and dtypes are taken from the first data.
 
     Args:
         size: The number of transitions held, over all environments; then the oldest are overwritten.
@@ -284,4 +283,5 @@ def _ends(steps: TensorDictBase) -> tuple[Tensor, Tensor]:
     terminated = given.get("terminated")
     if terminated is None:
         terminated = done & ~given["truncated"] if "truncated" in given else done
-    return terminated, done & ~terminated
+    truncated = done & ~terminated
+    return terminated, truncated | given["truncated"] if "truncated" in given else truncated

@@ -170,8 +170,21 @@ _DECOUPLED = {
     "restarts": True,
 }
 
+
+def _spaces_factory(size: int, gamma: float = 0.99, lam: float = 0.95, **options: Any) -> Any:
+    def create(device: Any = "cpu", actor: Any = None, algorithm: Any = None) -> RolloutStorage:
+        actions = spaces.Box(-1e9, 1e9, (2,))
+        given = {"gamma": gamma, "lam": lam, "autoreset": "SameStep", **options}
+        storage = RolloutStorage.from_spaces(_NEST_SPACE, actions, NUM_ENVS, size, device, **given)
+        storage._give(actor, algorithm)
+        return storage
+
+    return create
+
+
 CASES = [
     Case("rl", _rollout_factory("rl"), rl_sample, **_RL),
+    Case("rl-spaces", _spaces_factory, rl_sample, **_RL, is_lazy=False),
     Case(
         "distillation",
         _rollout_factory("distillation"),

@@ -225,6 +225,24 @@ def test_the_space_of_a_vector_environment_is_recognised():
         decoupled(observation_space=whole).add(*decoupled_step(obs(), obs()))
 
 
+@pytest.mark.parametrize("envs", [2, N])
+def test_the_observation_of_one_environment_is_not_taken_for_all_of_them(envs):
+    storage = replay(observation_space=spaces.Box(-1, 1, (N,)), num_envs=envs)
+    given = step(envs)
+    given[0] = given[-1] = np.zeros(N, np.float32)
+    with pytest.raises(InvalidInputError, match=rf"fixed by num_envs={envs}\. There is no axis for the environments"):
+        storage.add(*given)
+
+
+def test_spaces_given_to_the_constructor_of_a_rollout():
+    with pytest.raises(TypeError, match=r"'actions_shape'.*call RolloutStorage\.from_spaces\(\)\.$"):
+        RolloutStorage(BOX, MOVES, N, 5)
+    with pytest.raises(TypeError, match=r"no argument 'observation_space'.*call RolloutStorage\.from_spaces\(\)\.$"):
+        RolloutStorage(observation_space=BOX, action_space=MOVES, num_envs=N, num_steps=5)
+    with pytest.raises(InvalidInputError, match=r"training_type is Box.*call RolloutStorage\.from_spaces\(\)\.$"):
+        RolloutStorage(BOX, MOVES, N, 5, "cpu")
+
+
 def test_an_environment_in_the_place_of_its_space():
     class Vector:
         observation_space, single_observation_space = spaces.Box(-1, 1, (N, 3)), BOX
@@ -256,7 +274,10 @@ def test_the_order_of_another_library(kind):
     ):
         with pytest.raises(InvalidInputError, match=words):
             storage.add(*given)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'next_observations'"):
+    with pytest.raises(
+        TypeError,
+        match=r"^(SequenceReplayStorage\.)?add\(\) missing 1 required positional argument: 'next_observations'",
+    ):
         storage.add(obs(), obs(), actions, rewards, done, [{}] * N)
     assert len(storage) == 0
 

@@ -278,7 +278,7 @@ def test_samples_go_on_where_the_storage_s_own_verbs_left_off(case):
 
 def _own_verb(storage, sample):
     """Write a sample with add() or with clear() and add_transition()."""
-    if hasattr(storage, "add"):
+    if not hasattr(storage, "add_transition"):
         words = ("observations", "actions", "rewards", "terminated", "truncated", "next_observations", "log_probs")
         storage.add(*(sample[name] for name in (*words, "values", "adv_preds", "final_values")))
         return

@@ -38,7 +38,7 @@ def sources() -> tuple[torch.Tensor, ...]:
     )
 
 
-DTYPES = [torch.float32, torch.float32, torch.float64, torch.float32]
+DTYPES = (torch.float32, torch.float32, torch.float64, torch.float32)
 
 
 def rows() -> torch.Tensor:
@@ -55,7 +55,7 @@ def assert_right(batches: list[tuple[torch.Tensor, ...]]) -> None:
         assert vectors.tolist() == [[row * 100.0 + column for column in range(3)] for row in own.tolist()]
         assert images.tolist() == [[[float(row)] * 2] * 2 for row in own.tolist()]
         assert scalars.tolist() == own.tolist()
-        assert [tensor.dtype for tensor in batch] == DTYPES
+        assert tuple(tensor.dtype for tensor in batch) == DTYPES
         assert empty.shape == (SIZE, 0)
         assert all(tensor.is_contiguous() for tensor in batch)
 

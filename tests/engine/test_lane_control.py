@@ -55,7 +55,9 @@ def test_the_next_free_lanes_lie_in_a_row():
     control.claim(range(3, 4), second, nothing)
     assert [control.free_lanes(count) for count in (1, 2)] == [range(2, 3), range(4, 6)]
     assert control.free_lanes(range(2)) == range(2)  # whether they are free is seen when they are claimed
-    with pytest.raises(InvalidInputError, match=r'no 3 lanes in a row are free: .*"a" .* has \[0, 1\]; writer .*\[3\]'):
+    with pytest.raises(
+        InvalidInputError, match=r'no 3 free lanes next to each other: .*"a" .* has \[0, 1\]; writer .*\[3\]'
+    ):
         control.free_lanes(3)
 
 
@@ -69,7 +71,7 @@ def enter(control, lane, seconds):
     [0, -1, 4, True, 1.5, "2", range(0), range(4), range(-1, 2), range(2, 1), range(0, 3, 2), range(2, 0, -1)],
 )
 def test_lanes_that_there_are_not_are_refused(wanted):
-    with pytest.raises(InvalidInputError, match=r"lanes are "):
+    with pytest.raises(InvalidInputError, match=r"lanes is "):
         LaneControl(3).free_lanes(wanted)
 
 

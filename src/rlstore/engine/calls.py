@@ -1,7 +1,9 @@
-"""Calls with names that a function does not know, and what was probably meant."""
+"""What callers are told: of names that a function does not know, of what was probably meant, and warnings."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
@@ -12,6 +14,7 @@ from rlstore.errors import InvalidCallError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_PACKAGE = __name__.partition(".")[0]
 
 # What other libraries call it, and what storages of this one do: the first that a function knows was meant.
 _SIZES = ("storage_size", "num_transitions_per_env", "size", "num_steps", "num_storages")
@@ -51,9 +54,26 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             # Python refuses arguments before the function begins: then the traceback ends here.
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            raise _explanation(function, kwargs, str(error)) from None
+            hint = spaces_hint(args[0], (*args, *kwargs.values())) if args else ""
+            raise _explanation(function, kwargs, str(error), hint) from None
 
     return call
+
+
+def spaces_hint(owner: object, given: Iterable[object]) -> str:
+    """Where to give Gymnasium spaces, after a space, if some were given to a constructor that takes none; else ""."""
+    kind = type(owner)
+    if hasattr(kind, "from_spaces") and any(hasattr(value, "contains") for value in given):
+        return f" To create a storage from spaces, call {kind.__name__}.from_spaces()."
+    return ""
+
+
+def warn_caller(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn of the line outside of this package that led here, however deep it is."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def check_keywords(kind: type, given: Iterable[str]) -> None:
@@ -64,15 +84,16 @@ def check_keywords(kind: type, given: Iterable[str]) -> None:
         raise _unknown(f"{kind.__name__}()", unknown[0], list(parameters))
 
 
-def _explanation(function: Callable[..., Any], given: Iterable[str], problem: str) -> InvalidCallError:
+def _explanation(function: Callable[..., Any], given: Iterable[str], problem: str, hint: str) -> InvalidCallError:
     owner = f"{function.__qualname__.removesuffix('.__init__')}()"
     known = [name for name in signature(function).parameters if name not in ("self", "cls", "arguments")]
     unknown = [name for name in given if name not in known]
     if unknown:
-        return _unknown(owner, unknown[0], known)
-    return InvalidCallError(f"{problem.replace(f'{function.__qualname__}()', owner)}. It takes {', '.join(known)}.")
+        return _unknown(owner, unknown[0], known, hint)
+    told = problem.replace(f"{function.__qualname__}()", owner)
+    return InvalidCallError(f"{told}. It takes {', '.join(known)}.{hint}")
 
 
-def _unknown(owner: str, name: str, known: list[str]) -> InvalidCallError:
+def _unknown(owner: str, name: str, known: list[str], hint: str = "") -> InvalidCallError:
     meant = did_you_mean(name, known)
-    return InvalidCallError(f"{owner} has no argument {name!r}.{meant} It takes {', '.join(known)}.")
+    return InvalidCallError(f"{owner} has no argument {name!r}.{meant} It takes {', '.join(known)}.{hint}")

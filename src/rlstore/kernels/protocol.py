@@ -146,7 +146,7 @@ class Gae(Protocol):
 
 
 class FillGae(Protocol):
-    """:class:`Gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
+    """:class:`Gae` from flags of any dtype; with an ``epsilon`` the advantages are normalized, a single one to 0.
 
     On the CPU flags have one byte. With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags
     too were only cut off.

@@ -408,6 +408,8 @@ class ReplayCore(Storage):
             with self._guard:
                 self._sharing.append(self._appender, step, mask)
 
+    add.__qualname__ = "add"  # Python's error for missing arguments shows it, and programs do not know this class
+
     @guarded
     def writer(self, lanes: int | range | None = None, name: str | None = None) -> ReplayWriter:
         """Create a handle that appends the steps of some environments, while this storage samples.
@@ -471,9 +473,9 @@ class ReplayCore(Storage):
             return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
 
     def update(self, *args: Any) -> None:
-        """Set priorities, ``update(rows, priorities)``; a storage that only draws uniformly accepts anything.
+        """Set priorities, ``update(rows, priorities)``. A storage that draws uniformly ignores the call.
 
-        It then does nothing. A :class:`~rlstore.SequenceReplayStorage` with ``alpha=0`` refuses priorities.
+        A :class:`~rlstore.SequenceReplayStorage` with ``alpha=0`` refuses priorities.
 
         Either all priorities are set or, if one is invalid, none. On CUDA the host does not synchronize to check the
         values: invalid entries are dropped, and counted in ``stale_updates`` too.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from rlstore.engine.calls import warn_caller
 from rlstore.engine.checks import check_count, check_name
 from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.lanes import LaneControl
@@ -76,11 +76,9 @@ class Sharing:
             new = [peer for peer in control.peers.lost("writer") if peer not in control.reported]
             control.reported.update(new)
         for peer in new:
-            warnings.warn(
+            warn_caller(
                 f"the {control.peers.describe(peer)} of this {self._owner} died. What it had finished is kept, "
-                "its episodes are cut off there, and its environments are free for another writer.",
-                RuntimeWarning,
-                stacklevel=3,
+                "its episodes are cut off there, and its environments are free for another writer."
             )
 
     def catch_up(self) -> None:

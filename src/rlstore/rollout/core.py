@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch import Tensor
 from rlstore.engine import returns
 from rlstore.engine.batches.gather import gather_batches
 from rlstore.engine.batches.select import epoch_orders, epoch_rows
+from rlstore.engine.calls import warn_caller
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
@@ -337,11 +337,9 @@ class RolloutCore(Storage):
         """Warn once: a program may iterate over batches for their other fields."""
         if not self._warned and self._has_no_targets():
             self._warned = True
-            warnings.warn(
-                f"the returns and advantages of this rollout are NaN: nobody has written them since it began; "
-                f"{self._how_to_compute}. (This warning is shown once.)",
-                RuntimeWarning,
-                stacklevel=3,
+            warn_caller(
+                f"the returns and advantages of this rollout are NaN: they were not computed since it began; "
+                f"{self._how_to_compute}. (This warning is shown once.)"
             )
 
     def _follow_callers(self) -> None:
@@ -465,11 +463,25 @@ class RolloutCore(Storage):
             ended = ended[:rows]
             truncated = None if truncated is None else truncated[:rows]
             final_values = None if final_values is None else final_values[:rows]
-        how: dict[str, Any] = {"gamma": gamma, "lam": lam, "advantages": out[0], "returns": out[1], "epsilon": epsilon}
-        if resets is None:
-            returns.fill_gae(rewards, values, last_values, ended, truncated, final_values, dones=dones, **how)
+        if resets is not None:
+            how: dict[str, Any] = {"gamma": gamma, "lam": lam, "advantages": out[0], "returns": out[1]}
+            ends = (ended, truncated, resets[:rows])
+            returns.fill_gae_around_resets(rewards, values, last_values, *ends, **how, epsilon=epsilon)
         else:
-            returns.fill_gae_around_resets(rewards, values, last_values, ended, truncated, resets[:rows], **how)
+            returns.fill_gae(
+                rewards,
+                values,
+                last_values,
+                ended,
+                truncated,
+                final_values,
+                gamma=gamma,
+                lam=lam,
+                advantages=out[0],
+                returns=out[1],
+                epsilon=epsilon,
+                dones=dones,
+            )
         self._targets.were_computed()
 
     @guarded
@@ -546,8 +558,9 @@ class RolloutCore(Storage):
                 check_positive("a batch generator", **{name: value})
         rows = held // count if size is None else size
         if count > held or count * rows > held:
+            most, of = (held, "") if size is None else (held // size, f" of {size} rows")
             raise InvalidInputError(
-                f"{count} mini-batches of {max(rows, 1)} rows were asked for, and there are {held} rows"
+                f"{count} mini-batches{of} were asked for; there are {held} rows, enough for at most {most}"
             )
         return rows
 

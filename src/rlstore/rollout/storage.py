@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.batches.trajectories import SplitTrajectories, TabulatedTrajectories, find_trajectories
-from rlstore.engine.calls import explained
+from rlstore.engine.calls import explained, spaces_hint, warn_caller
 from rlstore.engine.checks import check_autoreset, check_count, check_fraction, check_positive, check_shape
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
@@ -127,6 +126,9 @@ class BlockGroup:
 
 class RolloutStorage(RolloutCore):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
+
+    For a Gymnasium vector environment it is made by :meth:`from_spaces` and filled by :meth:`add`. The constructor and
+    :meth:`add_transition` are those of rsl_rl.
 
     The blocks are attributes, ``[steps, envs, ...]``: ``observations`` (a TensorDict), ``actions``, ``rewards`` and
     ``dones``; for "rl" also ``values``, ``actions_log_prob``, ``returns``, ``advantages`` and ``distribution_params``;
@@ -294,7 +296,8 @@ class RolloutStorage(RolloutCore):
         owner = type(self).__name__
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
         if training_type not in list(_COLUMNS):
-            raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}")
+            hint = spaces_hint(self, (training_type,))
+            raise InvalidInputError(f"training_type is {training_type!r}; {owner} knows {sorted(_COLUMNS)}.{hint}")
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
         super().__init__(num_transitions_per_env, device, seed=seed)
@@ -608,7 +611,7 @@ class RolloutStorage(RolloutCore):
             if self.training_type != "rl":
                 self._require_mode("rl")
             if ring.size >= ring.steps:
-                raise _full(ring)
+                raise _full(ring, "num_transitions_per_env" if self._spaces is None else "num_steps")
             if self._observation_view is not None or self._handed_lists:
                 self._follow_callers()
             ended, cut_off, count = self._flags.join(terminated, truncated)
@@ -637,6 +640,10 @@ class RolloutStorage(RolloutCore):
 
     def _extra_values(self, given: Mapping[str, Any]) -> list[Any]:
         names = [field.name for field in self._extra]
+        if "dones" in given:
+            raise InvalidInputError(
+                "there is no extra field 'dones': pass terminated= and truncated= instead. Nothing was written."
+            )
         check_names(given, "a step", type(self).__name__, names, names)
         return [given[name] for name in names]
 
@@ -668,7 +675,7 @@ class RolloutStorage(RolloutCore):
         with self._guard:
             ring = self._ring if self._ring is not None else self._ready_ring()
             if ring.size >= ring.steps:
-                raise _full(ring)
+                raise _full(ring, "num_transitions_per_env" if self._spaces is None else "num_steps")
             if self._observation_view is not None or self._handed_lists:
                 self._follow_callers()
             if self._read_row is None:
@@ -757,11 +764,9 @@ class RolloutStorage(RolloutCore):
             self._judged.add(name)
             near = get_close_matches(name, self._stored, 1, _ALMOST)
             if near and given[name] is not None and given.get(near[0]) is None:
-                warnings.warn(
+                warn_caller(
                     f"the transition has {name!r}, which is not stored, and no {near[0]!r}. If you meant {near[0]!r}, "
-                    "rename it. (This warning is shown once for each name.)",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    "rename it. (This warning is shown once for each name.)"
                 )
 
     def _flag(self, name: str) -> Field:
@@ -1202,10 +1207,10 @@ _RESERVED = {
 }
 
 
-def _full(ring: Ring) -> RolloutFullError:
+def _full(ring: Ring, length: str) -> RolloutFullError:
     return RolloutFullError(
         f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
-        "update (or after_gradients(), before insert_transition()) or raise num_transitions_per_env. "
+        f"update (or after_gradients(), before insert_transition()) or raise {length}. "
         "Nothing was written."
     )
 

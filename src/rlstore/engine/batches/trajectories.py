@@ -37,7 +37,8 @@ def split(dones: Tensor, first: int, last: int, room: int | None = None, resets:
         first: The first lane.
         last: The lane after the last.
         room: How many the result is to hold; None for as many as there are.
-        resets: Flags like ``dones`` of steps that are part of no trajectory; each is an end too. None for none.
+        resets: Flags like ``dones`` of steps that are part of no trajectory; ``dones`` has to be :func:`ends_around`
+            them. None for none.
 
     Raises:
         InvalidInputError: If there is no room for all of them.
@@ -56,6 +57,13 @@ def split(dones: Tensor, first: int, last: int, room: int | None = None, resets:
         found = torch.nn.functional.pad(found, (0, room - count))
     lanes, starts, lengths = found
     return Trajectories(lanes.contiguous(), starts.contiguous(), lengths.contiguous(), count)
+
+
+def ends_around(dones: Tensor, resets: Tensor) -> Tensor:
+    """Flags that make every reset step a trajectory by itself: it is an end, and so is the step before it."""
+    ends = dones | resets
+    ends[:-1] |= resets[1:]
+    return ends
 
 
 def first_states(states: Tensor, trajectories: Trajectories, out: Tensor) -> None:
@@ -207,5 +215,5 @@ def find_trajectories(
     dones: Tensor, count: int, room: int | None, resets: Tensor | None = None
 ) -> SplitTrajectories | TabulatedTrajectories:
     """The trajectories of ``count`` mini-batches, found in the way of the device; see :func:`split` for ``resets``."""
-    ends = dones if resets is None else dones | resets
+    ends = dones if resets is None else ends_around(dones, resets)
     return (TabulatedTrajectories if dones.is_cuda else SplitTrajectories)(ends, count, room, resets)

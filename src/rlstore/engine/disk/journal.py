@@ -32,6 +32,9 @@ from rlstore.errors import InvalidCallError, InvalidInputError, StorageClosedErr
 class Journal:
     """Where and how often a storage is committed to disk in the background; the argument ``journal`` of a storage.
 
+    ``storage.journal`` is then a ``RunningJournal``, with ``commit()``, ``close()``, ``path`` and ``error`` (the
+    exception with which the last commit failed, or None); it is None for a storage without a journal.
+
     Attributes:
         path: The folder: new, or empty. One that holds a journal already is loaded,
             ``Storage.load(path, journal=path)``, and then goes on.

@@ -7,7 +7,6 @@ import mmap
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.calls import warn_caller
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.mapped import NEED_LESS, MappedFiles, PrivateFiles, size_text, tensor_over
 from rlstore.engine.disk.seal import RowFiles
@@ -101,12 +101,10 @@ class Backing:
         """Warn of ``nbytes`` that are taken as rows come, if there is not enough RAM for all of them now."""
         ram = capacity.free_ram() if nbytes >= capacity.MUCH else None
         if ram is not None and nbytes > ram[0]:
-            warnings.warn(
+            warn_caller(
                 f"{self.owner} takes {size_text(nbytes)} when it is full, for {what}, and {size_text(ram[0])} are free "
                 f"in RAM ({ram[1]}). Memory is taken as rows come; what does not fit then is refused, and what is held "
-                f"stays. {NEED_LESS.format(larger='large enough')}",
-                RuntimeWarning,
-                stacklevel=7,
+                f"stays. {NEED_LESS.format(larger='large enough')}"
             )
 
     def require(self, nbytes: int, what: str) -> None:

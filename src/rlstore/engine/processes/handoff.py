@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.calls import warn_caller
 from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
@@ -114,11 +114,9 @@ class Handoff:
         found = self.peers.sweep(self._reclaim)
         self.add(_LOST, len(found))
         for peer in found:
-            warnings.warn(
+            warn_caller(
                 f"{self.peers.describe(peer)} died. The slots that it was writing are free again, and those that it "
-                "was reading are full again.",
-                RuntimeWarning,
-                stacklevel=3,
+                "was reading are full again."
             )
 
     def _reclaim(self, peer: int) -> None:

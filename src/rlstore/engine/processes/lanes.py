@@ -72,21 +72,23 @@ class LaneControl:
         """
         if isinstance(wanted, range):
             if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.lanes:
-                raise InvalidInputError(f"lanes are {wanted}; give a range within 0 to {self.lanes}, in steps of 1")
+                raise InvalidInputError(f"lanes is {wanted}; give a part of range(0, {self.lanes}), in steps of 1")
             self._take_reserved(wanted)
             return wanted
         if wanted is None:
             return range(self.lanes)
         is_whole = isinstance(wanted, (int, np.integer)) and not isinstance(wanted, bool)
         if not is_whole or not 1 <= wanted <= self.lanes:
-            raise InvalidInputError(f"lanes are {wanted!r}; give 1 to {self.lanes}, a range of them, or None for all")
+            given = wanted if is_whole else f"a {type(wanted).__name__}"
+            raise InvalidInputError(f"lanes is {given}; give a number from 1 to {self.lanes}, a range, or None for all")
         free = 0
         for lane in range(self.lanes):
             free = free + 1 if self._writers[lane] == _NOBODY else 0
             if free == wanted:
                 return range(lane + 1 - wanted, lane + 1)
         taken = self._taken(range(self.lanes))
-        raise InvalidInputError(f"no {wanted} lanes in a row are free: {taken}. Nothing was changed.")
+        problem = "every lane is taken" if wanted == 1 else f"there are no {wanted} free lanes next to each other"
+        raise InvalidInputError(f"{problem}: {taken}. Close a writer first. Nothing was changed.")
 
     def claim(self, lanes: range, peer: int, recover: Callable[[int], None], given_by: int = _NOBODY) -> None:
         """Make a peer the writer of some lanes, of all of them or of none.

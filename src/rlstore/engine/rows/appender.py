@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlstore.engine.calls import warn_caller
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import ORDER, find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
@@ -152,8 +152,8 @@ class Appender:
         """Check the first priorities of the next step; returns what sets them once it is written."""
         if self._whole is None:
             raise InvalidInputError(
-                'priorities were given to a writer of memory="shared", whose storage keeps them in its own process: it '
-                "gives new rows the largest, and update() others. Nothing was written."
+                'priorities were given to a writer of memory="shared", whose storage keeps them in its own process. '
+                "New rows get the largest priority; change it with storage.update(). Nothing was written."
             )
         return self._whole.begin(priorities, mask, range(self.ring.first, self.ring.first + self.ring.lanes))
 
@@ -172,7 +172,7 @@ class Appender:
 
     def _warn_of_break(self) -> None:
         self.warned = True
-        warnings.warn(_BROKEN, stacklevel=4)
+        warn_caller(_BROKEN, UserWarning)
 
     def _find_direct(self) -> None:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
@@ -346,6 +346,6 @@ _BROKEN = (
     "the observations of an environment are not the next_observations given for it before, and no end was "
     "flagged there. "
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
-    "targets and sequences stop there. If you normalise or augment observations, add them as the environment "
+    "targets and sequences stop there. If you normalize or augment observations, add them as the environment "
     "gave them. (This warning is shown once.)"
 )

@@ -153,7 +153,10 @@ class Field:
 
     def _is_of_all(self, given: Tensor, lanes: int) -> bool:
         """True if the field was probably taken from the space of a vector environment, which has the axis of lanes."""
-        return "_space" in self.origin and self.shape[:1] == (lanes,) and tuple(given.shape) == self.shape
+        # A single axis may be that of one observation as well; of discrete actions it is the lanes.
+        is_known = len(self.shape) > 1 or (self.name == "actions" and not self.dtype.is_floating_point)
+        fits = self.shape[:1] == (lanes,) and tuple(given.shape) == self.shape
+        return "_space" in self.origin and is_known and fits
 
 
 def _all_obey(values: np.ndarray[Any, Any], rule: Rule) -> bool:

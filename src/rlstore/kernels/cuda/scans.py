@@ -1,4 +1,4 @@
-"""Targets, advantages and their normalisation: one launch each, two for advantages that are normalised.
+"""Targets, advantages and their normalization: one launch each, two for advantages that are normalized.
 
 In a scan one thread has one lane: it loads what it needs of many steps at once, waits once, and then goes through them
 from the last to the first. Loops are written with ``while``: Triton's interpreter cannot count to a number that was an
@@ -24,7 +24,7 @@ from rlstore.kernels.pieces import scratch
 # The steps that a scan loads at once: a multiple of the first number, and at most the second. A program is one group of
 # threads, with a lane in each.
 _STEP_GRAIN, _MOST_STEPS, _LANES = 8, 32, 32
-# What one program normalises, and what one measures.
+# What one program normalizes, and what one measures.
 _ENTRIES, _MEASURED = 2048, 4096
 # The parts that are merged at once, where there are few and where there are many.
 _FEW_PARTS, _MOST_PARTS = 512, 1024
@@ -234,7 +234,7 @@ def scan_vtrace(
         stop -= STEPS
 
 
-# ------------------------------------------------------------------------------------- kernels: normalisation
+# ------------------------------------------------------------------------------------- kernels: normalization
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def fill_gae(
     final_values: Tensor | None, dones: bool, gamma: float, lam: float, epsilon: float | None, advantages: Tensor,
     returns: Tensor,
 ) -> None:  # fmt: skip
-    """As :func:`gae`, from flags of any dtype, and normalised where an ``epsilon`` is given."""
+    """As :func:`gae`, from flags of any dtype, and normalized where an ``epsilon`` is given."""
     ends = _ends(terminated, truncated, final_values, rewards)
     has = (truncated is not None, final_values is not None, dones, epsilon is not None)
     device = rewards.device
@@ -344,7 +344,7 @@ def fill_gae(
 
 @dataclass(frozen=True)
 class _AdvantagesPlan:
-    """How advantages of one shape are made and normalised."""
+    """How advantages of one shape are made and normalized."""
 
     steps: int
     lanes: int
@@ -363,7 +363,7 @@ def _plan_advantages(
     steps, lanes = size[0], size[1:].numel()
     parts = -(-lanes // _LANES)
     scan = Launcher(scan_advantages, (*has, _at_once(steps, dtype), _LANES), num_warps=1)
-    return _AdvantagesPlan(steps, lanes, parts, scan, size.numel(), *_plan_normalisation(size.numel(), parts, dtype))
+    return _AdvantagesPlan(steps, lanes, parts, scan, size.numel(), *_plan_normalization(size.numel(), parts, dtype))
 
 
 def discounted_returns(
@@ -413,12 +413,12 @@ def normalize(x: Tensor, epsilon: float) -> None:
     parts = -(-count // _MEASURED)
     moments = scratch(4 * parts, torch.float64, x.device)
     _launcher(measure, (_MEASURED,), (x.dtype,))((parts, 1, 1), x.device, x, moments, count)
-    launcher, grid = _plan_normalisation(count, parts, x.dtype)
+    launcher, grid = _plan_normalization(count, parts, x.dtype)
     launcher(grid, x.device, x, moments, parts, count, epsilon)
 
 
 @lru_cache(256)
-def _plan_normalisation(count: int, parts: int, dtype: torch.dtype) -> tuple[Launcher, tuple[int, int, int]]:
+def _plan_normalization(count: int, parts: int, dtype: torch.dtype) -> tuple[Launcher, tuple[int, int, int]]:
     constants = (count % 16 == 0, _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS, _ENTRIES)
     return _launcher(normalize_entries, constants, (dtype,)), (-(-count // _ENTRIES), 1, 1)
 

@@ -1,4 +1,4 @@
-"""Targets and advantages, one step of all lanes after another from the last to the first; and normalisation."""
+"""Targets and advantages, one step of all lanes after another from the last to the first; and normalization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fill_gae(
     final_values: Tensor | None, dones: bool, gamma: float, lam: float, epsilon: float | None, advantages: Tensor,
     returns: Tensor,
 ) -> None:  # fmt: skip
-    """:func:`gae` from flags of any dtype; with an ``epsilon`` the advantages are normalised, a single one to 0.
+    """:func:`gae` from flags of any dtype; with an ``epsilon`` the advantages are normalized, a single one to 0.
 
     With ``dones``, ``terminated`` flags every end, and those that ``truncated`` flags too were only cut off.
     """
