@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ DRAWS = json.loads((GOLDEN / "draws_cpu.json").read_text())
 def test_the_public_surface_is_the_frozen_one():
     frozen = json.loads((GOLDEN / "surface.json").read_text())
     found = json.loads(json.dumps(golden_make.surface()))
+    if find_spec("stable_baselines3") is None:  # rlstore.sb3 inherits from its classes
+        del frozen["rlstore.sb3"]
     assert found == frozen
 
 
