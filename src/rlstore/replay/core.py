@@ -31,7 +31,9 @@ from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
+from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
+from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
@@ -489,6 +491,21 @@ class ReplayCore(Storage):
             self._require_own()
             self._catch_up()
             self._sampler.update(*args)
+
+    def _held_steps(self) -> HeldSteps:
+        if self._rows is None and not self._closed:
+            return NoSteps(type(self).__name__)
+        return RingSteps(self._ring_of(), self._fields.structure, self._torch_device, self._reading)
+
+    @contextmanager
+    def _reading(self, still: bool) -> Iterator[None]:
+        """Hold everybody in this process back who would change rows and, with ``still``, other writers, too."""
+        with self._guard:
+            self._ring_of()  # which refuses if it was closed since
+            with self._paused() if still else nullcontext():
+                if self._sharing is not None:
+                    self._sharing.catch_up()
+                yield
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
