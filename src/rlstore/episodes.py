@@ -14,8 +14,6 @@ from rlstore.engine.calls import did_you_mean
 from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidInputError, RowNotHeldError
 
-_NEXT = "next_observations"
-
 
 class Listing(NamedTuple):
     """The episodes that are held, oldest first: tensors ``[episodes]`` on the CPU, as :class:`Episodes` has them.
@@ -42,6 +40,11 @@ class HeldSteps(Protocol):
         ...
 
     @property
+    def device(self) -> torch.device:
+        """Where what is read is."""
+        ...
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What :meth:`read` reads, by the names of :mod:`rlstore.storage`."""
         ...
@@ -63,6 +66,18 @@ class HeldSteps(Protocol):
         """
         ...
 
+    def final_observations(self, row: Tensor, is_over: bool) -> Any:
+        """The observation after a row, without leading axes; None if it is not known.
+
+        Args:
+            row: The last of an episode, int64 ``[]``.
+            is_over: Whether the episode is over, and this is the observation in which it ended.
+
+        Raises:
+            RowNotHeldError: (an IndexError) if the row is not held now.
+        """
+        ...
+
     def rows(self) -> Tensor:
         """The rows that are held, oldest first, int64 on the CPU."""
         ...
@@ -79,7 +94,7 @@ class NoSteps:
         owner: The storage's class name, for errors.
     """
 
-    lanes, names, scalars = 1, (), frozenset[str]()
+    lanes, names, scalars, device = 1, (), frozenset[str](), torch.device("cpu")
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -87,6 +102,10 @@ class NoSteps:
     def read(self, rows: Tensor, names: Sequence[str]) -> dict[str, Any]:
         """Refuse any row."""
         raise RowNotHeldError(f"this {self._owner} holds no rows: it waits for its first sample. Nothing was read.")
+
+    def final_observations(self, row: Tensor, is_over: bool) -> Any:
+        """Refuse any row."""
+        self.read(row, ())
 
     def rows(self) -> Tensor:
         """None."""
@@ -246,7 +265,7 @@ class Episode:
 
         Of an episode that goes on it is what the agent observes next.
         """
-        return self._steps.read(self.rows[-1], (_NEXT,))[_NEXT] if _NEXT in self.names else None
+        return self._steps.final_observations(self.rows[-1], self.is_over)
 
     def __repr__(self) -> str:
         ends = [name for name in ("terminated", "truncated") if getattr(self, name)]

@@ -44,7 +44,7 @@ class RingSteps:
         reading: Reading | None = None,
     ) -> None:
         self._ring, self._structure = ring, structure or _structure_of(ring)
-        self._device = device or ring.device
+        self.device = device or ring.device
         self._reading = reading or _alone
         self._requests = _requests(ring)
         self.lanes, self.names = ring.lanes, tuple(self._requests)
@@ -77,13 +77,17 @@ class RingSteps:
         left = iter(tensors)
         named = {}
         for name in names:
-            parts = [next(left).to(self._device) for _ in self._requests[name]]
+            parts = [next(left).to(self.device) for _ in self._requests[name]]
             parts = [part.reshape((*shape, *part.shape[1:])) for part in parts]
             if name in ("observations", "next_observations"):
                 named[name] = self._structure.build(parts, shape)
             else:
                 named[name] = parts[0] if len(parts) == 1 else tuple(parts)
         return named
+
+    def final_observations(self, row: Tensor, is_over: bool) -> Any:
+        """What followed a row; at the end of an episode that is its final observation."""
+        return self.read(row, ("next_observations",))["next_observations"]
 
     def rows(self) -> Tensor:
         """The rows that are held, oldest first, int64 on the CPU."""
