@@ -62,6 +62,7 @@ from rlstore.engine.guard import new_guard
 from rlstore.engine.measures import Measures, Most, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
+from rlstore.episodes import Episodes, HeldSteps, row_ids
 from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
 
 Sample = Mapping[str, Any]
@@ -267,6 +268,47 @@ class Storage(ABC):
             else:
                 twin.__dict__.update(state)
         return twin
+
+    # ---------------------------------------------------------------------------------------------- a look inside
+
+    __iter__: Any = None  # Python would ask for rows 0, 1, 2..., which need not be those that are held
+
+    def __getitem__(self, rows: Any) -> dict[str, Any]:
+        """Copies of the steps of some rows, by the names of the vocabulary: ``storage[batch.rows]["observations"]``.
+
+        Everything that is stored of a step is there: extra fields, too, and ``next_observations`` where they are known.
+        Values are as they were added: no n-step targets, no relabelled goals. Each begins with the axes of ``rows``;
+        scalars are ``[..., 1]``, as in batches, and recurrent states ``[..., layers, hidden]``.
+
+        Args:
+            rows: Row ids: a number (then there is no leading axis), a list, an array or a tensor.
+
+        Raises:
+            RowNotHeldError: (an IndexError) if any of the rows is not held, or not any more.
+            InvalidInputError: (a ValueError) if they are no whole numbers.
+        """
+        ids, steps = row_ids(rows, type(self).__name__), self._held_steps()
+        return steps.read(ids, steps.names)
+
+    def held_rows(self) -> Tensor:
+        """The ids of all rows that are held now, oldest first, int64 ``[len]`` on the CPU."""
+        return self._held_steps().rows()
+
+    def episodes(self) -> Episodes:
+        """All episodes that are held now: which they are, how long, what they earned and how they ended.
+
+        The listing reads no observations: of a million transitions it takes some milliseconds. What is in an episode is
+        read when it is asked for. Where the data are on CUDA, the host waits for the device once.
+        """
+        steps = self._held_steps()
+        return Episodes(steps, steps.listing())
+
+    def _held_steps(self) -> HeldSteps:
+        """What episodes and rows are read from."""
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot show its episodes and rows. Implement _held_steps(), which returns an "
+            "rlstore.episodes.HeldSteps."
+        )
 
     # ---------------------------------------------------------------------------------------------- numbers
 

@@ -250,12 +250,26 @@ class EpisodeRing:
         The episode that was not over is cut off: its last row keeps what followed it.
         """
         newest, written = self._rebuild(lane), int(self.counters[0, lane])
-        if newest is None or 0 <= self.episodes[newest, 1] <= written:
-            return
+        if newest is not None and not 0 <= self.episodes[newest, 1] <= written:
+            self._close(lane, newest, written)
+
+    def cut_off(self) -> None:
+        """Close the open episodes of these lanes where they are, so that the next row of each begins another one.
+
+        On a device this waits for it.
+        """
+        self.writing_kernel()  # with the tables as they are now
+        for lane, (written, slot) in enumerate(zip(self.counters[0].tolist(), self.counters[2].tolist(), strict=True)):
+            if slot >= 0:
+                self._close(lane, slot, written)
+        self.counters[2:4] = -1
+
+    def _close(self, lane: int, slot: int, written: int) -> None:
+        """End an open episode without a flag: its last row keeps what followed it."""
         for leaf, table in zip(self.leaves, self.finals, strict=True):
-            table[newest] = self.blocks[leaf.field.name][lane, written % self.rows]
-        self.episodes[newest, 2] = 0
-        self.episodes[newest, 1] = written
+            table[slot] = self.blocks[leaf.field.name][lane, written % self.rows]
+        self.episodes[slot, 2] = 0
+        self.episodes[slot, 1] = written
 
     def _view_counters(self) -> None:
         self.written, self.begun, self.current, self.after_end, self.free_count = self.counters

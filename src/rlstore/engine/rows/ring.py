@@ -58,7 +58,7 @@ class Ring:
         self._kind: bytes | None = None  # of the blocks when they were last checked
         self.written = 0  # every row ever written; it never wraps
         self.size = 0  # rows held in each lane
-        self._begin = 0  # the count at which the present rollout began, at row 0
+        self.begin = 0  # the count at which the present rollout began, at row 0
         self._writer: Any = None
         self._invalid: Tensor | None = None  # counted by writers before this one
         self.extend(columns, computed=self._computed)
@@ -177,7 +177,7 @@ class Ring:
         Raises:
             InvalidInputError: If a value does not fit its column.
         """
-        row = (self.written - self._begin) % self.steps
+        row = (self.written - self.begin) % self.steps
         try:
             if self._writer is None:
                 self._writer = self._make_writer()
@@ -206,7 +206,7 @@ class Ring:
 
     def restart(self) -> None:
         """Start again at row 0. What is in the blocks stays until it is overwritten."""
-        self._begin, self.size = self.written, 0
+        self.begin, self.size = self.written, 0
 
     def zero(self) -> None:
         """Start again at row 0, every block zero."""
@@ -230,15 +230,15 @@ class Ring:
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same columns."""
-        return {"written": [self.written] * self.lanes, "begin": self._begin}
+        return {"written": [self.written] * self.lanes, "begin": self.begin}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Continue from the counters of another ring."""
         written, begin = list(counters["written"]), check_count("a rollout", "begin", counters["begin"])
         if written != [written[0]] * self.lanes or check_count("a rollout", "written", written[0]) < begin:
             raise InvalidInputError(f"written is {written} for {self.lanes} environments, and begin is {begin}")
-        self.written, self._begin = written[0], begin
-        self.size = min(self.written - self._begin, self.steps)
+        self.written, self.begin = written[0], begin
+        self.size = min(self.written - self.begin, self.steps)
 
     def _make_writer(self) -> Any:
         targets = [
