@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlstore.distributed.actor import ActorHandle, check_row
 from rlstore.distributed.fields import RolloutFields, check_state_shapes
+from rlstore.distributed.held_steps import SlotSteps
 from rlstore.distributed.learner import Learner
 from rlstore.distributed.memory import InitialStates, RolloutMemory, RolloutStorages
 from rlstore.distributed.queues import check_queues, check_slots, sample_from_queues
@@ -28,6 +29,7 @@ from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
+from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 from rlstore.storage import BatchDict, Sample, Storage
 from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
@@ -412,6 +414,14 @@ class DistributedStorage(Storage):
             return storage
 
         return create
+
+    # ---------------------------------------------------------------------------------------------- a look inside
+
+    @guarded
+    def _held_steps(self) -> HeldSteps:
+        if self._slots is None:
+            return NoSteps(type(self).__name__)
+        return SlotSteps(self._slots.memory, self._torch_device)
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 

@@ -25,7 +25,9 @@ from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, count_readable, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
+from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.rollout.held_steps import RolloutSteps, StepField
 from rlstore.rollout.targets import Targets
 from rlstore.storage import BatchDict, Critic, Sample, Storage
 from rlstore.trainer import (
@@ -42,6 +44,7 @@ from rlstore.trainer import (
 _Batch = TypeVar("_Batch")
 # Blocks to serve, by the name that they are served under: how their leaves are nested (None: one tensor), the leaves.
 Sources = dict[str, tuple[Structure | None, list[Tensor]]]
+_PLAIN = Structure([()], "")  # of what is one tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -639,6 +642,33 @@ class RolloutCore(Storage):
         if {id(block) for block in ring.blocks.values()}.issuperset(map(id, leaves)):
             ring.derived[form] = parts
         return parts
+
+    # ---------------------------------------------------------------------------------------------- a look inside
+
+    @guarded
+    def _held_steps(self) -> HeldSteps:
+        return NoSteps(type(self).__name__) if self._ring is None else RolloutSteps(self, self._ring)
+
+    def _step_fields(self) -> dict[str, StepField]:
+        """The fields of the steps that are held, by the words of the ten methods."""
+        scalars = {
+            c.word for c in self._columns.values() if c.form in ("scalar", "flag") or not all(f.shape for f in c.fields)
+        }
+        scalars |= {"terminated", "truncated", *(field.name for field in self._extra if not field.shape)}
+        return {
+            word: StepField(
+                leaves, (structure or _PLAIN).build, is_scalar=word in scalars and leaves[0].shape[2:] == (1,)
+            )
+            for word, (structure, leaves) in self._word_sources(self._ready_ring().size, whole=True).items()
+        }
+
+    def _first_begins(self) -> Tensor:
+        """Whether the first step is known to begin an episode, bool ``[envs]``."""
+        return torch.zeros(self._ready_ring().lanes, dtype=torch.bool, device=self._torch_device)
+
+    def _after_newest(self) -> list[Tensor] | None:
+        """The leaves of the observations after the newest step; None if they are not known."""
+        return self._following()
 
     # ---------------------------------------------------------------------------------------------- all data
 

@@ -301,6 +301,10 @@ class DecoupledRolloutStorage(RolloutCore):
         if self._ready_ring().size == self.max_size:
             self._carry_flags()
 
+    def _first_begins(self) -> Tensor:
+        begins: Tensor = (self.terminateds[0] != 0) | (self.truncateds[0] != 0)
+        return begins
+
     def _carry_flags(self) -> None:
         ring = self._ready_ring()
         for block in (self.terminateds, self.truncateds):

@@ -39,6 +39,7 @@ from rlstore.rollout.core import (
     flatten,
     repeated,
 )
+from rlstore.rollout.held_steps import StepField
 from rlstore.rollout.resets import BLOCK as RESETS
 from rlstore.rollout.resets import ResetSteps
 from rlstore.storage import BatchDict, Critic, Sample, Shared
@@ -1069,6 +1070,24 @@ class RolloutStorage(RolloutCore):
         self._fit_late(self._late_columns(new), new)
         if sample.get("next_observations") is not None:
             self._fit_observations(sample["next_observations"])
+
+    def _step_fields(self) -> dict[str, StepField]:
+        fields, ring = super()._step_fields(), self._ready_ring()
+        actor, critic = (
+            [block.transpose(1, 2) for block in self._columns[name].held(ring, ring.size)] for name in _HIDDEN_STATES
+        )
+        if actor or critic:
+
+            def build(leaves: Sequence[Tensor], shape: torch.Size) -> tuple[HiddenState, HiddenState]:
+                return _hidden_state(leaves[: len(actor)]), _hidden_state(leaves[len(actor) :])
+
+            fields["hidden_states"] = StepField([*actor, *critic], build)
+        if self._resets is not None:
+            fields[RESETS] = StepField([self.reset_steps.unsqueeze(-1)], lambda leaves, shape: leaves[0], True)
+        return fields
+
+    def _after_newest(self) -> list[Tensor] | None:
+        return self._last_observations
 
     def _following(self) -> list[Tensor]:
         if self._last_observations is None:
