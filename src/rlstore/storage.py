@@ -41,13 +41,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from rlstore.dataset import StepDataset
-from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
+from rlstore.engine.checks import check_count, check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
 from rlstore.engine.disk.manifest import NAME
@@ -60,6 +60,7 @@ from rlstore.engine.disk.snapshot import (
     restore_generator,
 )
 from rlstore.engine.guard import new_guard
+from rlstore.engine.measures import Measures, Most, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
@@ -93,6 +94,7 @@ class Storage(ABC):
     max_size: int
     _ring: Ring | None = None
     _journal: RunningJournal | None = None
+    _samples = 0  # entries of all batches that were served
 
     def __init__(
         self,
@@ -325,6 +327,38 @@ class Storage(ABC):
             f"{type(self).__name__} cannot show its episodes and rows. Implement _held_steps(), which returns an "
             "rlstore.episodes.HeldSteps."
         )
+
+    # ---------------------------------------------------------------------------------------------- numbers
+
+    def stats(self) -> dict[str, int | float]:
+        """Numbers of the storage for a logger: how full it is, what came in and went out, returns, waits, losses.
+
+        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them. None is
+        NaN or infinite: what is not known, as a mean return before an episode is over, is left out. Every reward that
+        is held is read; a CUDA device is waited for once.
+        """
+        return flat(self._measured())
+
+    def _measured(self) -> Measures:
+        """:meth:`_measure` as plain numbers, with the lag of the journal."""
+        with self._guarding():
+            measures = self._measure()
+            if self._journal is not None:
+                seconds, inserts = self._journal.lag
+                behind = cast("Number", measures["inserts"]) - inserts
+                measures.update(journal_lag_seconds=Most(seconds), journal_lag_inserts=behind)
+        return on_host(measures)
+
+    def _measure(self) -> Measures:
+        """What :meth:`stats` is made of; numbers may be on the device."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no stats(). Implement it: it returns a dict of numbers, by the names that "
+            "other storages have for them."
+        )
+
+    def _count_inserts(self) -> int:
+        """Transitions ever added, which is ``inserts`` of :meth:`stats`."""
+        return 0
 
     # ---------------------------------------------------------------------------------------------- save and load
 
@@ -580,6 +614,11 @@ class Storage(ABC):
             f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
             f"{ring.size} steps held, {ring.nbytes / 1e6:.1f} MB)"
         )
+
+
+def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:
+    """The samples that a snapshot counts; those of earlier versions count none."""
+    return check_count(owner, "samples", numbers.get("samples", 0))
 
 
 class Shared:
