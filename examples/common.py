@@ -257,8 +257,9 @@ class Run:
     def _line(self) -> str:
         seconds = time.perf_counter() - self._started
         return (
-            f"{self.name}: {self.env_steps:,}/{self.max_steps:,} {self.unit.split()[-1]}, {len(self.curve):,} episodes, "
-            f"mean return [bold]{self.mean_return:.4g}[/bold], {self.env_steps / seconds:,.0f}/s"
+            f"{self.name}: {self.env_steps:,}/{self.max_steps:,} {self.unit.split()[-1]}, "
+            f"{len(self.curve):,} episodes, mean return [bold]{self.mean_return:.4g}[/bold], "
+            f"{self.env_steps / seconds:,.0f} {self.unit.split()[-1]}/s"
         )
 
 

@@ -20,8 +20,8 @@ import torch
 from common import Array, Result, Run, arguments, follow, make_envs, mlp, report
 from torch import Tensor, nn
 
-from rlstore import ReplayBatch, ReplayStorage
-from rlstore.data import MixedReplay, read_npz
+from rlstore import MixedReplay, ReplayBatch, ReplayStorage
+from rlstore.data import read_npz
 
 DATASET_STEPS = 20_000  # of the agent that made it, from its first random actions on
 BATCH_SIZE = 256
@@ -64,7 +64,14 @@ class Critics(nn.Module):
 
     @staticmethod
     def _layers(inputs: int) -> nn.Sequential:
-        hidden = (nn.Linear(inputs, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU())
+        hidden = (
+            nn.Linear(inputs, 128),
+            nn.LayerNorm(128),
+            nn.ReLU(),
+            nn.Linear(128, 128),
+            nn.LayerNorm(128),
+            nn.ReLU(),
+        )
         return nn.Sequential(*hidden, nn.Linear(128, 1))
 
     def forward(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +162,7 @@ def train(updates: int, seed: int = 0, online_share: float = 0.0, dataset: Path 
     assert isinstance(obs_space, gym.spaces.Box)
     assert isinstance(action_space, gym.spaces.Box)
     agent = Agent(obs_space.shape[0], action_space)
-    source: ReplayStorage | MixedReplay = offline
+    source: ReplayStorage | MixedReplay[ReplayBatch] = offline
     if online_share:
         online = ReplayStorage(obs_space, action_space, num_envs=NUM_ENVS, discount=GAMMA, seed=seed)
         source = MixedReplay(online, offline, share=online_share, batch_size=BATCH_SIZE)
@@ -174,7 +181,7 @@ def train(updates: int, seed: int = 0, online_share: float = 0.0, dataset: Path 
         run.note(1, evaluate(agent.actor, SHOWN, seed + update) if is_shown else ())
         run.show(loss)
     run.note(0, evaluate(agent.actor, EVALUATED, seed + updates))
-    return run.finish(transitions_in_the_dataset=len(offline), share_of_own_experience=100 * online_share)
+    return run.finish(transitions_in_the_dataset=len(offline), percent_own=100 * online_share)
 
 
 def main() -> None:

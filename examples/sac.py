@@ -107,7 +107,7 @@ class Agent:
 
 
 def train(steps: int, seed: int = 0, threshold: float | None = None, dataset: Path | None = None) -> Result:
-    """Train until the threshold is reached or the steps are used up; then write the experience to ``dataset``, if given."""
+    """Train until the threshold is reached or the steps are used up; write the experience to ``dataset``, if given."""
     torch.manual_seed(seed)
     envs = make_envs(NUM_ENVS, "Pendulum-v1")
     envs.action_space.seed(seed)
