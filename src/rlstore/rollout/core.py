@@ -807,7 +807,8 @@ class RolloutCore(Storage):
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.
-        numbers = {"spent": self._spent, "samples": self._samples}
+        counted = {"samples": self._samples} if self._samples else {}  # which earlier versions do not know
+        numbers: dict[str, Any] = {"spent": self._spent, **counted}
         if self._ring is None:
             return numbers, {}
         ring = self._current_ring()
