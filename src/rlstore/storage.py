@@ -38,7 +38,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, overload
@@ -46,6 +46,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from rlstore.dataset import StepDataset
 from rlstore.engine.checks import check_count, check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
@@ -62,7 +63,7 @@ from rlstore.engine.guard import new_guard
 from rlstore.engine.measures import Measures, Most, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
-from rlstore.episodes import Episodes, HeldSteps, row_ids
+from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
 from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
 
 Sample = Mapping[str, Any]
@@ -287,7 +288,7 @@ class Storage(ABC):
             RowNotHeldError: (an IndexError) if any of the rows is not held, or not any more.
             InvalidInputError: (a ValueError) if they are no whole numbers.
         """
-        ids, steps = row_ids(rows, type(self).__name__), self._held_steps()
+        ids, steps = row_ids(rows, f"{type(self).__name__}[rows]"), self._held_steps()
         return steps.read(ids, steps.names)
 
     def held_rows(self) -> Tensor:
@@ -302,6 +303,23 @@ class Storage(ABC):
         """
         steps = self._held_steps()
         return Episodes(steps, steps.listing())
+
+    def as_dataset(self, rows: Any = None, names: Sequence[str] | None = None) -> StepDataset:
+        """Steps that are held now as a dataset of torch, for behaviour cloning and the like.
+
+        A ``DataLoader`` with ``collate_fn=dict`` gathers each of its batches in one call. Steps that are overwritten
+        later cannot be read any more: make another dataset then.
+
+        Args:
+            rows: The row ids of its entries, as ``episodes[mask].rows``; None for :meth:`held_rows`.
+            names: Which fields it has; None for all, as ``storage[rows]``.
+        """
+        owner, steps = type(self).__name__, self._held_steps()
+        ids = steps.rows() if rows is None else row_ids(rows, f"{owner}.as_dataset()").cpu()
+        if ids.dim() != 1:
+            raise InvalidInputError(f"rows are {tuple(ids.shape)}; {owner}.as_dataset() needs a list of row ids")
+        check_names(() if names is None else names, steps.names)
+        return StepDataset(steps, ids, steps.names if names is None else tuple(names))
 
     def _held_steps(self) -> HeldSteps:
         """What episodes and rows are read from."""
