@@ -117,6 +117,10 @@ def test_the_pictures_are_those_that_the_script_draws():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) < 700
+    replay, ppo = (block.code.splitlines() for block in blocks_of(ROOT / "README.md"))
+    assert len([line for line in replay if line and "import" not in line]) <= 10
+    loop = ppo[next(i for i, line in enumerate(ppo) if line.startswith("for")) : -1]  # the last line closes envs
+    assert len(loop) <= 20
 
 
 def test_the_version_is_the_same_everywhere():
@@ -166,7 +170,7 @@ def test_the_menu_lists_every_page_once():
     assert sorted(pages(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("module", ["_public", "ray/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
+@pytest.mark.parametrize("module", ["_public", "ray/__init__", "data/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
 def test_the_reference_has_every_public_name(module):
     """Read without an import: other libraries are optional."""
     path = ROOT / "src" / "rlstore" / f"{module}.py"

@@ -8,6 +8,7 @@ from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.processes.slots import SlotQueue
+from rlstore.episodes import Episode, Episodes
 from rlstore.errors import (
     DiskFullError,
     DoesNotFitError,
@@ -15,6 +16,7 @@ from rlstore.errors import (
     NotReadyError,
     PeerLostError,
     RolloutFullError,
+    RowNotHeldError,
     SnapshotError,
     StorageClosedError,
     StorageError,
@@ -42,6 +44,8 @@ __all__ = [
     "DiskFullError",
     "DistributedStorage",
     "DoesNotFitError",
+    "Episode",
+    "Episodes",
     "HandoffReport",
     "HindsightReplayStorage",
     "InvalidInputError",
@@ -60,6 +64,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutFullError",
     "RolloutStorage",
+    "RowNotHeldError",
     "SequenceBatch",
     "SequenceReplayStorage",
     "SlotQueue",

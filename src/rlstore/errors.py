@@ -15,6 +15,10 @@ class InvalidCallError(InvalidInputError, TypeError):
     """A function was called with arguments that it does not take. Nothing was changed."""
 
 
+class RowNotHeldError(StorageError, IndexError):
+    """A row is not held: it was overwritten or removed, or there never was one. Nothing was read."""
+
+
 class RolloutFullError(StorageError, OverflowError):
     """The rollout is full. Nothing was written."""
 

@@ -8,12 +8,13 @@ from gymnasium import spaces
 class ReachVector:
     """Points on a line that are moved by actions in [-1, 1] and rewarded for being near 0.
 
-    They start at a distance between ``nearest`` and 3. An episode terminates at 0 and is truncated after ``limit``
-    steps; same-step autoreset. With ``pixels`` the position is drawn as a bright column of a small image.
+    They start at a distance between ``nearest`` and ``furthest``. An episode terminates at 0 and is truncated after
+    ``limit`` steps; same-step autoreset. With ``pixels`` the position is drawn as a bright column of a small image.
     """
 
-    def __init__(self, num_envs=1, *, pixels=False, limit=10, nearest=0.0, seed=0):
-        self.num_envs, self.pixels, self.limit, self.nearest = num_envs, pixels, limit, nearest
+    def __init__(self, num_envs=1, *, pixels=False, limit=10, nearest=0.0, furthest=3.0, seed=0):
+        self.num_envs, self.pixels, self.limit = num_envs, pixels, limit
+        self.nearest, self.furthest = nearest, furthest
         shape, high = ((3, 84, 84), 255) if pixels else ((3,), 10.0)
         dtype = np.uint8 if pixels else np.float32
         self.observation_space = spaces.Box(0 if pixels else -10.0, high, shape, dtype)
@@ -27,7 +28,9 @@ class ReachVector:
         return self._observe(), {}
 
     def _draw(self, count):
-        distance = self.generator.uniform(self.nearest, 3.0, count) * self.generator.choice([-1.0, 1.0], count)
+        distance = self.generator.uniform(self.nearest, self.furthest, count) * self.generator.choice(
+            [-1.0, 1.0], count
+        )
         return distance.astype(np.float32)
 
     def _observe(self):

@@ -6,9 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import nn
-
 from rlstore.sb3 import ReplayBuffer
+from torch import nn
 
 BUFFER_SIZE, BATCH_SIZE, LEARNING_STARTS, TRAIN_FREQUENCY, TARGET_FREQUENCY = 10_000, 128, 1_000, 4, 250
 GAMMA, LEARNING_RATE = 0.99, 1e-3

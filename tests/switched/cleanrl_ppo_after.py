@@ -3,9 +3,8 @@
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import nn
-
 from rlstore.engine.returns import gae
+from torch import nn
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCH_SIZE = 8, 128, 4, 256
 GAMMA, GAE_LAMBDA, CLIP, ENTROPY_COEF, LEARNING_RATE = 0.99, 0.95, 0.2, 0.01, 1e-3

@@ -4,9 +4,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from cleanrl_ppo_before import CLIP, ENTROPY_COEF, EPOCHS, GAE_LAMBDA, GAMMA, LEARNING_RATE, NUM_ENVS, NUM_STEPS, Agent
-from torch import nn
-
 from rlstore import RolloutStorage
+from torch import nn
 
 
 def main(num_iterations=60, seed=1):

@@ -1,11 +1,10 @@
 """TD3 on many environments at once in the style of FastTD3, with its replay buffer and three-step returns."""
 
 import torch
+from rlstore.fast_td3 import SimpleReplayBuffer
 from tensordict import TensorDict
 from torch import nn
 from torch.nn.functional import mse_loss
-
-from rlstore.fast_td3 import SimpleReplayBuffer
 
 NUM_ENVS, BUFFER_SIZE, BATCH_SIZE, NUM_UPDATES, NUM_STEPS = 64, 200, 256, 2, 3
 GAMMA, TAU, NOISE, LEARNING_RATE = 0.97, 0.1, 0.2, 1e-3

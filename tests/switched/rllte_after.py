@@ -2,13 +2,12 @@
 
 from rllte.agent import DrQv2
 from rllte_toy_env import ReachVector
-
 from rlstore import NStepReplayStorage
 
 
 def main(num_train_steps=1200, seed=1):
     """Train; returns whether each episode reached the goal."""
-    env = ReachVector(limit=10, seed=3)
+    env = ReachVector(limit=12, nearest=3.3, furthest=5.0, seed=3)
     agent = DrQv2(env=env, seed=seed, num_init_steps=300, storage_size=2000, batch_size=64, hidden_dim=64, lr=1e-3)
     agent.aug = None
     agent.storage = NStepReplayStorage(env.observation_space, env.action_space, storage_size=2000, batch_size=64)

@@ -1,10 +1,9 @@
 """rsl_rl's PPO with a recurrent policy."""
 
 import torch
+from rlstore.rsl_rl import use_rlstore
 from rsl_rl.runners import OnPolicyRunner
 from toy_env import PointMassEnv
-
-from rlstore.rsl_rl import use_rlstore
 
 MODEL = {"class_name": "RNNModel", "hidden_dims": [32], "rnn_type": "gru", "rnn_hidden_dim": 16}
 CONFIG = {

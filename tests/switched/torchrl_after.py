@@ -1,13 +1,12 @@
 """TorchRL's DQN on CartPole, with two environments."""
 
 import torch
+from rlstore.torchrl import ReplayBuffer
 from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, RewardSum, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
-
-from rlstore.torchrl import ReplayBuffer
 
 
 def main(total_frames=8_000, seed=1):

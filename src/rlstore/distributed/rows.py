@@ -219,20 +219,36 @@ def _transitions(
     fields: RolloutFields, tensors: Mapping[str, Tensor], states: Sequence[Tensor], device: torch.device
 ) -> BatchDict:
     size = tensors["reward"][1:].shape
-    data: BatchDict = {
-        "observations": fields.structure.build([tensors[name][:-1] for name in fields.structure.names], size),
-        "actions": tensors["action"][:-1],
-        **{name: tensors[_STEP_NAMES[name]][1:].unsqueeze(-1) for name in ("rewards", "terminated", "truncated")},
-        "values": tensors["baseline"][:-1].unsqueeze(-1),
-    }
-    if fields.policy_width:
-        data["distribution_params"] = _params(fields, tensors["policy_outputs"][:-1])
+    data: BatchDict = {}
+    for name, (keys, behind) in transition_keys(fields).items():
+        leaves = [tensors[key][behind : behind + size[0]] for key in keys]
+        data[name] = transition_value(fields, name, leaves, size)
     if states:
         data["hidden_states"] = tuple(state.to(device) for state in states)
-    for name in fields.extra:
-        column = tensors[name][:-1]
-        data[name] = column if fields.columns[name].shape else column.unsqueeze(-1)
     return data
+
+
+def transition_keys(fields: RolloutFields) -> dict[str, tuple[Sequence[str], int]]:
+    """What a transition holds, by name: the keys that it is in, and whether in row t (0) or t + 1."""
+    params: dict[str, tuple[Sequence[str], int]] = {"distribution_params": (["policy_outputs"], 0)}
+    return {
+        "observations": (fields.structure.names, 0),
+        "actions": (["action"], 0),
+        **{name: ([_STEP_NAMES[name]], 1) for name in ("rewards", "terminated", "truncated")},
+        "values": (["baseline"], 0),
+        **(params if fields.policy_width else {}),
+        **{name: ([name], 0) for name in fields.extra},
+    }
+
+
+def transition_value(fields: RolloutFields, name: str, leaves: Sequence[Tensor], shape: torch.Size) -> Any:
+    """What transitions hold under a name, from the tensors ``[*shape, ...]`` of its keys; scalars get an axis of 1."""
+    if name == "observations":
+        return fields.structure.build(leaves, shape)
+    if name == "distribution_params":
+        return _params(fields, leaves[0])
+    is_scalar = name != "actions" and leaves[0].dim() == len(shape)
+    return leaves[0].unsqueeze(-1) if is_scalar else leaves[0]
 
 
 def _params(fields: RolloutFields, outputs: Tensor) -> tuple[Tensor, ...]:

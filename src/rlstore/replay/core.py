@@ -7,7 +7,7 @@ import inspect
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -22,6 +22,7 @@ from rlstore.engine.calls import check_keywords, explained
 from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
@@ -31,16 +32,24 @@ from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
+from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
+from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
+from rlstore.replay.loading.fill import fill
+from rlstore.replay.loading.lanes import Lanes
+from rlstore.replay.loading.progress import Bar
+from rlstore.replay.loading.sources import Arrays, EpisodeList, Source, fitting_size
+from rlstore.replay.loading.steps import Steps
+from rlstore.replay.measures import measured_rows, measured_sharing
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
-from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.storage import BatchDict, Sample, Storage, saved_samples
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
@@ -70,6 +79,7 @@ class ReplayCore(Storage):
     _sharing: Sharing | None = None  # where there are writers or a rate limit
     _kept: KeptEpisodes | None = None  # where finished episodes are written to disk
     _closed = False
+    _dropped = 0  # batches that pipelines before this one have dropped
 
     def __init__(
         self, options: Options, view: View, sampler: Sampler, hidden_shapes: Sequence[tuple[int, int]] = ()
@@ -186,6 +196,7 @@ class ReplayCore(Storage):
         """Make the pipeline, with the parameters as they are now."""
         if self._pipeline is not None:
             self._pipeline.close()
+            self._dropped += self._pipeline.dropped
         view = self._view
         self._pipeline = Pipeline(
             self._ring_of(),
@@ -457,7 +468,186 @@ class ReplayCore(Storage):
         """The current limit on samples per insert."""
         return None if self._sharing is None else self._sharing.control.limiter.limit
 
+    # ---------------------------------------------------------------------------------------------- data from elsewhere
+
+    @classmethod
+    @explained
+    def from_arrays(
+        cls: type[_AnyReplay],
+        arrays: Mapping[str, Any],
+        observation_space: SpaceLike | None = None,
+        action_space: SpaceLike | None = None,
+        storage_size: int | None = None,
+        **arguments: Any,
+    ) -> _AnyReplay:
+        """Create a storage that holds the steps of arrays ``[steps, ...]``, one episode after another.
+
+        The names are those of d4rl, Minari and Gymnasium: ``observations``, ``actions``, ``rewards``; where episodes
+        terminated as ``terminated``, ``terminations``, ``terminals`` or ``terminateds``, and where they were truncated
+        as ``truncated``, ``truncations``, ``timeouts`` or ``truncateds``, at least one of the two; extra fields and
+        ``hidden_states`` (``[steps, layers, hidden]``) by their names. ``infos`` and ``metadata``, also with a path
+        behind them (``infos/qpos``), are left out.
+
+        With ``next_observations`` every step is stored. Where one of them is not the observation of the next step and
+        no end is flagged, the episode was cut off there.
+
+        Without them, the observation after a step is that of the next step, and what followed the last step of an
+        episode is not known. A step that terminated is stored, with its own observation as the final one, which no
+        target needs. A step that was truncated is left out, and so is the very last one unless it terminated; the step
+        before a truncated one is then truncated. A warning says how many these are.
+
+        Args:
+            arrays: Arrays, tensors or lists by name; observations may be nested dicts or tuples of them. Values are
+                stored as ``add`` stores them; observations and actions that are NaN are refused. Everything is checked
+                before the storage is created or written to.
+            observation_space: See the class. None takes shapes and dtypes from the arrays.
+            action_space: See the class. None takes them from the arrays; whole numbers are then Discrete or
+                MultiDiscrete, with as many choices as the largest number there needs: give the space if an agent has
+                more.
+            storage_size: See the class. None makes room for all steps.
+            **arguments: Other arguments of the class. With ``num_envs`` above 1 each episode goes to the environment
+                with the fewest steps.
+
+        Raises:
+            InvalidInputError: (a ValueError) if the arrays have other names, different lengths or no end flags, or if
+                values do not fit the spaces. No storage was made.
+        """
+        return cls._made_of(Arrays(arrays), observation_space, action_space, storage_size, arguments, Bar(shown=False))
+
+    @classmethod
+    @explained
+    def from_episodes(
+        cls: type[_AnyReplay],
+        episodes: Iterable[Any],
+        observation_space: SpaceLike | None = None,
+        action_space: SpaceLike | None = None,
+        storage_size: int | None = None,
+        progress: bool = False,
+        **arguments: Any,
+    ) -> _AnyReplay:
+        """Create a storage that holds some episodes: of a list, a generator, a file or another storage.
+
+        Args:
+            episodes: See :meth:`add_episodes`.
+            observation_space: See the class. None takes that of a reader of a file, or shapes and dtypes from the
+                first episode.
+            action_space: See the class. None takes that of a reader of a file, or what the actions of all episodes
+                need; see :meth:`from_arrays`.
+            storage_size: See the class. None makes room for all steps.
+            progress: Show a progress bar.
+            **arguments: Other arguments of the class.
+
+        Raises:
+            InvalidInputError: (a ValueError) if an episode does not fit. No storage was made.
+        """
+        source, bar = EpisodeList(episodes, "from_episodes()"), Bar(shown=progress)
+        return cls._made_of(source, observation_space, action_space, storage_size, arguments, bar)
+
+    @classmethod
+    def _made_of(
+        cls: type[_AnyReplay],
+        source: Source,
+        observation_space: SpaceLike | None,
+        action_space: SpaceLike | None,
+        storage_size: int | None,
+        arguments: Mapping[str, Any],
+        bar: Bar,
+    ) -> _AnyReplay:
+        check_keywords(cls, arguments)
+        if observation_space is None or action_space is None:
+            observed, acted = source.spaces()
+            observation_space = observed if observation_space is None else observation_space
+            action_space = acted if action_space is None else action_space
+        if storage_size is None:
+            num_envs = arguments.get("num_envs", 1)
+            check_positive(cls.__name__, num_envs=num_envs)
+            storage_size = fitting_size(source.lengths(), num_envs)
+        make: Any = cls
+        storage: _AnyReplay = make(observation_space, action_space, storage_size=storage_size, **arguments)
+        try:
+            if len(storage):
+                raise InvalidInputError(
+                    f"there is a {cls.__name__} in this folder, with {len(storage):,} transitions; open it without "
+                    "data, and add_episodes() to it. Nothing was changed."
+                )
+            storage._load(source, bar)
+        except BaseException:
+            storage.close()
+            raise
+        return storage
+
+    def add_episodes(self, episodes: Iterable[Any], progress: bool = False) -> int:
+        """Add whole episodes that were collected before; each goes to the environment with the fewest steps.
+
+        An episode is a dict of arrays: ``observations`` ``[steps + 1, ...]``, the last one after the last step;
+        ``actions`` and ``rewards`` ``[steps, ...]``; end flags under the names of :meth:`from_arrays`, ``[steps]`` or
+        a single bool each; extra fields by name. Instead of the last observation there may be ``final_observations``
+        (one, without an axis for steps) or ``next_observations``; without any of them, steps are left out as
+        :meth:`from_arrays` does. An episode without an end flag was cut off after its last step. Episodes of a storage
+        (:meth:`episodes`) are taken as well: ``b.add_episodes(a.episodes())``.
+
+        What is added neither continues what was there nor is continued: the open episode of an environment is cut off
+        before, and the next step that is added to it begins another one. An environment that is full loses its oldest
+        steps. With a rate limit the steps count, and make neither side wait.
+
+        Args:
+            episodes: The episodes: a list, a reader of a file, or a generator. One is in memory at a time. They are
+                all checked before the first is stored, unless they can be read only once, as those of a generator:
+                then each is checked before it is stored.
+            progress: Show a progress bar; it needs rich, of the extra ``data``.
+
+        Returns:
+            The transitions that were added.
+
+        Raises:
+            InvalidInputError: (a ValueError) if an episode does not fit. Nothing was added, or the message says what
+                was.
+            DoesNotFitError: (a MemoryError) if there is no memory for the next episode. Those before it were added.
+        """
+        self._ring_of()
+        return self._load(EpisodeList(episodes, "add_episodes()"), Bar(shown=progress))
+
+    def _load(self, source: Source, bar: Bar) -> int:
+        """Write the steps of a source; returns how many."""
+        ring = self._ring_of()
+        lanes = Lanes(ring, self._fields, self._guard, self._appender, self._sampler, self._kept)
+
+        def write(steps: Steps) -> None:
+            with self._guard:
+                if self._ring_of() is not ring:
+                    raise NotReadyError("the storage was changed while episodes were added to it")
+                if self._sharing is not None:
+                    self._sharing.require_no_writers()
+                lanes.append(steps)
+                if self._sharing is not None:
+                    self._sharing.count_slice(steps.count)
+
+        return fill(source, self._fields, write, lanes.most, bar)
+
     # ---------------------------------------------------------------------------------------------- reading
+
+    def _measure(self) -> Measures:
+        ring, sharing = self._rows, self._sharing
+        if ring is None:
+            return {**held(0, self.storage_size, 0), **used(0, self._samples)}
+        ring = self._ring_of()
+        if sharing is not None:
+            sharing.catch_up()
+        measures = {
+            **held(ring.held().sum(), ring.steps * ring.lanes, self.nbytes),
+            **used(ring.written.sum(), self._samples),
+            **measured_rows(ring),
+            **self._sampler.measure(),
+            "dropped_batches": self._dropped + (0 if self._pipeline is None else self._pipeline.dropped),
+            **({} if sharing is None else measured_sharing(sharing)),
+        }
+        if ring.is_shared and ring.overrun() is not None:  # writers have overwritten rows meanwhile
+            with self._paused():
+                return self._measure()
+        return measures
+
+    def _count_inserts(self) -> int:
+        return 0 if self._rows is None else self._rows.total_written
 
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
@@ -470,7 +660,9 @@ class ReplayCore(Storage):
                 raise self._not_ready()
             if batch_size is not None and size * self._view.nbytes >= MUCH:
                 self._require_batches(self._view, size)
-            return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+            batch = self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+            self._samples += size
+            return batch
 
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``. A storage that draws uniformly ignores the call.
@@ -489,6 +681,21 @@ class ReplayCore(Storage):
             self._require_own()
             self._catch_up()
             self._sampler.update(*args)
+
+    def _held_steps(self) -> HeldSteps:
+        if self._rows is None and not self._closed:
+            return NoSteps(type(self).__name__)
+        return RingSteps(self._ring_of(), self._fields.structure, self._torch_device, self._reading)
+
+    @contextmanager
+    def _reading(self, still: bool) -> Iterator[None]:
+        """Hold everybody in this process back who would change rows and, with ``still``, other writers, too."""
+        with self._guard:
+            self._ring_of()  # which refuses if it was closed since
+            with self._paused() if still else nullcontext():
+                if self._sharing is not None:
+                    self._sharing.catch_up()
+                yield
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 
@@ -623,7 +830,9 @@ class ReplayCore(Storage):
                 raise self._not_ready()
             self._require_batches(self._view, size)
             drawn, tensors = self._pipeline.read(size, self._sharing)
-            yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
+            batch = self._view.as_dict(self._view.build(drawn, tensors), drawn)
+            self._samples += size
+            yield batch
 
     @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
@@ -811,6 +1020,7 @@ class ReplayCore(Storage):
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
             "added": self._added,
+            "samples": self._samples,
             "limit": None if self._sharing is None else self._sharing.limit_state(),
         }
         if self._rows is None:
@@ -821,6 +1031,7 @@ class ReplayCore(Storage):
         return {**numbers, **own}, {"random": self._random, **prepared, **tensors}
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        self._samples = saved_samples(type(self).__name__, numbers)
         if self._rows is None or self._pipeline is None:
             reader.read_into("random", self._random)
             return

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.pipeline import Gather, Part, Request
 from rlstore.engine.rows.appender import Fit
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import fit_final
 from rlstore.engine.rows.schema import Field, Structure, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
+from rlstore.replay.held_steps import RingSteps
 from rlstore.storage import Sample
 from rlstore.trainer import check_names, fit
 
@@ -131,37 +131,15 @@ def whole_data(ring: EpisodeRing, fields: StepFields, device: str | torch.device
     Environments that hold fewer steps than others are padded with zeros; ``masks`` is False there.
     """
     held = ring.held()
-    shape = (int(held.max()), ring.lanes)
-    step, lane = torch.arange(shape[0], device=ring.device).unsqueeze(1), torch.arange(ring.lanes, device=ring.device)
+    steps, lane = int(held.max()), torch.arange(ring.lanes, device=ring.device)
+    step = torch.arange(steps, device=ring.device).unsqueeze(1)
     rows = torch.where(step < held, (ring.written - held + step) * ring.lanes + lane, -1)
-    names, requests = _whole_requests(fields)
-    with torch.inference_mode(False):
-        gathered = Gather(ring, requests, 1, 1.0)(rows.flatten().contiguous())
-    tensors = [tensor.to(device).unflatten(0, shape) for tensor in gathered]
-    count = len(fields.observations)
-    data = {
-        "observations": fields.structure.build(tensors[:count], shape),
-        "next_observations": fields.structure.build(tensors[count : 2 * count], shape),
-        **dict(zip(names, tensors[2 * count :], strict=False)),
-        "masks": (rows >= 0).to(device),
-    }
-    hidden = tensors[2 * count + len(names) :]
-    if hidden:
-        states = tuple(state.transpose(1, 2) for state in hidden)  # [steps, layers, envs, hidden]
-        data["hidden_states"] = states if len(states) > 1 else states[0]
+    source = RingSteps(ring, fields.structure, torch.device(device))
+    data = source.read_or_zeros(rows, source.names)
+    data["masks"] = (rows >= 0).to(device)
+    hidden = data.pop("hidden_states", None)
+    if isinstance(hidden, Tensor):
+        data["hidden_states"] = hidden.transpose(1, 2)  # [steps, layers, envs, hidden]
+    elif hidden is not None:
+        data["hidden_states"] = tuple(state.transpose(1, 2) for state in hidden)
     return data
-
-
-def _whole_requests(fields: StepFields) -> tuple[list[str], list[Request]]:
-    """Names of what stands behind the observations, and requests for all of it; recurrent states come last."""
-    kinds = (Part.OBSERVATION, Part.NEXT_OBSERVATION)
-    leaves = [Request(kind, i, f.shape, f.dtype) for kind in kinds for i, f in enumerate(fields.observations)]
-    scalars = (1, *fields.extra_columns)  # those that are served as [..., 1]
-    columns = [
-        Request(Part.COLUMN, i, c.shape or ((1,) if i in scalars else ()), c.dtype)
-        for i, c in enumerate(fields.columns)
-    ]
-    flags = [Request(part, 0, (1,), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED)]
-    extra, hidden = [columns[i] for i in fields.extra_columns], [columns[i] for i in fields.hidden_columns]
-    names = ["actions", "rewards", "terminated", "truncated", *fields.extra_names]
-    return names, [*leaves, *columns[:2], *flags, *extra, *hidden]

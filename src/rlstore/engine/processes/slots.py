@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,6 +102,14 @@ class Slots:
         """All slots, that which will be taken first before the others; other processes may change it meanwhile."""
         order: list[int] = np.argsort(self._words.view(np.uint64) >> 18, kind="stable").tolist()
         return order
+
+    def contents(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """For each slot that is full or being read a number that is larger for what was written later, else -1.
+
+        As long as a slot has the same number, nobody writes to it.
+        """
+        words = self._words.view(np.uint64).copy()
+        return np.where((words & 3) >= State.FULL, (words >> 18).astype(np.int64), -1)
 
     def counts(self) -> dict[State, int]:
         """How many slots are in each state; other processes may change them meanwhile."""

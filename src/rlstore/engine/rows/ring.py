@@ -16,6 +16,7 @@ from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_memory, check_real, dtype_name, is_in_memory
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel, kind_of
+from rlstore.kernels.rules import invalid_counts
 
 _NEED_LESS = "Take fewer steps or environments, or give smaller observations: pixels as uint8, floats as float16."
 
@@ -57,8 +58,9 @@ class Ring:
         self._kind: bytes | None = None  # of the blocks when they were last checked
         self.written = 0  # every row ever written; it never wraps
         self.size = 0  # rows held in each lane
-        self._begin = 0  # the count at which the present rollout began, at row 0
+        self.begin = 0  # the count at which the present rollout began, at row 0
         self._writer: Any = None
+        self._invalid: Tensor | None = None  # counted by writers before this one
         self.extend(columns, computed=self._computed)
 
     @property
@@ -91,7 +93,8 @@ class Ring:
         for name, (shape, dtype) in new.items():
             self.blocks[name] = allocate(shape, dtype, self.device, (fills or {}).get(name, 0.0))
         self.columns.extend(columns)
-        self._writer, self.derived = None, {}
+        self._change_writer()
+        self.derived = {}
 
     def _require_memory(self, nbytes: Mapping[str, int]) -> None:
         if sum(nbytes.values()) >= MUCH:
@@ -108,7 +111,18 @@ class Ring:
         self.columns = [column for column in self.columns if column.block not in blocks]
         for block in blocks:
             self.blocks.pop(block, None)
-        self._writer, self.derived = None, {}
+        self._change_writer()
+        self.derived = {}
+
+    def _change_writer(self) -> None:
+        """The next row is written by another writer, because blocks have changed."""
+        self._invalid, self._writer = self.invalid, None
+
+    @property
+    def invalid(self) -> Tensor | None:
+        """The rewards and the actions that were stored although invalid, int64 ``[2]``; None where they are refused."""
+        counted = invalid_counts(self._writer)
+        return counted if self._invalid is None else self._invalid if counted is None else self._invalid + counted
 
     def bind(self, block: str, tensor: Tensor) -> None:
         """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
@@ -132,7 +146,7 @@ class Ring:
             if tensor is not held:
                 self.blocks[block], self.derived = self._adopt(block, tensor, held), {}
                 if any(column.block == block for column in self.columns):
-                    self._writer = None
+                    self._change_writer()
         return True
 
     def _cannot_become(self, block: str, given: str) -> InvalidInputError:
@@ -163,7 +177,7 @@ class Ring:
         Raises:
             InvalidInputError: If a value does not fit its column.
         """
-        row = (self.written - self._begin) % self.steps
+        row = (self.written - self.begin) % self.steps
         try:
             if self._writer is None:
                 self._writer = self._make_writer()
@@ -192,7 +206,7 @@ class Ring:
 
     def restart(self) -> None:
         """Start again at row 0. What is in the blocks stays until it is overwritten."""
-        self._begin, self.size = self.written, 0
+        self.begin, self.size = self.written, 0
 
     def zero(self) -> None:
         """Start again at row 0, every block zero."""
@@ -216,15 +230,15 @@ class Ring:
 
     def counters(self) -> dict[str, Any]:
         """How much was written, for :meth:`set_counters` of a ring of the same columns."""
-        return {"written": [self.written] * self.lanes, "begin": self._begin}
+        return {"written": [self.written] * self.lanes, "begin": self.begin}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Continue from the counters of another ring."""
         written, begin = list(counters["written"]), check_count("a rollout", "begin", counters["begin"])
         if written != [written[0]] * self.lanes or check_count("a rollout", "written", written[0]) < begin:
             raise InvalidInputError(f"written is {written} for {self.lanes} environments, and begin is {begin}")
-        self.written, self._begin = written[0], begin
-        self.size = min(self.written - self._begin, self.steps)
+        self.written, self.begin = written[0], begin
+        self.size = min(self.written - self.begin, self.steps)
 
     def _make_writer(self) -> Any:
         targets = [

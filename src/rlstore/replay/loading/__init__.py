@@ -1,0 +1,1 @@
+"""Data that were collected before: arrays and episodes, checked and appended to replay storages."""
