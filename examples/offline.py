@@ -48,7 +48,8 @@ class Actor(nn.Module):
 
     def forward(self, obs: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Actions (B, A), with noise in units of the bounds."""
-        return (self.layers(obs).tanh() + noise).clamp(-1.0, 1.0) * self.scale + self.centre
+        actions: Tensor = (self.layers(obs).tanh() + noise).clamp(-1.0, 1.0) * self.scale + self.centre
+        return actions
 
 
 class Critics(nn.Module):

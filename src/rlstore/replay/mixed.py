@@ -101,7 +101,9 @@ class MixedReplay(Generic[_Batch]):
             _require_alike_batches(first, second)
             self._were_alike = True
         pairs = zip(_names(first), first, second, strict=True)
-        return type(first)._make(_joined(a, b, 1 if name == "hidden_states" else 0) for name, a, b in pairs)
+        made: Any = type(first)
+        joined: _Batch = made._make(_joined(a, b, 1 if name == "hidden_states" else 0) for name, a, b in pairs)
+        return joined
 
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``, in the storages that the rows are of.
