@@ -18,12 +18,13 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MO
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
-# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
+# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy, and Minari
+# needs the others of its dependencies for its command line.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3 minari
 	touch $@
 
 $(MODULES): always

@@ -7,14 +7,15 @@ from typing import Any
 
 import griffe
 
-# :class:`~rlstore.Journal` and :meth:`save`; what is given with its whole name is linked.
-_ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc|data):`~?([\w.]+)`")
+# :class:`~rlstore.Journal`, :meth:`save` and :meth:`Storage.save <rlstore.Storage.save>`; what is given with its whole
+# name is linked.
+_ROLE = re.compile(r":(?:class|func|meth|attr|mod|exc|data):`(?:([\w.]+) <)?~?([\w.]+)>?`")
 _LITERAL = re.compile(r"::$", flags=re.MULTILINE)
 
 
 def _markdown(match: re.Match[str]) -> str:
-    name = match[1]
-    short = name.rpartition(".")[2]
+    label, name = match.groups()
+    short = label or name.rpartition(".")[2]
     return f"[`{short}`][{name}]" if name.startswith("rlstore.") else f"`{short}`"
 
 

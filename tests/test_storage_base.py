@@ -271,6 +271,14 @@ def test_nothing_is_said_of_data_that_the_base_does_not_know():
     assert "first sample" not in repr(filled())
 
 
+def test_a_class_that_does_not_show_its_steps_says_so():
+    storage = OnPolicyBuffer(4, "cpu", None, None)
+    looks = (storage.episodes, storage.held_rows, storage.as_dataset, lambda: storage[0])
+    for look in looks:
+        with pytest.raises(NotImplementedError, match=r"OnPolicyBuffer cannot show .*Implement _held_steps\(\)"):
+            look()
+
+
 def test_a_length_of_its_own_is_kept():
     assert len(filled(SizedBuffer, 1)) == 1
 

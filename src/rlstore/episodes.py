@@ -121,8 +121,8 @@ class Episodes(Sequence["Episode"]):
     """All episodes that a storage held at one moment, from :meth:`Storage.episodes <rlstore.Storage.episodes>`.
 
     It is a sequence, oldest first: by the step of the first row that is held, then by environment. The listing holds no
-    observations, and does not change when the storage does. Slices, masks (bool ``[len]``) and indices (int64) of it
-    are :class:`Episodes` again, so ``episodes[episodes.returns > 100]`` are the good ones.
+    observations, and does not change when the storage does. Slices, masks and lists of indices of it are
+    :class:`Episodes` again, so ``episodes[episodes.returns > 100]`` are the good ones.
 
     Attributes:
         envs: The environment of each episode, int64 ``[len]`` on the CPU, as all of these.
@@ -141,24 +141,28 @@ class Episodes(Sequence["Episode"]):
         self.terminated, self.truncated = listing.terminated, listing.truncated
         self.is_over, self.is_whole = listing.is_over, listing.is_whole
 
+    @property
+    def rows(self) -> Tensor:
+        """The ids of all their rows, episode after episode, int64 on the CPU."""
+        lengths = self.lengths
+        steps = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        rows: Tensor = self._listing.first_rows.repeat_interleave(lengths) + steps * self._steps.lanes
+        return rows
+
     def __len__(self) -> int:
         return len(self.envs)
 
     @overload
     def __getitem__(self, index: int) -> Episode: ...
     @overload
-    def __getitem__(self, index: slice | Tensor) -> Episodes: ...
+    def __getitem__(self, index: slice | Tensor | Sequence[int] | Sequence[bool]) -> Episodes: ...
 
-    def __getitem__(self, index: int | slice | Tensor) -> Episode | Episodes:
-        if isinstance(index, Tensor) and index.dim():
-            index = index.cpu()
-            if index.dim() > 1 or index.dtype not in (torch.bool, torch.int64):
-                raise self._no_index(f"a {index.dtype} tensor {tuple(index.shape)}")
-            if index.dtype == torch.bool and len(index) != len(self):
-                raise self._no_index(f"a mask of {len(index)}")
-        elif not isinstance(index, slice):
+    def __getitem__(self, index: Any) -> Episode | Episodes:
+        if isinstance(index, slice):
+            index = torch.tensor(range(len(self))[index], dtype=torch.int64)
+        elif hasattr(index, "__index__") and not getattr(index, "shape", ()):
             return self._episode(index)
-        return Episodes(self._steps, Listing(*(column[index] for column in self._listing)))
+        return Episodes(self._steps, Listing(*(column[self._places(index)] for column in self._listing)))
 
     def _episode(self, index: Any) -> Episode:
         try:
@@ -169,10 +173,24 @@ class Episodes(Sequence["Episode"]):
             raise IndexError(f"episode {place} of {len(self)}")
         return Episode(self._steps, Listing(*(column[place] for column in self._listing)))
 
+    def _places(self, given: Any) -> Tensor:
+        """Some of the episodes, as one of their columns is indexed."""
+        try:
+            index = as_tensor(given, "the index").cpu()
+        except InvalidInputError:
+            raise self._no_index(reprlib.repr(given)) from None
+        if index.dim() == 1 and not len(index):
+            return index.long()
+        if index.dim() != 1 or index.dtype not in (torch.bool, torch.int64):
+            raise self._no_index(f"{dtype_name(index.dtype)} {tuple(index.shape)}")
+        if index.dtype == torch.bool and len(index) != len(self):
+            raise self._no_index(f"a mask of {len(index)}")
+        return index
+
     def _no_index(self, given: str) -> InvalidInputError:
         return InvalidInputError(
-            f"{given} is no index of {len(self)} episodes; give a number, a slice, a bool tensor with an entry for "
-            "each episode, or an int64 tensor of numbers"
+            f"{given} is no index of {len(self)} episodes; give a number, a slice, a mask (a bool for each episode) or "
+            "a list of whole numbers"
         )
 
     def __repr__(self) -> str:
@@ -234,11 +252,7 @@ class Episode:
 
     def __getitem__(self, name: str) -> Any:
         """A field, ``[length, ...]``: a tensor, or for nested observations a TensorDict or a tuple of tensors."""
-        if name not in self.names:
-            raise InvalidInputError(
-                f"an episode of this storage has no field {name!r}; it has {list(self.names)}."
-                f"{did_you_mean(name, self.names)}"
-            )
+        check_names((name,), self.names)
         value = self._steps.read(self.rows, (name,))[name]
         return value.squeeze(-1) if name in self._steps.scalars else value
 
@@ -274,6 +288,16 @@ class Episode:
         return f"Episode(env {self.env}, {part}{self.length:,} {steps}, return {self.total_return}, {how})"
 
 
+def check_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse names of fields that are not among those that can be read."""
+    if isinstance(names, str):
+        raise InvalidInputError(f"names is {names!r}; give a list of names")
+    for name in names:
+        if name not in known:
+            meant = did_you_mean(name, known)
+            raise InvalidInputError(f"steps of this storage have no field {name!r}; they have {list(known)}.{meant}")
+
+
 def row_ids(given: Any, owner: str) -> Tensor:
     """Row ids as a caller gave them, int64 of any shape, which are not looked at.
 
@@ -293,6 +317,6 @@ def row_ids(given: Any, owner: str) -> Tensor:
 
 def _no_rows(given: str, owner: str) -> InvalidInputError:
     return InvalidInputError(
-        f"{owner}[rows] needs whole numbers, the ids of rows: one, a list, an array or a tensor. It got {given}. "
+        f"{owner} needs whole numbers, the ids of rows: one, a list, an array or a tensor. It got {given}. "
         "The rows of a batch are batch.rows, those of an episode episode.rows, and all of them held_rows()."
     )

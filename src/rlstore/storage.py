@@ -38,15 +38,16 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
-from rlstore.engine.checks import check_device, check_path, check_positive, check_seed
+from rlstore.dataset import StepDataset
+from rlstore.engine.checks import check_count, check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
 from rlstore.engine.disk.manifest import NAME
@@ -59,9 +60,10 @@ from rlstore.engine.disk.snapshot import (
     restore_generator,
 )
 from rlstore.engine.guard import new_guard
+from rlstore.engine.measures import Measures, Most, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
-from rlstore.episodes import Episodes, HeldSteps, row_ids
+from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
 from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
 
 Sample = Mapping[str, Any]
@@ -92,6 +94,7 @@ class Storage(ABC):
     max_size: int
     _ring: Ring | None = None
     _journal: RunningJournal | None = None
+    _samples = 0  # entries of all batches that were served
 
     def __init__(
         self,
@@ -285,7 +288,7 @@ class Storage(ABC):
             RowNotHeldError: (an IndexError) if any of the rows is not held, or not any more.
             InvalidInputError: (a ValueError) if they are no whole numbers.
         """
-        ids, steps = row_ids(rows, type(self).__name__), self._held_steps()
+        ids, steps = row_ids(rows, f"{type(self).__name__}[rows]"), self._held_steps()
         return steps.read(ids, steps.names)
 
     def held_rows(self) -> Tensor:
@@ -321,12 +324,61 @@ class Storage(ABC):
             raise InvalidInputError(f"title is {title!r}; to_html() needs a string, or None. Nothing was written.")
         write_page(of_storage(self, title), target)
 
+    def as_dataset(self, rows: Any = None, names: Sequence[str] | None = None) -> StepDataset:
+        """Steps that are held now as a dataset of torch, for behaviour cloning and the like.
+
+        A ``DataLoader`` with ``collate_fn=dict`` gathers each of its batches in one call. Steps that are overwritten
+        later cannot be read any more: make another dataset then.
+
+        Args:
+            rows: The row ids of its entries, as ``episodes[mask].rows``; None for :meth:`held_rows`.
+            names: Which fields it has; None for all, as ``storage[rows]``.
+        """
+        owner, steps = type(self).__name__, self._held_steps()
+        ids = steps.rows() if rows is None else row_ids(rows, f"{owner}.as_dataset()").cpu()
+        if ids.dim() != 1:
+            raise InvalidInputError(f"rows are {tuple(ids.shape)}; {owner}.as_dataset() needs a list of row ids")
+        check_names(() if names is None else names, steps.names)
+        return StepDataset(steps, ids, steps.names if names is None else tuple(names))
+
     def _held_steps(self) -> HeldSteps:
         """What episodes and rows are read from."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot show its episodes and rows. Implement _held_steps(), which returns an "
             "rlstore.episodes.HeldSteps."
         )
+
+    # ---------------------------------------------------------------------------------------------- numbers
+
+    def stats(self) -> dict[str, int | float]:
+        """Numbers of the storage for a logger: how full it is, what came in and went out, returns, waits, losses.
+
+        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them. None is
+        NaN or infinite: what is not known, as a mean return before an episode is over, is left out. Every reward that
+        is held is read; a CUDA device is waited for once.
+        """
+        return flat(self._measured())
+
+    def _measured(self) -> Measures:
+        """:meth:`_measure` as plain numbers, with the lag of the journal."""
+        with self._guarding():
+            measures = self._measure()
+            if self._journal is not None:
+                seconds, inserts = self._journal.lag
+                behind = cast("Number", measures["inserts"]) - inserts
+                measures.update(journal_lag_seconds=Most(seconds), journal_lag_inserts=behind)
+        return on_host(measures)
+
+    def _measure(self) -> Measures:
+        """What :meth:`stats` is made of; numbers may be on the device."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no stats(). Implement it: it returns a dict of numbers, by the names that "
+            "other storages have for them."
+        )
+
+    def _count_inserts(self) -> int:
+        """Transitions ever added, which is ``inserts`` of :meth:`stats`."""
+        return 0
 
     # ---------------------------------------------------------------------------------------------- save and load
 
@@ -582,6 +634,11 @@ class Storage(ABC):
             f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
             f"{ring.size} steps held, {ring.nbytes / 1e6:.1f} MB)"
         )
+
+
+def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:
+    """The samples that a snapshot counts; those of earlier versions count none."""
+    return check_count(owner, "samples", numbers.get("samples", 0))
 
 
 class Shared:

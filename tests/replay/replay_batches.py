@@ -118,11 +118,16 @@ def match(served: list[Transition], expected: list[Transition]) -> set[int]:
 
 def flattened(nest: Any, space: Any) -> Any:
     """The first two axes of every leaf made one."""
+    return each_leaf(nest, space, lambda leaf: leaf.flatten(0, 1))
+
+
+def each_leaf(nest: Any, space: Any, function: Any) -> Any:
+    """The nest with every leaf passed through a function."""
     if hasattr(space, "spaces"):
         if isinstance(space.spaces, dict):
-            return {key: flattened(nest[key], part) for key, part in space.spaces.items()}
-        return tuple(flattened(part, sub) for part, sub in zip(nest, space.spaces, strict=True))
-    return nest.flatten(0, 1)
+            return {key: each_leaf(nest[key], part, function) for key, part in space.spaces.items()}
+        return tuple(each_leaf(part, sub, function) for part, sub in zip(nest, space.spaces, strict=True))
+    return function(nest)
 
 
 def same_nest(one: Any, other: Any) -> bool:

@@ -17,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from replay_batches import ENVS, Config, flattened, match, read_batch, same_nest
+from replay_batches import ENVS, Config, each_leaf, flattened, match, read_batch, same_nest
 from replay_envs import MOVES, STARTS, Envs, Place
 from replay_model import ReplayModel, Step
 from replay_world import FINAL_FORMS, Given
 
-from rlstore import NotReadyError
+from rlstore import NotReadyError, RowNotHeldError
 
 # RLSTORE_EXAMPLES=2000 looks for an hour.
 LIMITS = settings(
@@ -301,6 +301,9 @@ class ReplayMachine(RuleBasedStateMachine):
         self.looks += 1
         if self.looks % 4 == 0:
             self.see_all()
+        self.check_episodes()
+        if self.looks % 3 == 0:
+            self.check_rows()
 
     def check_data(self, data: dict[str, Any]) -> None:
         """All the data that a storage gives out are the model's, and there are no others."""
@@ -329,3 +332,58 @@ class ReplayMachine(RuleBasedStateMachine):
                 assert actions[place] == step.action
                 assert tuple(rewards[time][env]) == step.reward
                 assert (flags[0][time][env], flags[1][time][env]) == (step.terminated, step.truncated)
+
+    # ---------------------------------------------------------------------------------------------- a look inside
+
+    def check_episodes(self) -> None:
+        """The listing is the model's; and so are the fields of one of the episodes, another one each time."""
+        listed, found = self.storage.episodes(), []
+        totals = [total if self.config.reward_size else [total] for total in listed.returns.tolist()]
+        columns = (listed.envs, listed.lengths, listed.terminated, listed.truncated, listed.is_over, listed.is_whole)
+        for total, *rest in zip(totals, *(column.tolist() for column in columns), strict=True):
+            found.append((tuple(total), *rest))
+        expected, steps_of = [], []
+        for held, episode in self.model.held_episodes():
+            last, rewards = held[-1], [step.reward for step in held]
+            ends = (last.terminated, last.truncated) if episode.over else (False, False)
+            is_whole = len(held) == len(episode.steps)
+            total = tuple(map(sum, zip(*rewards, strict=True)))
+            expected.append((total, last.env, len(held), *ends, episode.over, is_whole))
+            steps_of.append(held)
+        assert found == expected
+        if not found:
+            return
+        place = self.looks % len(listed)
+        episode, held = listed[place], steps_of[place]
+        assert episode.rows.tolist() == [self.model.row_of(step) for step in held]
+        assert episode.length == len(episode) == len(held)
+        assert tuple(episode.rewards.shape) == (len(held), *[self.config.reward_size] * bool(self.config.reward_size))
+        self.check_steps({name: episode[name] for name in episode.names}, held)
+        kind = self.config.kind
+        final = each_leaf(episode.final_observations, kind.space, lambda leaf: leaf.unsqueeze(0))
+        assert kind.read(final) == [held[-1].following]
+
+    def check_rows(self) -> None:
+        """What can be read by row ids is what the model holds; and others are refused."""
+        rows = self.storage.held_rows().tolist()
+        held = sorted(self.model.held(), key=self.model.row_of)
+        assert rows == [self.model.row_of(step) for step in held]
+        steps = self.storage[rows]
+        assert not rows or tuple(steps["rewards"].shape[1:]) == (self.config.reward_size or 1,)
+        if rows:
+            self.check_steps(steps, held)
+        beside = {rows[0] - self.config.num_envs, rows[-1] + self.config.num_envs} if rows else {0}
+        for row in beside - set(rows):
+            with pytest.raises(RowNotHeldError, match=f"row {row} "):
+                self.storage[[*rows, row]]
+
+    def check_steps(self, found: dict[str, Any], steps: list[Step]) -> None:
+        """Fields that were read, ``[steps, ...]``, are those of these steps."""
+        kind = self.config.kind
+        assert kind.read(found["observations"]) == [step.observation for step in steps]
+        assert kind.read(found["next_observations"]) == [step.following for step in steps]
+        assert self.config.action.read(found["actions"]) == [step.action for step in steps]
+        rewards = found["rewards"].reshape(len(steps), -1)
+        assert [tuple(reward) for reward in rewards.tolist()] == [step.reward for step in steps]
+        for name in ("terminated", "truncated"):
+            assert found[name].flatten().tolist() == [getattr(step, name) for step in steps]

@@ -213,6 +213,11 @@ class ReplayModel:
     def by_lane(self) -> list[list[Step]]:
         return [lane.held() for lane in self.lanes]
 
+    def held_episodes(self) -> list[tuple[list[Step], Episode]]:
+        """The steps that are held of each episode, in the order of their first ones, and the episode."""
+        found = [([s for s in e.steps if lane.holds(s)], e) for lane in self.lanes for e in lane.episodes]
+        return sorted([one for one in found if one[0]], key=lambda one: self.row_of(one[0][0]))
+
     def rows(self) -> set[int]:
         return {self.row_of(step) for step in self.held()}
 

@@ -140,6 +140,20 @@ class SequenceMachine(PriorityMachine):
             return
         assert torch.equal(states, wanted)
 
+    def check_steps(self, found, steps):
+        super().check_steps(found, steps)
+        shape = self.config.options["hidden_shape"]
+        if shape is None:
+            assert "hidden_states" not in found
+            return
+        numbers = torch.tensor([float(step.hidden) for step in steps])
+        layers, is_pair = 1 if isinstance(shape[0], tuple) else shape[0], isinstance(shape[0], tuple)
+        each = [torch.stack([numbers, numbers + 0.25 * (one + 1)], -1) for one in range(layers)]
+        wanted = torch.stack(each, 1)  # [steps, layers, hidden]
+        states = found["hidden_states"]
+        assert torch.equal(states[0] if is_pair else states, wanted)
+        assert not is_pair or torch.equal(states[1], -wanted)
+
     def see_all(self):
         if self.is_prioritized:
             super().see_all()

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -72,6 +73,15 @@ uniform = rlstore.ReplayStorage(box, choice, num_envs=4, batch_size=8)
 uniform.add(*step)
 assert_type(uniform.sample(), rlstore.ReplayBatch)
 assert_type(uniform.sample().rewards + uniform.sample().discounts, Tensor)
+assert_type(uniform.episodes(), rlstore.Episodes)
+assert_type(uniform.episodes()[uniform.episodes().returns > 0], rlstore.Episodes)
+for episode in uniform.episodes():
+    assert_type(episode, rlstore.Episode)
+    assert_type(episode.rows + uniform.held_rows()[0], Tensor)
+    assert_type(uniform[episode.rows], dict[str, Any])
+copied = rlstore.PrioritizedReplayStorage.from_episodes(uniform.episodes(), box, choice)
+assert_type(copied, rlstore.PrioritizedReplayStorage)
+assert_type(copied.add_episodes(uniform.episodes()), int)
 limit = rlstore.RateLimit(samples_per_insert=8.0, min_size=1)
 prioritized = rlstore.PrioritizedReplayStorage(box, choice, num_envs=4, memory="shared", rate_limit=limit)
 assert_type(prioritized.rate_limit, rlstore.RateLimit | None)

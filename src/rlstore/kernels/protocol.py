@@ -551,8 +551,8 @@ class Priorities(Protocol):
     def settle(self) -> None:
         """Set the first priorities that :meth:`follow` left to the next draw, so that the leaves can be read."""
 
-    def dropped(self) -> int:
-        """Priorities that updates dropped and could not return the number of. On CUDA this waits for the device."""
+    def dropped(self) -> int | Tensor:
+        """Priorities that updates dropped and could not return the number of; on CUDA a tensor ``[]``."""
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total: ``rows`` int64 and ``weights`` float32, ``[n]``.

@@ -43,3 +43,9 @@ def obeys(values: Tensor, rule: Rule) -> Tensor:
         low, high = low.view(values.shape[1:]), high.view(values.shape[1:])
     within = (values >= low) & (values <= high)
     return within & (values == values.floor()) if values.dtype.is_floating_point else within
+
+
+def invalid_counts(writer: Any) -> Tensor | None:
+    """The invalid rewards and actions that a kernel has written, int64 ``[2]``; None if it refuses them."""
+    counted: Tensor | None = getattr(writer, "invalid", None)
+    return counted

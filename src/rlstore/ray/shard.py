@@ -358,6 +358,9 @@ class Shard:
     def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
         return self._open()._rows_for(writer)
 
+    def _count_inserts(self) -> int:
+        return self._state.inserted
+
     @ray.method(concurrency_group="draw")
     def describe(self) -> tuple[ShardState, int, int]:
         """The state, the stale priority updates, and the snapshots written."""

@@ -22,6 +22,7 @@ from rlstore.engine.calls import check_keywords, explained
 from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
@@ -41,13 +42,14 @@ from rlstore.replay.loading.lanes import Lanes
 from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Arrays, EpisodeList, Source, fitting_size
 from rlstore.replay.loading.steps import Steps
+from rlstore.replay.measures import measured_rows, measured_sharing
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
 from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
-from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.storage import BatchDict, Sample, Storage, saved_samples
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
@@ -77,6 +79,7 @@ class ReplayCore(Storage):
     _sharing: Sharing | None = None  # where there are writers or a rate limit
     _kept: KeptEpisodes | None = None  # where finished episodes are written to disk
     _closed = False
+    _dropped = 0  # batches that pipelines before this one have dropped
 
     def __init__(
         self, options: Options, view: View, sampler: Sampler, hidden_shapes: Sequence[tuple[int, int]] = ()
@@ -193,6 +196,7 @@ class ReplayCore(Storage):
         """Make the pipeline, with the parameters as they are now."""
         if self._pipeline is not None:
             self._pipeline.close()
+            self._dropped += self._pipeline.dropped
         view = self._view
         self._pipeline = Pipeline(
             self._ring_of(),
@@ -622,6 +626,29 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- reading
 
+    def _measure(self) -> Measures:
+        ring, sharing = self._rows, self._sharing
+        if ring is None:
+            return {**held(0, self.storage_size, 0), **used(0, self._samples)}
+        ring = self._ring_of()
+        if sharing is not None:
+            sharing.catch_up()
+        measures = {
+            **held(ring.held().sum(), ring.steps * ring.lanes, self.nbytes),
+            **used(ring.written.sum(), self._samples),
+            **measured_rows(ring),
+            **self._sampler.measure(),
+            "dropped_batches": self._dropped + (0 if self._pipeline is None else self._pipeline.dropped),
+            **({} if sharing is None else measured_sharing(sharing)),
+        }
+        if ring.is_shared and ring.overrun() is not None:  # writers have overwritten rows meanwhile
+            with self._paused():
+                return self._measure()
+        return measures
+
+    def _count_inserts(self) -> int:
+        return 0 if self._rows is None else self._rows.total_written
+
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         size = self.batch_size
@@ -633,7 +660,9 @@ class ReplayCore(Storage):
                 raise self._not_ready()
             if batch_size is not None and size * self._view.nbytes >= MUCH:
                 self._require_batches(self._view, size)
-            return self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+            batch = self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+            self._samples += size
+            return batch
 
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``. A storage that draws uniformly ignores the call.
@@ -801,7 +830,9 @@ class ReplayCore(Storage):
                 raise self._not_ready()
             self._require_batches(self._view, size)
             drawn, tensors = self._pipeline.read(size, self._sharing)
-            yield self._view.as_dict(self._view.build(drawn, tensors), drawn)
+            batch = self._view.as_dict(self._view.build(drawn, tensors), drawn)
+            self._samples += size
+            yield batch
 
     @guarded
     def get_all_buffer_data(self, data_to_cpu: bool = False) -> BatchDict:
@@ -989,6 +1020,7 @@ class ReplayCore(Storage):
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers: dict[str, Any] = {
             "added": self._added,
+            "samples": self._samples,
             "limit": None if self._sharing is None else self._sharing.limit_state(),
         }
         if self._rows is None:
@@ -999,6 +1031,7 @@ class ReplayCore(Storage):
         return {**numbers, **own}, {"random": self._random, **prepared, **tensors}
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
+        self._samples = saved_samples(type(self).__name__, numbers)
         if self._rows is None or self._pipeline is None:
             reader.read_into("random", self._random)
             return

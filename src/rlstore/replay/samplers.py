@@ -14,6 +14,7 @@ from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, uniform_rows
 from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.measures import Measures, Most, Ratio
 from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
@@ -138,6 +139,22 @@ class Sampler:
     def total(self) -> float:
         """What draws are in proportion to: here, rows."""
         return float(self._ring.size)
+
+    @property
+    def count(self) -> Tensor:
+        """The rows, or windows, that there are to draw, int64 ``[]`` where the ring is: a device is not waited for."""
+        return self._ring.held().sum()
+
+    def measure(self) -> Measures:
+        """How often the rows or windows that are held were drawn, if that is counted."""
+        if self._counts is None:
+            return {}
+        draws, count = self._counts.of_held(self._ring), self.count
+        return {
+            "draws_mean": Ratio(draws.sum(), count),
+            "draws_max": Most(draws.amax()),
+            "draws_never": count - draws.count_nonzero(),
+        }
 
     @property
     def nbytes(self) -> int:
@@ -339,6 +356,10 @@ class PrioritySampler(Sampler):
             raise InvalidInputError("rows holds some that are not held now; give the rows that a batch has")
         return torch.ones(len(ids), device=ring.device) if self.tree is None else self.tree.of(ids)
 
+    def measure(self) -> Measures:
+        """The draws of what is held, and its priorities."""
+        return {**super().measure(), **({} if self.tree is None else self.tree.measure(self.count))}
+
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps."""
@@ -436,6 +457,11 @@ class WindowSampler(PrioritySampler):
     def total(self) -> float:
         """What draws are in proportion to: windows, or the sum of their priorities."""
         return float(len(self._windows)) if self.tree is None else self.tree.total
+
+    @property
+    def count(self) -> Tensor:
+        """The windows that there are."""
+        return self._windows.count
 
     @property
     def kernels(self) -> Kernels:

@@ -651,16 +651,15 @@ class RolloutCore(Storage):
 
     def _step_fields(self) -> dict[str, StepField]:
         """The fields of the steps that are held, by the words of the ten methods."""
-        scalars = {
-            c.word for c in self._columns.values() if c.form in ("scalar", "flag") or not all(f.shape for f in c.fields)
-        }
-        scalars |= {"terminated", "truncated", *(field.name for field in self._extra if not field.shape)}
-        return {
-            word: StepField(
-                leaves, (structure or _PLAIN).build, is_scalar=word in scalars and leaves[0].shape[2:] == (1,)
-            )
-            for word, (structure, leaves) in self._word_sources(self._ready_ring().size, whole=True).items()
-        }
+        scalars = {"terminated", "truncated", *(field.name for field in self._extra if not field.shape)}
+        for column in self._columns.values():
+            is_number = column.form == "actions" and not any(field.shape for field in column.fields)
+            scalars |= {column.word} if is_number or column.form in ("scalar", "flag") else set()
+        fields = {}
+        for word, (structure, leaves) in self._word_sources(self._ready_ring().size, whole=True).items():
+            is_scalar = word in scalars and leaves[0].shape[2:] == (1,)
+            fields[word] = StepField(leaves, (structure or _PLAIN).build, is_scalar)
+        return fields
 
     def _first_begins(self) -> Tensor:
         """Whether the first step is known to begin an episode, bool ``[envs]``."""

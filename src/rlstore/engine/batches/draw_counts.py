@@ -45,6 +45,13 @@ class DrawCounts:
         self._counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
         return self._counts[place].long()
 
+    def of_held(self, ring: EpisodeRing) -> Tensor:
+        """The draws of the rows that are held now, int32 ``[places]`` in the order of memory; 0 of others."""
+        extent = ring.reached(self._steps)
+        counts, rows = (kept.view(self._lanes, self._steps)[:, :extent] for kept in (self._counts, self._rows))
+        before = ((ring.written - ring.held()) * self._lanes).unsqueeze(1)  # the number of the last row that is not
+        return torch.where(rows > before, counts, 0).flatten()
+
     def clear(self) -> None:
         """No row was drawn yet."""
         self._counts.zero_()

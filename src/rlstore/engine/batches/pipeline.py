@@ -222,6 +222,9 @@ class Pipeline:
         batch_size: The size of batches that are prefetched.
         max_age: A prefetched batch drawn this many added steps ago, or more, is thrown away.
         guard: That of the storage.
+
+    Attributes:
+        redrawn: Batches that were drawn again, because another process overwrote rows of them meanwhile.
     """
 
     def __init__(
@@ -242,6 +245,7 @@ class Pipeline:
         guard: Guard,
     ) -> None:
         self._sampler, self._random, self._batch_size = sampler, random, batch_size
+        self.redrawn = 0
         self._requests, self._others, self._casts = tuple(requests), tuple(others), casts
         on_host = ring.device.type == "cpu"
         moves = on_host and device.type != "cpu"
@@ -310,7 +314,13 @@ class Pipeline:
                 gate.catch_up()
             drawn = self._sampler.draw(len(drawn.rows), self._random)
             read = self._reader(drawn)
+            self.redrawn += 1
         return drawn, read.receive() if isinstance(read, Staged) else read
+
+    @property
+    def dropped(self) -> int:
+        """Batches that were drawn and not served, because they became stale or their rows were overwritten."""
+        return self.redrawn + (0 if self.prefetch is None else self.prefetch.dropped)
 
     # ---------------------------------------------------------------------------------------------- prefetched batches
 

@@ -37,6 +37,9 @@ class Prefetch(Generic[Drawn]):
         guard: That of the storage; :meth:`take` and the like are called with it. It is not free while a batch is being
             prepared.
         in_background: False if it returns at once anyhow, and so runs in the calling thread.
+
+    Attributes:
+        dropped: Batches that were thrown away because of their age.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Prefetch(Generic[Drawn]):
         in_background: bool = True,
     ) -> None:
         self._count, self._max_age, self._prepare, self._guard = count, max_age, prepare, guard
-        self._in_background = in_background
+        self._in_background, self.dropped = in_background, 0
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._process = 0
@@ -64,6 +67,7 @@ class Prefetch(Generic[Drawn]):
         self._follow_fork()
         while self._jobs and added - self._jobs[0].added >= self._max_age:
             _finish(self._jobs.popleft())
+            self.dropped += 1
         while not self._jobs or (len(self._jobs) <= self._count and may_draw()):
             self._submit(draw(), added)
         job = self._jobs.popleft()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.checks import check_positive
+from rlstore.engine.measures import Measures, Number, Ratio, spread
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
@@ -80,7 +81,7 @@ class Priorities:
     @property
     def stale(self) -> int:
         """Priorities that came for rows overwritten since, and were dropped."""
-        return self._stale + self.kernel.dropped()
+        return self._stale + int(self.kernel.dropped())
 
     @stale.setter
     def stale(self, count: int) -> None:
@@ -95,6 +96,17 @@ class Priorities:
     def nbytes(self) -> int:
         """Bytes of the tree."""
         return self._leaves.nbytes + self._sums.nbytes + self._maxima.nbytes
+
+    def measure(self, count: Number) -> Measures:
+        """The priorities of the ``count`` rows that have one, and the updates that were dropped."""
+        ring = self._ring
+        by_lane = self.leaves[: ring.lanes * ring.steps].view(ring.lanes, ring.steps)
+        leaves = by_lane[:, : ring.reached(ring.steps)].flatten()
+        return {
+            **spread("priority", leaves, leaves > 0),
+            "priority_mean": Ratio(leaves.sum(dtype=torch.float64), count),
+            "stale_updates": self._stale + self.kernel.dropped(),
+        }
 
     def follow(self) -> None:
         """Give what was written since its first priority, and drop what was overwritten."""

@@ -142,6 +142,12 @@ class Windows:
         """Windows that there are."""
         return self.kernel.count()
 
+    @property
+    def count(self) -> Tensor:
+        """Windows that there are, int64 ``[]`` where the ring is: a device is not waited for."""
+        head, tail = self._counters[:2].unbind()
+        return (tail - head).sum()
+
     def follow(self) -> None:
         """Take in what was written since."""
         self.kernel.follow()

@@ -82,6 +82,10 @@ class Journaled(Protocol):
         """The rows that a folder does not hold yet; None if they are not apart."""
         ...
 
+    def _count_inserts(self) -> int:
+        """Transitions ever added."""
+        ...
+
 
 class RunningJournal:
     """The journal of a storage, ``storage.journal``.
@@ -107,6 +111,7 @@ class RunningJournal:
         self.error: BaseException | None = None
         self._owner, self._journal, self._storage = owner, journal, weakref.ref(storage)
         self._process, self._warned, self._time = os.getpid(), False, time.time()
+        self._committed = time.monotonic(), 0  # when the last commit was cut, and the inserts up to then
         self._turn = threading.RLock()  # taken before the guard of the storage, never by a thread that has it
         self._closing = threading.Event()
         self.path = Path(journal.path).absolute()
@@ -166,13 +171,20 @@ class RunningJournal:
             with storage._still():
                 content = storage._content(copy=True)
                 content.rows = rows = storage._rows_for(self._writer)
+                committed = time.monotonic(), storage._count_inserts()
             self._writer.write(content, if_changed=True)
         except BaseException as error:
             self.error = error
             if rows is not None:
                 rows.close(None)  # if it was interrupted before it was written: whoever adds would wait for it
             raise
-        self.error, self._warned, self._time = None, False, time.time()
+        self.error, self._warned, self._time, self._committed = None, False, time.time(), committed
+
+    @property
+    def lag(self) -> tuple[float, int]:
+        """How old what the last commit holds is, in seconds; and the transitions that had been added up to then."""
+        since, inserts = self._committed
+        return time.monotonic() - since, inserts
 
     def _reopen(self) -> None:
         """The folder was removed, or moved away: make it again. Everything is written anew."""

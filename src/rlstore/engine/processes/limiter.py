@@ -13,12 +13,14 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_positive
 from rlstore.engine.processes.slots import SLICE_SECONDS
+from rlstore.engine.processes.waits import WORDS, Waits
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import Limiter as SharedLimiter
 from rlstore.kernels import add_to_word, await_event, event_count
 
 _ON, _RATIO, _LEAST, _SLACK = range(4)
 _INSERTED = 6  # the word of the event that something was inserted
+_WAITS = 8  # the words of waits, behind those that C++ knows
 
 
 @dataclass(frozen=True)
@@ -130,17 +132,22 @@ class Limiter:
 
     Args:
         memory: int64, of the shape :meth:`shape`.
+
+    Attributes:
+        insert_waits: The inserts that did not go ahead at once.
+        sample_waits: The samples that did not.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._counts, self._rule = memory[:2].numpy(), memory[2:6].view(torch.float64).numpy()
         self._shared = SharedLimiter(memory)
+        self.insert_waits, self.sample_waits = Waits(memory, _WAITS), Waits(memory, _WAITS + WORDS)
 
     @staticmethod
     def shape() -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of the memory."""
-        return (8,), torch.int64
+        return (_WAITS + 2 * WORDS,), torch.int64
 
     @property
     def inserted(self) -> int:
@@ -211,27 +218,32 @@ class Limiter:
 
         ``look`` is called now and then while it waits, and may raise.
         """
-        return self._wait(self._shared.acquire_insert, count, seconds, look)
+        return self._wait(self._shared.acquire_insert, self.insert_waits, count, seconds, look)
 
     def sample(self, count: int, seconds: float, look: Callable[[], None] | None = None) -> bool:
         """Count ``count`` samples as soon as they may go ahead; False after ``seconds``."""
-        return self._wait(self._shared.acquire_sample, count, seconds, look)
+        return self._wait(self._shared.acquire_sample, self.sample_waits, count, seconds, look)
 
     @staticmethod
     def _wait(
-        acquire: Callable[[int, float], bool], count: int, seconds: float, look: Callable[[], None] | None
+        acquire: Callable[[int, float], bool],
+        waits: Waits,
+        count: int,
+        seconds: float,
+        look: Callable[[], None] | None,
     ) -> bool:
         if acquire(count, 0.0):
             return True
         end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            if acquire(count, min(max(left, 0.0), SLICE_SECONDS)):
-                return True
-            if look is not None:
-                look()
-            if left <= 0:
-                return False
+        with waits.counted():
+            while True:
+                left = end - time.monotonic()
+                if acquire(count, min(max(left, 0.0), SLICE_SECONDS)):
+                    return True
+                if look is not None:
+                    look()
+                if left <= 0:
+                    return False
 
     def __getstate__(self) -> Tensor:
         return self._memory

@@ -27,6 +27,7 @@ from rlstore.engine.rows.schema import Field, is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
+from rlstore.kernels.rules import invalid_counts
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
@@ -368,6 +369,13 @@ class EpisodeRing:
         """Rows ever written to all lanes, as far as they were taken in."""
         return int((self._written if self.device.type == "cpu" else self.written).sum())
 
+    def reached(self, places: int) -> int:
+        """Of so many places in each lane's memory, how many were ever written, and at least 1; on a device all.
+
+        The others are better not read: on the CPU memory is taken when it is first read.
+        """
+        return max(min(int(self._written.max()), places), 1) if self.device.type == "cpu" else places
+
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks and tables."""
@@ -439,6 +447,12 @@ class EpisodeRing:
         if whole is not None and not (self.episodes is whole.episodes and self.starts is whole.starts):
             self._follow_whole(whole)
         return self.kernel
+
+    @property
+    def invalid(self) -> Tensor | None:
+        """The rewards and the actions that were stored although invalid, int64 ``[2]``; None where they are refused."""
+        counts = [found for ring in (self, *self._parts) if (found := invalid_counts(ring.kernel)) is not None]
+        return torch.stack(counts).sum(0) if counts else None
 
     def make_room(self) -> None:
         """Let some more steps be written: as many as there is memory for, and as all holds allow.

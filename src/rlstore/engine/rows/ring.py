@@ -16,6 +16,7 @@ from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.schema import Field, check_memory, check_real, dtype_name, is_in_memory
 from rlstore.errors import InvalidInputError
 from rlstore.kernels import kernel, kind_of
+from rlstore.kernels.rules import invalid_counts
 
 _NEED_LESS = "Take fewer steps or environments, or give smaller observations: pixels as uint8, floats as float16."
 
@@ -59,6 +60,7 @@ class Ring:
         self.size = 0  # rows held in each lane
         self.begin = 0  # the count at which the present rollout began, at row 0
         self._writer: Any = None
+        self._invalid: Tensor | None = None  # counted by writers before this one
         self.extend(columns, computed=self._computed)
 
     @property
@@ -91,7 +93,8 @@ class Ring:
         for name, (shape, dtype) in new.items():
             self.blocks[name] = allocate(shape, dtype, self.device, (fills or {}).get(name, 0.0))
         self.columns.extend(columns)
-        self._writer, self.derived = None, {}
+        self._change_writer()
+        self.derived = {}
 
     def _require_memory(self, nbytes: Mapping[str, int]) -> None:
         if sum(nbytes.values()) >= MUCH:
@@ -108,7 +111,18 @@ class Ring:
         self.columns = [column for column in self.columns if column.block not in blocks]
         for block in blocks:
             self.blocks.pop(block, None)
-        self._writer, self.derived = None, {}
+        self._change_writer()
+        self.derived = {}
+
+    def _change_writer(self) -> None:
+        """The next row is written by another writer, because blocks have changed."""
+        self._invalid, self._writer = self.invalid, None
+
+    @property
+    def invalid(self) -> Tensor | None:
+        """The rewards and the actions that were stored although invalid, int64 ``[2]``; None where they are refused."""
+        counted = invalid_counts(self._writer)
+        return counted if self._invalid is None else self._invalid if counted is None else self._invalid + counted
 
     def bind(self, block: str, tensor: Tensor) -> None:
         """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""
@@ -132,7 +146,7 @@ class Ring:
             if tensor is not held:
                 self.blocks[block], self.derived = self._adopt(block, tensor, held), {}
                 if any(column.block == block for column in self.columns):
-                    self._writer = None
+                    self._change_writer()
         return True
 
     def _cannot_become(self, block: str, given: str) -> InvalidInputError:

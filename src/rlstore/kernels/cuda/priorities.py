@@ -398,9 +398,9 @@ class Priorities:
         self.settle()
         return float(self._leaves.double().sum())
 
-    def dropped(self) -> int:
-        """Priorities that were dropped; waits for the device."""
-        return int(self._dropped)
+    def dropped(self) -> Tensor:
+        """Priorities that were dropped, int64 ``[]`` on the device."""
+        return self._dropped[0]
 
     def rebuild(self) -> None:
         """The leaves were changed from outside."""

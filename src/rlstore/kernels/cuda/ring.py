@@ -473,6 +473,12 @@ class EpisodeRing(RingMemory):
         self._watch.forget()
         self._refresh()
 
+    @property
+    def invalid(self) -> Tensor:
+        """Rewards that were not finite and actions outside of their space that were stored, int64 ``[2]``."""
+        first = int(INVALID)
+        return self.words[first : first + 2]
+
     def check_capture(self) -> None:
         """Raise RuntimeError if a CUDA graph is being captured while the tables may still be replaced."""
         if not self.is_fixed and self._on_cuda and torch.cuda.is_current_stream_capturing():

@@ -99,6 +99,11 @@ class RowWriter:
         self._has_rules = bool(rules)
         self._own = Fixed((self._invalid.memory, self._rules.limits))
 
+    @property
+    def invalid(self) -> Tensor:
+        """Rewards that were not finite and actions outside of their space that were written, int64 ``[2]``."""
+        return self._invalid.memory
+
     def write(self, row: int, values: tuple[Tensor | None, ...]) -> int:
         """Write, and return -1; or the index of the first value that does not fit as it is, having written nothing."""
         if row == 0 and self._has_rules:  # a rollout begins

@@ -1,0 +1,52 @@
+"""What ``stats()`` of a replay storage tells of its rows and of those who write them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rlstore.engine.measures import Measures, Most, Ratio, episodes, newest_steps, nonfinite
+from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_table import episode_table, held_places
+from rlstore.replay.sharing import Sharing
+
+
+def measured_rows(ring: EpisodeRing) -> Measures:
+    """The ages of the rows that are held, their episodes, and what is not finite; no device is waited for."""
+    held, is_held = ring.held(), held_places(ring)
+    table = episode_table(ring, is_held)
+    ages = torch.where(held > 0, held - 1.0, -math.inf)
+    measures: Measures = {
+        **episodes(
+            table.lengths,
+            table.totals,
+            table.ends & 1 != 0,
+            table.ends & 2 != 0,
+            table.is_over,
+            table.is_whole,
+        ),
+        "row_age_mean": Ratio((held * (held - 1)).sum() / 2, held.sum()),
+        "row_age_max": Most(ages.amax()),
+        "nonfinite_rewards": nonfinite(ring.blocks["rewards"][:, : is_held.shape[1]], is_held),
+    }
+    floats = [leaf for leaf in ring.leaves if leaf.field.dtype.is_floating_point]
+    if floats:
+        numbers = sum(math.prod(leaf.frame_shape) for leaf in floats)
+        since = torch.arange(newest_steps(ring.reached(ring.steps), ring.lanes, numbers), device=ring.device)
+        lane = torch.arange(ring.lanes, device=ring.device).unsqueeze(1)
+        place, is_newest = (ring.written.unsqueeze(1) - 1 - since) % ring.rows, since < held.unsqueeze(1)
+        found = [nonfinite(ring.blocks[leaf.field.name][lane, place], is_newest) for leaf in floats]
+        measures["nonfinite_observations"] = torch.stack(found).sum()
+    if (invalid := ring.invalid) is not None:
+        measures["invalid_rewards"], measures["invalid_actions"] = invalid
+    return measures
+
+
+def measured_sharing(sharing: Sharing) -> Measures:
+    """The writers that died, and with a rate limit how often and how long each side has waited for the other."""
+    limiter, measures = sharing.control.limiter, Measures(lost_writers=sharing.lost_writers)
+    if limiter.is_on:
+        for side, waits in (("insert", limiter.insert_waits), ("sample", limiter.sample_waits)):
+            measures.update({f"{side}_waits": waits.count, f"{side}_wait_seconds": waits.seconds})
+    return measures
