@@ -153,7 +153,7 @@ def test_an_episode_is_opened_and_stepped_through_by_keyboard(browser):
     browser.press("right", "right")
     assert (step_of(browser), values(browser, "observations")[0]) == ("step 2 of 4", "0: 110")
     assert values(browser, "costs") == ["−110"]
-    assert "1.1 · so far 3.27" in browser.text("[aria-label=rewards] .values")
+    assert "1.1 · so far 3.27 (line)" in browser.text("[aria-label=rewards] .values")
     assert browser.text("[aria-label=actions] .values") == "3"  # (10 + 1) % 4
     assert pixel(browser) == 110 % 50 + 1
     browser.press("left")

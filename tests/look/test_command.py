@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -271,3 +272,14 @@ def test_without_rich_the_page_can_still_be_made(capsys, tmp_path, monkeypatch):
         "rlstore: in the terminal it needs rich: pip install 'rlstore[inspect]', or give --html FILE\n",
     )
     assert shown(capsys, tmp_path / "saved", "--html", tmp_path / "page.html")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "told"), [("inspect", "ReplayStorage · snapshot"), ("verify", "transitions can be")]
+)
+def test_a_new_process_knows_the_classes_of_snapshots(command, told):
+    """Public classes are imported when they are first used, and nothing here has used one."""
+    arguments = [sys.executable, "-m", "rlstore", command, str(GOLDEN / "snapshots" / "replay")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout

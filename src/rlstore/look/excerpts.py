@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlstore.engine.rows.layout import Leaf
 from rlstore.episodes import Episode
 from rlstore.errors import RowNotHeldError
 from rlstore.look.frames import frames_of
@@ -67,7 +68,8 @@ def in_order_of_interest(summary: Summary) -> Iterator[int]:
 
 def excerpt(summary: Summary, episode: Episode) -> str:
     """An episode as JSON: all of it, or as many of its last steps as are shown of one."""
-    steps = min(episode.length, _MOST_STEPS, *(_most_steps(field) for field in summary.fields))
+    leaves = summary.subject.leaves
+    steps = min(episode.length, _MOST_STEPS, *(_most_steps(field, leaves.get(field.name)) for field in summary.fields))
     while True:
         text = json.dumps(_excerpt(summary, episode, steps), separators=(",", ":")).replace("<", "\\u003c")
         if len(text) <= MOST_TEXT // _LARGEST or steps == 1:
@@ -75,8 +77,9 @@ def excerpt(summary: Summary, episode: Episode) -> str:
         steps = max(steps // 2, 1)
 
 
-def _most_steps(field: FieldSeen) -> int:
-    return max(_MOST_PIXELS // max(field.nbytes, 1), 1) if field.is_image else _MOST_STEPS
+def _most_steps(field: FieldSeen, leaf: Leaf | None) -> int:
+    frame = field.nbytes // (1 if leaf is None else leaf.stack)
+    return max(_MOST_PIXELS // max(frame, 1), 1) if field.is_image else _MOST_STEPS
 
 
 def _excerpt(summary: Summary, episode: Episode, steps: int) -> Json:

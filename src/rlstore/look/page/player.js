@@ -188,7 +188,7 @@ class Picture {
     this.field = field;
     const { width, height } = field;
     this.canvas = element('canvas', { width, height, role: 'img', 'aria-label': `${field.name} at the cursor` });
-    const scale = Math.max(1, Math.floor(Math.min(280 / height, 480 / width)));
+    const scale = Math.max(1, Math.floor(Math.min(330 / height, 480 / width)));
     this.canvas.style.width = `${width * scale}px`;
     this.canvas.style.aspectRatio = `${width} / ${height}`;
     this.context = this.canvas.getContext('2d');

@@ -289,7 +289,7 @@ class RewardTrack extends Track {
     super.move(step);
     const is_there = step < this.field.count;
     const sum = is_there ? this.sums[step] : this.sums[this.field.count - 1];
-    this.text.textContent = `${is_there ? shown(this.value(0, step)) : '–'} · so far ${shown(sum)}`;
+    this.text.textContent = `${is_there ? shown(this.value(0, step)) : '–'} · so far ${shown(sum)} (line)`;
   }
 
   draw(context, width, height) {
