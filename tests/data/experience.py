@@ -27,6 +27,16 @@ NEST = spaces.Dict(
 EXTRA = {"costs": ((), torch.float32), "contacts": ((2,), torch.int16), "is_safe": ((), torch.bool)}
 ENVS, STEPS = 2, 16
 
+# Twelve steps as d4rl has them: an episode that terminates, one that is truncated, and one that goes on.
+IDS = np.arange(12)
+D4RL = {
+    "observations": np.stack([IDS, IDS * 10], -1).astype(np.float32),
+    "actions": (IDS[:, None] / 8).astype(np.float32),
+    "rewards": (IDS / 4).astype(np.float32),
+    "terminals": IDS == 3,
+    "timeouts": IDS == 7,
+}
+
 
 def no_reward(achieved, desired, info):
     return -achieved[:, 0]

@@ -7,27 +7,18 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from experience import assert_same
+from experience import D4RL, IDS, assert_same
 from gymnasium import spaces
 
 from rlstore import InvalidInputError, ReplayStorage
 from rlstore.data import read_hdf5
 
-IDS = np.arange(12)
-D4RL = {
-    "observations": np.stack([IDS, IDS * 10], -1).astype(np.float32),
-    "actions": (IDS[:, None] / 8).astype(np.float32),
-    "rewards": (IDS / 4).astype(np.float32),
-    "terminals": IDS == 3,
-    "timeouts": IDS == 7,
-    "infos/qpos": np.stack([IDS, IDS], -1) * 1.5,
-    "metadata/algorithm": np.array(b"SAC"),
-}
+INFOS = {"infos/qpos": np.stack([IDS, IDS], -1) * 1.5, "metadata/algorithm": np.array(b"SAC")}
 
 
 def save(path, **changes):
     with h5py.File(path, "w") as file:
-        for name, array in {**D4RL, **changes}.items():
+        for name, array in {**D4RL, **INFOS, **changes}.items():
             if array is not None:
                 file[name] = array
     return path
@@ -44,7 +35,7 @@ def test_a_file_of_d4rl(tmp_path):
         assert [episode["terminated"].tolist() for episode in found] == [[False] * 3 + [True], [False] * 4, [False] * 4]
         assert [episode["truncated"].tolist() for episode in found] == [[False] * 4, [False] * 3 + [True], [False] * 4]
         assert_same(found[1]["observations"], D4RL["observations"][4:8])
-        assert_same(found[1]["qpos"], D4RL["infos/qpos"][4:8])
+        assert_same(found[1]["qpos"], INFOS["infos/qpos"][4:8])
     assert (source.num_steps, source.num_episodes) == (12, 3)
     assert source.action_space == spaces.Box(-np.inf, np.inf, (1,), np.float32)
     with pytest.warns(UserWarning, match="2 of the steps given were left out"):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from experience import (
     BOX,
+    D4RL,
+    IDS,
     KINDS,
     InterruptedWriteError,
     assert_same,
@@ -107,20 +109,10 @@ def test_rollouts_are_written_without_final_observations(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ files of others
 
-IDS = np.arange(12)
-D4RL = {
-    "observations": np.stack([IDS, IDS * 10], -1).astype(np.float32),
-    "actions": (IDS[:, None] / 8).astype(np.float32),
-    "rewards": (IDS / 4).astype(np.float32),
-    "terminals": IDS == 3,
-    "timeouts": IDS == 7,
-    "infos/qpos": IDS * 1.5,
-    "metadata/algorithm": np.array("SAC"),
-}
-
 
 def test_arrays_of_d4rl(tmp_path):
-    np.savez_compressed(tmp_path / "a.npz", **D4RL)
+    infos = {"infos/qpos": IDS * 1.5, "metadata/algorithm": np.array("SAC")}
+    np.savez_compressed(tmp_path / "a.npz", **D4RL, **infos)
     source = read_npz(tmp_path / "a.npz")
     found = list(source)
     assert [episode["rewards"].tolist() for episode in found] == [
