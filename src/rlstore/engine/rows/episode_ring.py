@@ -573,7 +573,8 @@ class EpisodeRing:
         episodes = self.backing.extend("episodes", self.episodes, slots)
         free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
         longer: dict[tuple[str, int], Tensor] = {}
-        for kind, tables in (("final", self.finals), ("start", self.starts)):
+        # Files of starts first: of the others the shortest tells how many episodes there are, if this is interrupted.
+        for kind, tables in (("start", self.starts), ("final", self.finals)):
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)
