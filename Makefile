@@ -14,16 +14,20 @@ DOCS_VENV := .venv-docs
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
+# Tests start many processes, which import faster with bytecode: it is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
-# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy.
+# they are installed without dependencies, and [dev] lists what they import. The games of MinAtar only need numpy, and Minari
+# needs the others of its dependencies for its command line.
 $(VENV)/ready: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --editable '.[dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps rsl-rl-lib tensorboard rllte-core MinAtar stable-baselines3 minari
 	touch $@
 
 $(MODULES): always

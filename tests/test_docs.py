@@ -170,7 +170,7 @@ def test_the_menu_lists_every_page_once():
     assert sorted(pages(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("module", ["_public", "ray/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
+@pytest.mark.parametrize("module", ["_public", "ray/__init__", "data/__init__", "sb3", "torchrl", "fast_td3", "rsl_rl"])
 def test_the_reference_has_every_public_name(module):
     """Read without an import: other libraries are optional."""
     path = ROOT / "src" / "rlstore" / f"{module}.py"

@@ -82,3 +82,32 @@ def ages(counts: list[int]) -> dict[str, float]:
     """Of rows that lanes hold, so many each: how many steps of their lane came after them."""
     every = [age for count in counts for age in range(count)]
     return {} if not every else {"row_age_mean": sum(every) / len(every), "row_age_max": max(every)}
+
+
+def fragment_numbers(
+    rewards: list[list[float]], ends: list[list[int]], resets: list[list[bool]], begins: list[bool]
+) -> dict[str, float]:
+    """The numbers about episodes in a rollout, of lists ``[steps][envs]``; ``begins``: the first step begins one."""
+    runs = []
+    for env, is_whole in enumerate(begins):
+        run: list[float] = []
+        for reward, end, reset in zip(rewards, ends, resets, strict=True):
+            if reset[env]:
+                is_whole = True
+                continue
+            run.append(reward[env])
+            if end[env]:
+                runs.append((run, end[env], is_whole))
+                run, is_whole = [], True
+        if run:
+            runs.append((run, 0, is_whole))
+    complete = [run for run, end, is_whole in runs if end and is_whole]
+    return {
+        "episodes": len(runs),
+        "episodes_open": sum(not end for _, end, _ in runs),
+        "episodes_terminated": sum(bool(end & 1) for _, end, _ in runs),
+        "episodes_truncated": sum(bool(end & 2) for _, end, _ in runs),
+        "episodes_complete": len(complete),
+        **spread("length", [len(run) for run in complete]),
+        **spread("return", [sum(run) for run in complete]),
+    }

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from stats_model import Lane, ages, episode_numbers, spread
+from stats_model import Lane, ages, episode_numbers, fragment_numbers, spread
+from storages import CASES, NUM_ENVS
 from where import DEVICE
 
 from rlstore import (
+    DecoupledRolloutStorage,
+    DistributedStorage,
     HindsightReplayStorage,
     Journal,
     NotReadyError,
@@ -25,6 +28,7 @@ from rlstore import (
     PrioritizedReplayStorage,
     RateLimit,
     ReplayStorage,
+    RolloutStorage,
     SequenceReplayStorage,
     Storage,
     WaitTimeoutError,
@@ -200,6 +204,271 @@ def test_draws_and_priorities_of_sequences_are_those_of_their_first_rows(name):
             expected.update(spread("priority", above), priority_mean=sum(held) / len(held), stale_updates=0)
         assert_equal(played.storage.stats(), expected)
         assert len(starts) == len(set(starts)) > 3
+
+
+# ---------------------------------------------------------------------------------------------------- rollouts
+
+
+ENDS = [((0,), (1,)), ((), ()), ((2,), (0, 2)), ((), ()), ((1,), ())]  # terminated and truncated, in turn
+
+
+def end_bits(step, keeps_both):
+    """The bits of how each environment ended; RolloutStorage keeps of both flags that it terminated."""
+    terminated, truncated = ENDS[step % len(ENDS)]
+    bits = [(env in terminated) + 2 * (env in truncated) for env in range(NUM_ENVS)]
+    return bits if keeps_both else [min(bit, 1) if bit == 3 else bit for bit in bits]
+
+
+def test_a_rollout_tells_of_itself_and_counts_over_all_rollouts(case):
+    size, samples, inserts = 6, 0, 0
+    storage = case.create_factory(size)(DEVICE, None, None)
+    before = [0] * NUM_ENVS  # the ends before the first step, which DAAC keeps
+    for rollout in range(3):
+        rewards, ends = [], []
+        for step in range(rollout * size, (rollout + 1) * size):
+            sample = case.sample(step, *ENDS[step % len(ENDS)])
+            storage.insert_transition(sample)
+            rewards.append(sample["rewards"].tolist())
+            ends.append(end_bits(step, "decoupled" in case.name))
+            inserts += NUM_ENVS
+            begins = [bool(end) and "decoupled" in case.name for end in before]
+            held = len(rewards) * NUM_ENVS
+            assert_equal(
+                storage.stats(),
+                {
+                    "transitions": held,
+                    "capacity": size * NUM_ENVS,
+                    "fill": held / (size * NUM_ENVS),
+                    "bytes": storage._ring.nbytes,
+                    "inserts": inserts,
+                    "samples": samples,
+                    "samples_per_insert": samples / inserts,
+                    **fragment_numbers(rewards, ends, [[False] * NUM_ENVS] * len(ends), begins),
+                    "nonfinite_rewards": 0,
+                    "nonfinite_observations": 0,
+                },
+            )
+        for batch in storage.generate_batches(2, 4, 3):
+            samples += len(batch["rewards"])
+            assert storage.stats()["samples"] == samples
+        assert samples == (rollout + 1) * 2 * 4 * 3
+        storage.after_gradients()
+        before = ends[-1]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_samples_of_every_generator_of_rollouts_are_counted(reuse):
+    case = next(case for case in CASES if case.name == "rl")
+    storage = case.create_factory(4)(DEVICE, None, None)
+    for step in range(4):
+        storage.insert_transition(case.sample(step, *ENDS[step]))
+    list(storage.mini_batch_generator(2, 3, reuse=reuse))
+    assert storage.stats()["samples"] == 3 * 12
+    list(storage.recurrent_mini_batch_generator(1, 2, reuse=reuse))
+    list(storage.generate_batches(3, None, 2, recurrent=True, reuse=reuse))
+    assert storage.stats()["samples"] == (3 + 2 + 2) * 12
+    next(storage.mini_batch_generator(4, 8, reuse=reuse))
+    assert storage.stats()["samples"] == (3 + 2 + 2) * 12 + 3
+
+
+def test_steps_of_other_generators_are_counted():
+    case = next(case for case in CASES if case.name == "distillation")
+    teacher = case.create_factory(3)(DEVICE, None, None)
+    for step in range(3):
+        teacher.insert_transition(case.sample(step))
+    assert len(list(teacher.generator())) == 3
+    assert teacher.stats()["samples"] == 3 * NUM_ENVS
+
+
+def test_reset_steps_are_part_of_no_episode():
+    rng = random.Random(4)
+    storage = RolloutStorage.from_spaces(BOX, ACTIONS, ENVS, 9, DEVICE)
+    due, rewards, ends, resets = [False] * ENVS, [], [], []
+    for _ in range(9):
+        ends.append([0 if reset else rng.choice([0, 0, 1, 2]) for reset in due])
+        rewards.append([0.0 if reset else float(rng.randint(1, 9)) for reset in due])
+        resets.append(due)
+        flags = np.array(ends[-1])
+        storage.add(
+            observations=np.zeros((ENVS, 1), np.float32), actions=np.zeros(ENVS, np.int64),
+            rewards=np.array(rewards[-1], np.float32), terminated=flags == 1, truncated=flags == 2,
+            values=np.zeros(ENVS, np.float32), log_probs=np.zeros(ENVS, np.float32),
+        )  # fmt: skip
+        due = [bool(end) for end in ends[-1]]
+    found = storage.stats()
+    expected = fragment_numbers(rewards, ends, resets, [False] * ENVS)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["reset_steps"] == sum(map(sum, resets)) > 3
+    assert found["transitions"] == len(storage) == 9 * ENVS
+
+
+def test_a_rollout_that_was_saved_counts_on(case, tmp_path):
+    storage = case.create_factory(2)(DEVICE, None, None)
+    for step in range(2):
+        storage.insert_transition(case.sample(step, *ENDS[step]))
+    list(storage.generate_batches(2, 3))
+    expected = storage.stats()
+    assert expected["samples"] == 6
+    storage.save(tmp_path)
+    for other in (copy.deepcopy(storage), Storage.load(tmp_path)):
+        assert_equal(other.stats(), expected)
+
+
+def test_before_its_first_sample_a_rollout_has_no_size():
+    found = RolloutStorage.create_factory(4)(DEVICE, None, None).stats()
+    assert found == {"transitions": 0, "capacity": 0, "bytes": 0, "inserts": 0, "samples": 0}
+
+
+def test_what_is_not_finite_in_a_rollout_is_counted(monkeypatch):
+    storage = DecoupledRolloutStorage(BOX, ACTIONS, DEVICE, 3, 2, allow_nonfinite_rewards=True)
+    zeros, flags = torch.zeros(2), torch.tensor([False, True])
+    for seen, reward in ((math.nan, 0.0), (math.inf, math.nan), (0.0, 1.0)):
+        obs = torch.tensor([[seen], [0.0]])
+        storage.add(obs, zeros, torch.full((2,), reward), flags, flags, obs, zeros, zeros, zeros)
+    found = storage.stats()
+    assert (found["nonfinite_rewards"], found["nonfinite_observations"]) == (2, 2)
+    assert (found["episodes_complete"], found["return_mean"]) == (2, 1.0)
+    monkeypatch.setattr(measures, "_NEWEST", 4)
+    assert storage.stats()["nonfinite_observations"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------- hand-off
+
+
+def hand_off(**options):
+    given = {"num_steps": 4, "num_storages": 7, "batch_size": 2, "timeout": 0.0, "seed": 0}
+    return DistributedStorage(BOX, ACTIONS, **{**given, **options})
+
+
+NOBODY = {
+    "slots_free": 7, "slots_writing": 0, "slots_full": 0, "slots_reading": 0,
+    "actors": 0, "learners": 0, "lost_actors": 0, "lost_learners": 0,
+    "insert_waits": 0, "insert_wait_seconds": 0.0, "sample_waits": 0, "sample_wait_seconds": 0.0,
+    "abandoned_rollouts": 0, "reclaimed_rollouts": 0, "policy_version": 0,
+}  # fmt: skip
+
+
+def test_rollouts_that_a_trainer_inserts_are_told_as_they_come_and_go():
+    storage, rng = hand_off(), random.Random(2)
+    samples = inserts = 0
+    before, totals = [0] * ENVS, [0.0] * ENVS
+    for rollout in range(3):
+        rewards, ends, reported = [], [], []
+        for step in range(4):
+            held = step * ENVS
+            assert storage.stats().items() >= {"transitions": held, "inserts": inserts, "samples": samples}.items()
+            ends.append([rng.choice([0, 0, 1, 2, 3]) for _ in range(ENVS)])
+            rewards.append([rng.choice([0.5, -1.0, 4.0]) for _ in range(ENVS)])
+            flags = torch.tensor(ends[-1])
+            storage.insert_transition(
+                {
+                    "observations": torch.full((ENVS, 1), float(step)),
+                    "next_observations": torch.full((ENVS, 1), step + 1.0),
+                    "actions": torch.zeros(ENVS, dtype=torch.int64),
+                    "rewards": torch.tensor(rewards[-1]),
+                    "terminated": flags % 2 == 1,
+                    "truncated": flags > 1,
+                }
+            )
+            inserts += ENVS
+            earlier = ends[-2] if step else before
+            totals = [
+                (0 if ended else total) + reward
+                for ended, total, reward in zip(earlier, totals, rewards[-1], strict=True)
+            ]
+            reported += [total for total, end in zip(totals, ends[-1], strict=True) if end]
+        begins = [bool(end) for end in before]
+        expected = {
+            "transitions": 4 * ENVS,
+            "capacity": 28,
+            "fill": 4 * ENVS / 28,
+            "bytes": storage._slots.memory.segment.nbytes,
+            "inserts": inserts,
+            "samples": samples,
+            "samples_per_insert": samples / inserts,
+            **fragment_numbers(rewards, ends, [[False] * ENVS] * 4, begins),
+            **spread("reported_return", reported),
+            **spread("policy_lag", [0]),
+            "nonfinite_rewards": 0,
+            "nonfinite_observations": 0,
+            **NOBODY,
+            "slots_free": 7 - ENVS,
+            "slots_full": ENVS,
+        }
+        assert_equal(storage.stats(), expected)
+        for batch in storage.generate_batches(3, 1, 2):
+            samples += batch["rewards"].shape[0] * batch["rewards"].shape[1]
+            assert storage.stats()["samples"] == samples
+        assert samples == (rollout + 1) * 2 * 3 * 4
+        twin = copy.deepcopy(storage)
+        assert (twin.stats()["inserts"], twin.stats()["samples"]) == (inserts, samples)
+        storage.after_gradients()
+        assert storage.stats()["samples"] == samples
+        before = ends[-1]
+    storage.reset()
+    assert storage.stats().items() >= {"transitions": 0, "inserts": 0, "samples": 0, "slots_free": 7}.items()
+
+
+def play_rollout(actor, version, commit=True):
+    with actor.rollout(version) as rollout:
+        for row in range(5):
+            ended = row in (2, 4)
+            rollout.write(row, obs=[0.0], reward=1.0, terminated=ended, truncated=False, episode_return=row * 10.0)
+        if not commit:
+            rollout.abandon()
+
+
+def test_actors_and_learners_are_told_with_their_waits_and_the_age_of_policies(clock):
+    storage = hand_off(num_storages=2)
+    actor, learner = storage.actor(), storage.learner(prefetch=0)
+    with pytest.raises(WaitTimeoutError):
+        next(learner)
+    learner.publish(5)
+    for version in (3, 5):
+        play_rollout(actor, version)
+    with pytest.raises(WaitTimeoutError):
+        actor.reserve()
+    found = storage.stats()
+    assert found.items() >= {
+        **NOBODY, "slots_free": 0, "slots_full": 2, "actors": 1, "learners": 1, "policy_version": 5,
+        "insert_waits": 1, "insert_wait_seconds": 0.25, "sample_waits": 1, "sample_wait_seconds": 0.25,
+        "policy_lag_mean": 1.0, "policy_lag_min": 0.0, "policy_lag_max": 2.0,
+        "episodes": 4, "episodes_terminated": 4, "episodes_complete": 2, "return_mean": 2.0, "length_mean": 2.0,
+        "reported_return_mean": 30.0, "reported_return_min": 20.0, "reported_return_max": 40.0,
+        "transitions": 8, "inserts": 8, "samples": 0, "nonfinite_observations": 0,
+    }.items()  # fmt: skip
+    next(learner)
+    play_rollout(actor, 6, commit=False)
+    play_rollout(actor, 6)
+    found = storage.stats()
+    assert found.items() >= {
+        "transitions": 4, "inserts": 12, "samples": 8, "abandoned_rollouts": 1, "sample_waits": 1, "insert_waits": 1,
+        "policy_lag_mean": -1.0,
+    }.items()  # fmt: skip
+    actor.close()
+    learner.close()
+    storage.close()
+
+
+def test_a_hand_off_that_was_saved_counts_on(tmp_path):
+    storage = hand_off(num_storages=4)
+    with storage.actor() as actor, storage.learner(prefetch=0) as learner:
+        for version in range(4):
+            play_rollout(actor, version)
+        next(learner)
+    storage.save(tmp_path)
+    loaded = Storage.load(tmp_path)
+    assert_equal(loaded.stats(), storage.stats())
+    assert loaded.stats().items() >= {"inserts": 16, "samples": 8, "transitions": 8}.items()
+    list(loaded.generate_batches(1, 2))
+    assert loaded.stats()["samples"] == 16
+    loaded.after_gradients()
+    assert loaded.stats()["samples"] == 16
+
+
+def test_before_its_first_sample_a_hand_off_has_no_more_than_a_size():
+    found = DistributedStorage.create_factory(4, num_storages=3)("cpu", None, None).stats()
+    assert found == {"transitions": 0, "capacity": 12, "fill": 0.0, "bytes": 0, "inserts": 0, "samples": 0}
 
 
 # ---------------------------------------------------------------------------------------------------- without a model

@@ -7,7 +7,7 @@ import inspect
 from typing import Any, get_args
 
 MODULES = (
-    *("rlstore", "rlstore.engine.returns", "rlstore.ray"),
+    *("rlstore", "rlstore.engine.returns", "rlstore.ray", "rlstore.data"),
     *("rlstore.torchrl", "rlstore.fast_td3", "rlstore.rsl_rl"),
     *(("rlstore.sb3",) if importlib.util.find_spec("stable_baselines3") else ()),  # it inherits from its classes
 )

@@ -12,7 +12,14 @@ from rlstore.distributed.memory import RolloutMemory
 from rlstore.distributed.rows import transition_keys, transition_value
 from rlstore.episodes import Listing
 from rlstore.errors import RowNotHeldError
-from rlstore.fragments import list_fragments
+from rlstore.fragments import Fragments, find_fragments, list_fragments
+
+
+def fragments_of(terminated: Tensor, truncated: Tensor, rewards: Tensor) -> Fragments:
+    """The episodes, and parts of episodes, in complete rollouts ``[rollouts, steps + 1]``."""
+    begins = terminated[:, 0] | truncated[:, 0]  # an episode ended with the step before
+    ends = terminated[:, 1:].T, truncated[:, 1:].T
+    return find_fragments(*ends, rewards[:, 1:].T, torch.zeros_like(ends[0]), begins)
 
 
 class SlotSteps:
@@ -65,18 +72,26 @@ class SlotSteps:
         times = torch.arange(self._memory.steps) * self.lanes
         return (self._slots().unsqueeze(1) + times).flatten()
 
+    def columns(self, keys: Sequence[str], newest: int | None = None) -> tuple[Tensor, list[Tensor]]:
+        """What the complete rollouts hold of some keys.
+
+        Args:
+            keys: Which.
+            newest: Only of the newest so many; None for all.
+
+        Returns:
+            Their slots, the oldest first, and copies ``[slots, steps + 1, ...]`` of each key.
+        """
+        self._memory.handoff.check_open()
+        slots = self._slots() if newest is None else self._slots()[-newest:]
+        found = [self._memory.blocks[key][slots] for key in keys]
+        still = self._contents_now()[slots] == self._contents[slots]  # what was read of the others may be anything
+        return slots[still], [column[still] for column in found]
+
     def listing(self) -> Listing:
         """The episodes, and parts of episodes, that are held, rollout by rollout, the oldest first."""
-        self._memory.handoff.check_open()
-        blocks, slots = self._memory.blocks, self._slots()
-        ends = [blocks[key][slots].T for key in ("terminated", "truncated")]
-        rewards = blocks["reward"][slots, 1:].T
-        still = self._contents_now()[slots] == self._contents[slots]  # what was read of the others may be anything
-        terminated, truncated = (flags[:, still] for flags in ends)
-        begins = terminated[0] | truncated[0]  # an episode ended with the step before
-        flags = terminated[1:], truncated[1:]
-        none = torch.zeros_like(flags[0])
-        return list_fragments(*flags, rewards[:, still], none, begins, slots[still], self.lanes)
+        slots, (terminated, truncated, rewards) = self.columns(("terminated", "truncated", "reward"))
+        return list_fragments(fragments_of(terminated, truncated, rewards), slots, self.lanes)
 
     def _found_in(self, name: str) -> list[tuple[str, int]]:
         keys, behind = self._keys[name]

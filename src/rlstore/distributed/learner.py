@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.engine.batches.staging import Staging, received
 from rlstore.engine.guard import Guard, guarded, new_guard
 from rlstore.engine.processes.handoff import Member
+from rlstore.engine.processes.slots import State
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 
 
@@ -51,9 +53,17 @@ class _Collector:
 
     def next(self, seconds: float) -> RolloutBatch:
         """The next batch, on the device, within so many seconds."""
-        collected = self._collect(seconds) if self._thread is None else self._prefetched(seconds)
+        with nullcontext() if self._is_ready else self.member.handoff.learner_waits.counted():
+            collected = self._collect(seconds) if self._thread is None else self._prefetched(seconds)
         tensors, states = collected.nest if self._staging is None else received(collected.nest)
         return RolloutBatch(tensors, states, collected.versions, self._structure)
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether there is a batch now."""
+        if self._thread is not None:
+            return not self._ready.empty()
+        return self.member.handoff.slots.counts()[State.FULL] >= self._batch_size
 
     def _prefetched(self, seconds: float) -> _Collected:
         try:

@@ -16,6 +16,7 @@ from rlstore.distributed.actor import ActorHandle, check_row
 from rlstore.distributed.fields import RolloutFields, check_state_shapes
 from rlstore.distributed.held_steps import SlotSteps
 from rlstore.distributed.learner import Learner
+from rlstore.distributed.measures import measured_handoff, measured_rollouts
 from rlstore.distributed.memory import InitialStates, RolloutMemory, RolloutStorages
 from rlstore.distributed.queues import check_queues, check_slots, sample_from_queues
 from rlstore.distributed.rows import TAKEN_NAMES, Step, check_sample_names, check_slice_names, rows_of
@@ -25,6 +26,7 @@ from rlstore.engine.checks import check_count, check_device, check_name, check_p
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fields
@@ -415,6 +417,23 @@ class DistributedStorage(Storage):
 
         return create
 
+    # ---------------------------------------------------------------------------------------------- numbers
+
+    def _measure(self) -> Measures:
+        if self._slots is None:
+            return {**held(0, self.num_storages * self.max_size, 0), **used(0, 0)}
+        slots, memory = self._slots, self._slots.memory
+        memory.handoff.sweep()
+        return {
+            **held(len(slots), memory.count * memory.steps, memory.segment.nbytes),
+            **used(slots.inserts, slots.samples),
+            **measured_rollouts(memory, SlotSteps(memory, self._torch_device)),
+            **measured_handoff(memory.handoff),
+        }
+
+    def _count_inserts(self) -> int:
+        return 0 if self._slots is None else self._slots.inserts
+
     # ---------------------------------------------------------------------------------------------- a look inside
 
     @guarded
@@ -555,6 +574,7 @@ class DistributedStorage(Storage):
         if self._slots is not None:
             self._slots.clear()
             self._slots.memory.handoff.set_counts(0, 0, 0)
+            self._slots.set_samples(0)
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:

@@ -39,6 +39,7 @@ class TrainerSlots:
         _ = self._inserter.number  # the first that joins is the maker
         memory.maker = self._inserter  # the handles of this process keep it, even without the storage
         self._gather = RolloutGather(memory)
+        self._served = self._freed = 0  # transitions in the batches here, rollouts that were served and freed here
         self.forget()
         _IN_USE.add(self)
 
@@ -175,6 +176,7 @@ class TrainerSlots:
                     slots = [held[place] for place in order[first : first + size]]
                     with torch.inference_mode(False):
                         batch = batch_of(self.memory, self._gather(slots), slots, device)
+                    self._served += len(slots) * self.memory.steps
                     yield batch
         finally:
             self._serving -= 1
@@ -200,7 +202,7 @@ class TrainerSlots:
         more = self._server.try_collect(wanted - held)
         if held + len(more) < least:
             try:
-                with released(self._guard):
+                with released(self._guard), handoff.learner_waits.counted():
                     more += self._server.collect(least - held - len(more), None)
             except BaseException:
                 self._held = []  # all of them were put back
@@ -216,7 +218,22 @@ class TrainerSlots:
 
     def _release(self) -> None:
         self._server.release(self._held)
+        self._freed += len(self._held)
         self._held, self._spent = [], False
+
+    @property
+    def samples(self) -> int:
+        """Transitions in all batches that were served, here and to the learners."""
+        return self._served + (self.memory.handoff.slots.read - self._freed) * self.memory.steps
+
+    def set_samples(self, count: int) -> None:
+        """Go on counting from here."""
+        self._served, self._freed = count, self.memory.handoff.slots.read
+
+    @property
+    def inserts(self) -> int:
+        """Transitions of all rollouts that were completed, and of those that are being inserted here."""
+        return self.memory.handoff.slots.written * self.memory.steps + len(self._lanes) * self._step
 
     # ---------------------------------------------------------------------------------------------- copying
 
@@ -259,6 +276,7 @@ class TrainerSlots:
             "step": self._step,
             "published": handoff.published,
             "counts": [counts["served"], counts["abandoned"], counts["reclaimed"]],
+            "samples": self.samples,
         }
 
     def set_state(
@@ -288,8 +306,10 @@ class TrainerSlots:
         for index, slot in enumerate(order[: rollouts + lanes]):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
+        served = check_count("a snapshot", "served", numbers["counts"][0])
+        samples = check_count("a snapshot", "samples", numbers.get("samples", served * memory.steps))
         carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
-        self._resume({**numbers, "spent": bool(numbers["spent"]), "order": order}, carried)
+        self._resume({**numbers, "spent": bool(numbers["spent"]), "order": order, "samples": samples}, carried)
 
     def _resume(self, numbers: Mapping[str, Any], carried: dict[str, Tensor]) -> None:
         """Go on with what the slots hold, which are all free: complete rollouts, and those that were begun."""
@@ -305,6 +325,7 @@ class TrainerSlots:
         self._lanes, self._step, self._carried = order[rollouts:used], numbers["step"], carried
         handoff.published = numbers["published"]
         handoff.set_counts(*numbers["counts"])
+        self.set_samples(numbers["samples"])
 
     def copied(self) -> tuple[Any, ...]:
         """What :meth:`set_copied` restores: all that the slots hold, also what was written without a hand-off."""

@@ -62,10 +62,10 @@ def check_name(owner: str, name: object) -> None:
         raise InvalidInputError(f"name is {name!r}; {owner} needs a string, or None")
 
 
-def check_path(owner: str, name: str, path: object) -> str:
-    """The path of a folder as a string."""
+def check_path(owner: str, name: str, path: object, what: str = "a folder") -> str:
+    """The path of a folder, or of what else it has to be, as a string."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise InvalidCallError(f"{name} is {path!r}; {owner} needs the path of a folder, a string or a Path")
+        raise InvalidCallError(f"{name} is {path!r}; {owner} needs the path of {what}, a string or a Path")
     return os.fspath(path)
 
 

@@ -9,7 +9,7 @@ is waited for once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -48,9 +48,11 @@ def spread(name: str, values: Tensor, taken: Tensor) -> Measures:
 
     Args:
         name: What they are called.
-        values: Numbers ``[n]``, n at least 1.
+        values: Numbers ``[n]``.
         taken: Which of them count, bool ``[n]``.
     """
+    if not len(values):
+        return {}
     values = values if values.dtype.is_floating_point else values.double()
     return {
         f"{name}_mean": Ratio(torch.where(taken, values, 0.0).sum(dtype=torch.float64), taken.count_nonzero()),
@@ -81,30 +83,36 @@ def used(inserts: Number, samples: int) -> Measures:
 
 
 def episodes(
-    lengths: Tensor, returns: Tensor, terminated: Tensor, truncated: Tensor, is_over: Tensor, is_whole: Tensor
+    lengths: Tensor,
+    returns: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    is_whole: Tensor,
+    is_over: Tensor | None = None,
 ) -> Measures:
     """The episodes that are held, and the returns and lengths of those that ended and are held completely.
 
     Args:
-        lengths: Steps of each that are held, int64 ``[n]``; those with none are not counted. n is at least 1.
+        lengths: Steps of each that are held, int64 ``[n]``; those with none are not counted.
         returns: The sums of their rewards, ``[n, *reward_shape]``; not reported if a reward is more than a number.
         terminated: bool ``[n]``, as all others.
-        truncated: See :class:`rlstore.Episodes`.
-        is_over: See there.
+        truncated: See :class:`rlstore.episodes.Episodes`.
         is_whole: See there.
+        is_over: See there; None where no episode can be broken off.
     """
     is_held = lengths > 0
     ended = (terminated | truncated) & is_held
     complete = ended & is_whole
     measures: Measures = {
         "episodes": is_held.count_nonzero(),
-        "episodes_open": (is_held & ~is_over).count_nonzero(),
+        "episodes_open": (is_held & ~(ended if is_over is None else is_over)).count_nonzero(),
         "episodes_terminated": (terminated & is_held).count_nonzero(),
         "episodes_truncated": (truncated & is_held).count_nonzero(),
-        "episodes_cut_off": (is_held & is_over & ~ended).count_nonzero(),
         "episodes_complete": complete.count_nonzero(),
         **spread("length", lengths, complete),
     }
+    if is_over is not None:
+        measures["episodes_cut_off"] = (is_held & is_over & ~ended).count_nonzero()
     if returns.numel() == len(returns):
         totals = returns.flatten()
         measures.update(spread("return", totals, complete & totals.isfinite()))
@@ -122,10 +130,30 @@ def newest_steps(held: int, lanes: int, numbers: int) -> int:
     return max(min(held, _NEWEST // lanes, _NEWEST_NUMBERS // (lanes * max(numbers, 1))), 1)
 
 
-def nonfinite(values: Tensor, is_held: Tensor) -> Tensor:
+def count_nonfinite(values: Tensor, is_held: Tensor) -> Tensor:
     """How many numbers are not finite among values ``[*is_held.shape, ...]`` that are held."""
     held = is_held.view(*is_held.shape, *[1] * (values.dim() - is_held.dim()))
     return (~values.isfinite() & held).count_nonzero()
+
+
+def nonfinite(rewards: Tensor, observations: Sequence[Tensor], lanes: int) -> Measures:
+    """How many numbers are not finite among rewards, and the observations of the newest steps if they are floats.
+
+    Args:
+        rewards: ``[steps, ...]``.
+        observations: Their leaves, ``[steps, ...]`` each.
+        lanes: Environments in a step.
+    """
+    floats = [leaf for leaf in observations if leaf.is_floating_point()]
+    newest = newest_steps(len(rewards), lanes, sum(math.prod(leaf.shape[1:]) for leaf in floats) // lanes)
+    found = [(~leaf[-newest:].isfinite()).count_nonzero() for leaf in floats]
+    observed: Measures = {"nonfinite_observations": torch.stack(found).sum()} if found else {}
+    return {"nonfinite_rewards": (~rewards.isfinite()).count_nonzero(), **observed}
+
+
+def invalid(counts: Tensor | None) -> Measures:
+    """The rewards and the actions that were stored although they are invalid, int64 ``[2]``; None if none can be."""
+    return {} if counts is None else {"invalid_rewards": counts[0], "invalid_actions": counts[1]}
 
 
 def joined(parts: Iterable[Measures]) -> Measures:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rlstore.engine.measures import Measures, Most, Ratio, episodes, newest_steps, nonfinite
+from rlstore.engine.measures import Measures, Most, Ratio, count_nonfinite, episodes, invalid, newest_steps
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.episode_table import episode_table, held_places
 from rlstore.replay.sharing import Sharing
@@ -23,12 +23,12 @@ def measured_rows(ring: EpisodeRing) -> Measures:
             table.totals,
             table.ends & 1 != 0,
             table.ends & 2 != 0,
-            table.is_over,
             table.is_whole,
+            table.is_over,
         ),
         "row_age_mean": Ratio((held * (held - 1)).sum() / 2, held.sum()),
         "row_age_max": Most(ages.amax()),
-        "nonfinite_rewards": nonfinite(ring.blocks["rewards"][:, : is_held.shape[1]], is_held),
+        "nonfinite_rewards": count_nonfinite(ring.blocks["rewards"][:, : is_held.shape[1]], is_held),
     }
     floats = [leaf for leaf in ring.leaves if leaf.field.dtype.is_floating_point]
     if floats:
@@ -36,17 +36,14 @@ def measured_rows(ring: EpisodeRing) -> Measures:
         since = torch.arange(newest_steps(ring.reached(ring.steps), ring.lanes, numbers), device=ring.device)
         lane = torch.arange(ring.lanes, device=ring.device).unsqueeze(1)
         place, is_newest = (ring.written.unsqueeze(1) - 1 - since) % ring.rows, since < held.unsqueeze(1)
-        found = [nonfinite(ring.blocks[leaf.field.name][lane, place], is_newest) for leaf in floats]
+        found = [count_nonfinite(ring.blocks[leaf.field.name][lane, place], is_newest) for leaf in floats]
         measures["nonfinite_observations"] = torch.stack(found).sum()
-    if (invalid := ring.invalid) is not None:
-        measures["invalid_rewards"], measures["invalid_actions"] = invalid
-    return measures
+    return {**measures, **invalid(ring.invalid)}
 
 
 def measured_sharing(sharing: Sharing) -> Measures:
     """The writers that died, and with a rate limit how often and how long each side has waited for the other."""
     limiter, measures = sharing.control.limiter, Measures(lost_writers=sharing.lost_writers)
-    if limiter.is_on:
-        for side, waits in (("insert", limiter.insert_waits), ("sample", limiter.sample_waits)):
-            measures.update({f"{side}_waits": waits.count, f"{side}_wait_seconds": waits.seconds})
-    return measures
+    if not limiter.is_on:
+        return measures
+    return {**measures, **limiter.insert_waits.measure("insert"), **limiter.sample_waits.measure("sample")}

@@ -22,6 +22,7 @@ from rlstore.engine.calls import warn_caller
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.measures import Measures, episodes, held, invalid, nonfinite, used
 from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, count_readable, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
@@ -29,7 +30,7 @@ from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.rollout.held_steps import RolloutSteps, StepField
 from rlstore.rollout.targets import Targets
-from rlstore.storage import BatchDict, Critic, Sample, Storage
+from rlstore.storage import BatchDict, Critic, Sample, Storage, saved_samples
 from rlstore.trainer import (
     Check,
     at_step,
@@ -377,6 +378,31 @@ class RolloutCore(Storage):
         self._follow_callers()
         return {**self.__dict__, "_observation_view": None, "_handed_lists": {}}
 
+    # ---------------------------------------------------------------------------------------------- numbers
+
+    def _measure(self) -> Measures:
+        if self._ring is None:
+            lanes = self.num_envs if isinstance(self.num_envs, int) else 0
+            return {**held(0, self.max_size * lanes, 0), **used(0, self._samples)}
+        ring = self._current_ring()
+        observations = next(iter(self._columns.values())).held(ring, ring.size)
+        return {
+            **held(ring.size * ring.lanes, ring.steps * ring.lanes, ring.nbytes),
+            **used(self._count_inserts(), self._samples),
+            **episodes(**RolloutSteps(self, ring).fragments()._asdict()),
+            **nonfinite(ring.blocks["rewards"][: ring.size], observations, ring.lanes),
+            **invalid(ring.invalid),
+        }
+
+    def _count_inserts(self) -> int:
+        return 0 if self._ring is None else self._ring.written * self._ring.lanes
+
+    def _counted(self, batches: Iterator[_Batch], rows: int) -> Iterator[_Batch]:
+        """The same batches, each counted as so many samples when it is served."""
+        for batch in batches:
+            self._samples += rows
+            yield batch
+
     # ---------------------------------------------------------------------------------------------- writing
 
     @guarded
@@ -538,9 +564,8 @@ class RolloutCore(Storage):
         """
         size = self._batch_rows(num_mini_batch, num_epochs, mini_batch_size)
         self._require_targets()
-        yield from self._serve(
-            self._word_sources, num_mini_batch, size, num_epochs, shuffle=shuffle, reuse=reuse, with_rows=True
-        )
+        how: dict[str, Any] = {"shuffle": shuffle, "reuse": reuse, "with_rows": True}
+        yield from self._counted(self._serve(self._word_sources, num_mini_batch, size, num_epochs, **how), size)
 
     def _count_rows(self) -> int:
         """The rows that batches are made of."""
@@ -781,13 +806,15 @@ class RolloutCore(Storage):
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.
+        counted = {"samples": self._samples} if self._samples else {}  # which earlier versions do not know
+        numbers: dict[str, Any] = {"spent": self._spent, **counted}
         if self._ring is None:
-            return {"spent": self._spent}, {}
+            return numbers, {}
         ring = self._current_ring()
-        return {"spent": self._spent, "ring": ring.counters()}, dict(ring.blocks)
+        return {**numbers, "ring": ring.counters()}, dict(ring.blocks)
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
-        self._spent = bool(numbers["spent"])
+        self._spent, self._samples = bool(numbers["spent"]), saved_samples(type(self).__name__, numbers)
         if self._ring is not None:
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():

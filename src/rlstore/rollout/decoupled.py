@@ -344,7 +344,8 @@ class DecoupledRolloutStorage(RolloutCore):
         self._warn_of_missing_targets()
         count = self._require_rows() * self._ready_ring().lanes // size
         kind = extended(DecoupledBatch, [field.name for field in self._extra])
-        yield from self._serve(self._sources, count, size, observations_as=torch.float32, make=kind)
+        batches = self._serve(self._sources, count, size, observations_as=torch.float32, make=kind)
+        yield from self._counted(batches, size)
 
     def _require_rows(self) -> int:
         rows = super()._require_rows()

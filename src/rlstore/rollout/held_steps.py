@@ -13,7 +13,7 @@ from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Structure
 from rlstore.episodes import Listing
 from rlstore.errors import RowNotHeldError
-from rlstore.fragments import list_fragments
+from rlstore.fragments import Fragments, find_fragments, list_fragments
 from rlstore.rollout.resets import BLOCK as RESETS
 
 
@@ -117,16 +117,19 @@ class RolloutSteps:
             rows = self._storage._row_ids() if self._ring.size else None
             return torch.arange(self._ring.size * self.lanes) if rows is None else rows.cpu()
 
-    def listing(self) -> Listing:
-        """The episodes, and parts of episodes, that are held."""
+    def fragments(self) -> Fragments:
+        """The episodes, and parts of episodes, that are held. A device is not waited for."""
         with self._storage._guard:
             self._require_current()
             fields = self._storage._step_fields()
             names = ("terminated", "truncated", "rewards")
             terminated, truncated, rewards = (fields[name].leaves[0].squeeze(-1) for name in names)
             resets = fields[RESETS].leaves[0].squeeze(-1) if RESETS in fields else torch.zeros_like(terminated)
-            begins, envs = self._storage._first_begins(), torch.arange(self.lanes)
-            found = list_fragments(terminated, truncated, rewards, resets, begins, envs, self.lanes)
+            return find_fragments(terminated, truncated, rewards, resets, self._storage._first_begins())
+
+    def listing(self) -> Listing:
+        """The episodes, and parts of episodes, that are held. A device is waited for once."""
+        found = list_fragments(self.fragments(), torch.arange(self.lanes), self.lanes)
         order = found.first_rows.argsort()
         return Listing(*(column[order] for column in found))
 

@@ -16,6 +16,7 @@ from rlstore.engine.checks import check_autoreset, check_count, check_fraction, 
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.measures import Measures
 from rlstore.engine.memory.tensors import allocate
 from rlstore.engine.rows.ends import JoinedFlags, on_one_device, read_flags
 from rlstore.engine.rows.finals import FinalCritic, ask_critic
@@ -901,6 +902,7 @@ class RolloutStorage(RolloutCore):
         rows, lanes = self._require_rows(), self._ready_ring().lanes
         leaves, build = flatten(self._sources(rows), torch.Size((lanes,)), self.Batch)
         for t in range(rows):
+            self._samples += lanes
             yield build([leaf[t].clone() for leaf in leaves])
 
     @guarded_steps
@@ -927,7 +929,7 @@ class RolloutStorage(RolloutCore):
         size = self._batch_rows(num_mini_batches, num_epochs)
         self._warn_of_missing_targets()
         how: dict[str, Any] = {"reshuffle": reshuffle, "reuse": reuse, "make": self.Batch}
-        yield from self._serve(self._sources, num_mini_batches, size, num_epochs, **how)
+        yield from self._counted(self._serve(self._sources, num_mini_batches, size, num_epochs, **how), size)
 
     @guarded_steps
     def recurrent_mini_batch_generator(
@@ -967,13 +969,14 @@ class RolloutStorage(RolloutCore):
         self._follow_callers()
         resets = None if self._resets is None else self._resets.flags(ring)
         found = find_trajectories(ring.blocks["dones"][:rows], num_mini_batches, max_trajectories, resets)
+        size = rows * (ring.lanes // num_mini_batches)
         if reuse:
-            yield from repeated(self._recurrent_epoch(rows, found), num_epochs)
+            yield from self._counted(repeated(self._recurrent_epoch(rows, found), num_epochs), size)
             return
         for _ in range(num_epochs):
             if ring.size < rows:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
-            yield from self._recurrent_epoch(rows, found)
+            yield from self._counted(self._recurrent_epoch(rows, found), size)
 
     def _recurrent_epoch(
         self, rows: int, found: SplitTrajectories | TabulatedTrajectories
@@ -1088,6 +1091,10 @@ class RolloutStorage(RolloutCore):
 
     def _after_newest(self) -> list[Tensor] | None:
         return self._last_observations
+
+    def _measure(self) -> Measures:
+        resets = {} if self._resets is None else {"reset_steps": self.reset_steps.count_nonzero()}
+        return {**super()._measure(), **resets}
 
     def _following(self) -> list[Tensor]:
         if self._last_observations is None:

@@ -21,6 +21,7 @@ from rlstore.engine.guard import new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import Slots, State
+from rlstore.engine.processes.waits import WORDS, Waits
 from rlstore.errors import PeerLostError, StorageClosedError, StorageError, WaitTimeoutError
 from rlstore.kernels import add_to_word
 
@@ -29,8 +30,9 @@ MAKER = 1  # the number of the peer that created the memory: the first that join
 _SWEEP_SECONDS = 1.0
 
 # Words in shared memory. Any process may set the first two (one store) or add to the others (atomically).
-_CLOSED, _PUBLISHED, _ABANDONED, _RECLAIMED, _LOST = range(5)
-_WORDS = 8
+_CLOSED, _PUBLISHED, _ABANDONED, _RECLAIMED, _LOST, _ACTOR_WAITS = range(6)
+_LEARNER_WAITS = _ACTOR_WAITS + WORDS
+_WORDS = _LEARNER_WAITS + WORDS
 
 
 class Handoff:
@@ -41,6 +43,10 @@ class Handoff:
     Args:
         segment: Zeros, whose next pieces are those of :meth:`pieces`.
         count: The slots.
+
+    Attributes:
+        actor_waits: The slots that actors did not get at once.
+        learner_waits: The batches that were not there when learners asked for them.
     """
 
     def __init__(self, segment: SharedMemory, count: int) -> None:
@@ -49,6 +55,7 @@ class Handoff:
         self.turn = Slots(turn)  # one slot: the right to collect
         self._words: Tensor = words
         self._numbers: Any = words.numpy()
+        self.actor_waits, self.learner_waits = Waits(words, _ACTOR_WAITS), Waits(words, _LEARNER_WAITS)
 
     @staticmethod
     def pieces(count: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -192,10 +199,16 @@ class Member:
             WaitTimeoutError: At the deadline, if no learner died.
             StorageClosedError: If the storage was closed.
         """
-        end = time.monotonic() + (self.timeout if seconds is None else seconds)
-        (slot,) = self._take(self.handoff.slots, State.FREE, State.WRITING, 1, end, self._check_maker, self._none_free)
+        slot = self.try_reserve()
+        if slot is None:
+            with self.handoff.actor_waits.counted():
+                slot = self._await_free(time.monotonic() + (self.timeout if seconds is None else seconds))
         self._exclude_lost("learner")
         return slot
+
+    def _await_free(self, end: float) -> int:
+        slots, states = self.handoff.slots, (State.FREE, State.WRITING)
+        return self._take(slots, *states, 1, end, self._check_maker, self._none_free)[0]
 
     def try_reserve(self) -> int | None:
         """Take a free slot for writing, if there is one now."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from rlstore.engine.measures import Measures
 from rlstore.kernels import add_to_word
 
 WORDS = 2  # for each kind of wait: how many, and their nanoseconds
@@ -24,15 +25,14 @@ class Waits:
     def __init__(self, memory: Tensor, first: int) -> None:
         self._memory, self._first = memory, first
 
-    @property
-    def count(self) -> int:
-        """Waits that are over."""
-        return int(self._memory[self._first])
+    def measure(self, side: str) -> Measures:
+        """The waits that are over, and their seconds.
 
-    @property
-    def seconds(self) -> float:
-        """How long they took together."""
-        return int(self._memory[self._first + 1]) * 1e-9
+        Args:
+            side: What waited: "insert" or "sample".
+        """
+        count, nanoseconds = self._memory[self._first : self._first + WORDS].tolist()
+        return {f"{side}_waits": count, f"{side}_wait_seconds": nanoseconds * 1e-9}
 
     @contextmanager
     def counted(self) -> Iterator[None]:

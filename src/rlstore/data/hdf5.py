@@ -1,0 +1,112 @@
+"""HDF5 files of steps, as d4rl has them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlstore.data.columns import GivenColumns, Layout, find_layout
+from rlstore.data.source import Array, EpisodeSource, required
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, TableSource
+from rlstore.engine.checks import check_path
+from rlstore.engine.rows.schema import Path as FieldPath
+from rlstore.errors import InvalidInputError
+
+
+def read_hdf5(
+    path: str | os.PathLike[str],
+    columns: GivenColumns | None = None,
+    *,
+    ends: Ends = "terminated",
+    rewards: float | None = None,
+) -> EpisodeSource:
+    """The episodes of an HDF5 file with arrays of steps ``[N, ...]``, as d4rl has them.
+
+    A few MiB and one episode are in memory at a time. Datasets of Minari are read by :func:`read_minari`.
+
+    Args:
+        path: The file.
+        columns: By field the name of its array, where it has another name than usual, and of each extra field:
+            ``{"qpos": "infos/qpos"}``. Arrays that are not named are left out.
+        ends: How an episode ended where the file has one flag, ``dones``, for both.
+        rewards: The reward of every step, if the file has none.
+
+    Raises:
+        InvalidInputError: (a ValueError) if the file is damaged or not complete, or lacks an array.
+        ImportError: If h5py is not installed.
+    """
+    table = _Hdf5Table(Path(check_path("read_hdf5()", "path", path, "a file")))
+    layout = find_layout(table.columns, columns, table.origin)
+    table.require(layout)
+    return TableSource(table, layout, ends, rewards)
+
+
+class _Hdf5Table:
+    """The arrays of an HDF5 file, as :class:`~rlstore.data.table.Table`.
+
+    Args:
+        file: The file.
+    """
+
+    spaces, has_finals, num_rows = (None, None), False, 0
+
+    def __init__(self, file: Path) -> None:
+        self._h5py = required("h5py", "read_hdf5()")
+        self._file, self.origin = file, str(file)
+        self._heads: dict[str, tuple[tuple[int, ...], Any]] = {}
+        with self._opened() as arrays:
+            arrays.visititems(self._note)
+        self.columns: Sequence[str] = list(self._heads)
+
+    def _note(self, name: str, item: Any) -> None:
+        if isinstance(item, self._h5py.Dataset) and item.ndim:
+            self._heads[name] = (item.shape, item.dtype)
+
+    def require(self, layout: Layout) -> None:
+        """Take the number of rows from the columns that are read.
+
+        Raises:
+            InvalidInputError: If they differ in it, or one of them has no numbers.
+        """
+        for column in layout.values():
+            if self._heads[column][1].kind not in "biuf":
+                raise InvalidInputError(
+                    f"{column} of {self.origin} is {self._heads[column][1]}; an array of numbers is needed. "
+                    "Nothing was read."
+                )
+        counts = {column: self._heads[column][0][0] for column in layout.values()}
+        if len(set(counts.values())) > 1:
+            raise InvalidInputError(
+                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
+                "Nothing was read."
+            )
+        self.num_rows = next(iter(counts.values()))
+
+    def read(self, columns: Collection[str]) -> Iterator[Rows]:
+        """Some columns of all rows, in chunks of about 4 MiB."""
+        forms = [self._heads[column] for column in columns]
+        size = max(1, CHUNK_BYTES // max(1, sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in forms)))
+        with self._opened() as arrays:
+            for begin in range(0, self.num_rows, size):
+                yield {column: arrays[column][begin : begin + size] for column in columns}
+
+    def read_finals(self) -> Iterator[dict[FieldPath, Array]]:
+        """There are none."""
+        return iter(())
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """The open file. Errors of what it holds say that it is damaged."""
+        try:
+            with self._h5py.File(self._file, "r") as file:
+                yield file
+        except (FileNotFoundError, PermissionError, InvalidInputError):
+            raise
+        except (OSError, RuntimeError, ValueError, LookupError) as error:
+            raise InvalidInputError(
+                f"{self.origin} is damaged or not complete, or no HDF5 file: {error}. Write or copy it again"
+            ) from error

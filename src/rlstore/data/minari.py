@@ -1,0 +1,225 @@
+"""Datasets of Minari, which keeps whole episodes with one observation more than actions.
+
+Extra fields are kept in its ``infos``, an entry for each step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rlstore.data.source import EpisodeSource, GivenEpisode, nested, required
+from rlstore.data.written import WrittenEpisode, grouped, spaces_of
+from rlstore.engine.calls import did_you_mean
+from rlstore.errors import InvalidInputError
+
+_ID = re.compile(r"[-\w]+(/[-\w]+)*-v\d+")
+_DAMAGED = (OSError, RuntimeError, ValueError, LookupError, AssertionError)
+
+
+def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource:
+    """The episodes of a dataset of Minari, one in memory at a time.
+
+    Args:
+        dataset: The id of a dataset on this machine, as ``"mujoco/hopper/medium-v0"``, or a ``minari.MinariDataset``,
+            of which Minari has chosen or filtered the episodes.
+        extra_fields: The names of those ``infos`` that are fields of the storage. Others are left out.
+
+    Raises:
+        InvalidInputError: (a ValueError) if an info is missing, or when the episodes are iterated and one is damaged.
+        FileNotFoundError: If there is no dataset of this id; ``minari.download_dataset()`` gets one.
+        ImportError: If Minari or h5py is not installed.
+    """
+    if isinstance(dataset, str):
+        dataset = required("minari", "read_minari()").load_dataset(dataset)
+    if not hasattr(dataset, "iterate_episodes"):
+        raise InvalidInputError(
+            f"read_minari() got a {type(dataset).__name__}; give the id of a dataset or a minari.MinariDataset. "
+            "Nothing was read."
+        )
+    if isinstance(extra_fields, str):
+        raise InvalidInputError(f"extra_fields is {extra_fields!r}; give a list of names. Nothing was read.")
+    return _MinariSource(dataset, tuple(extra_fields))
+
+
+class _MinariSource(EpisodeSource):
+    def __init__(self, dataset: Any, extra_fields: tuple[str, ...]) -> None:
+        self._dataset, self._extra = dataset, extra_fields
+        self.origin, self.num_steps = f"the dataset {dataset.id}", int(dataset.total_steps)
+
+    @property
+    def observation_space(self) -> Any:
+        """The space of its observations."""
+        return self._dataset.observation_space
+
+    @property
+    def action_space(self) -> Any:
+        """The space of its actions."""
+        return self._dataset.action_space
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes it has."""
+        return int(self._dataset.total_episodes)
+
+    def __iter__(self) -> Iterator[GivenEpisode]:
+        try:
+            for episode in self._dataset.iterate_episodes():
+                yield {
+                    "observations": episode.observations,
+                    "actions": episode.actions,
+                    "rewards": np.asarray(episode.rewards),
+                    "terminated": np.asarray(episode.terminations),
+                    "truncated": np.asarray(episode.truncations),
+                    **{name: self._info(episode, name) for name in self._extra},
+                }
+        except _DAMAGED as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"{self.origin} is damaged or not complete: {error}. Download it again") from error
+
+    def _info(self, episode: Any, name: str) -> Any:
+        """An extra field ``[T, ...]``; what Gymnasium collected has the info of the reset before it."""
+        infos = episode.infos or {}
+        if name not in infos:
+            raise InvalidInputError(
+                f"{self.origin} has no info {name!r} in episode {episode.id}.{did_you_mean(name, infos)} "
+                f"It has {list(infos)}"
+            )
+        return _steps_of(infos[name], len(episode.rewards))
+
+
+def _steps_of(info: Any, count: int) -> Any:
+    if isinstance(info, Mapping):
+        parts = {key: _steps_of(part, count) for key, part in info.items()}
+        return (
+            tuple(parts[str(i)] for i in range(len(parts)))
+            if parts.keys() == set(map(str, range(len(parts))))
+            else parts
+        )
+    return info[1:] if len(info) == count + 1 else info
+
+
+def write_minari(
+    source: Any,
+    dataset_id: str,
+    *,
+    observation_space: spaces.Space[Any] | None = None,
+    action_space: spaces.Space[Any] | None = None,
+    **metadata: Any,
+) -> Any:
+    """Write episodes to a new dataset of Minari, in Minari's folder on this machine.
+
+    End flags are written as they are: an episode that goes on, or was broken off, has none in its last step. Images are
+    written without loss. A few MiB and one episode are in memory at a time.
+
+    Args:
+        source: A storage of replay, some of its episodes, what a reader returned, or episodes as ``add_episodes`` takes
+            them.
+        dataset_id: The id, with a version: ``"mine/cartpole-v0"``.
+        observation_space: The space of the observations; None for that of the source.
+        action_space: The space of the actions, likewise.
+        **metadata: More arguments of ``minari.create_dataset_from_buffers``, as ``env="CartPole-v1"``, ``author`` and
+            ``description``.
+
+    Returns:
+        The ``minari.MinariDataset``.
+
+    Raises:
+        InvalidInputError: (a ValueError) if there is a dataset of this id, there is no episode, they differ in form, or
+            one has no final observation. Nothing was written.
+        ImportError: If Minari or h5py is not installed.
+    """
+    minari = required("minari", "write_minari()")
+    required("h5py", "write_minari()")
+    if not isinstance(dataset_id, str) or not _ID.fullmatch(dataset_id):
+        raise InvalidInputError(
+            f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
+            "Nothing was written."
+        )
+    known = spaces_of(source)
+    chosen = (
+        _space("observation_space", known[0] if observation_space is None else observation_space),
+        _space("action_space", known[1] if action_space is None else action_space),
+    )
+    folder = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
+    if folder.exists():
+        raise InvalidInputError(
+            f"there is a dataset {dataset_id!r}, and Minari replaces none: give another version, or call "
+            f"minari.delete_dataset({dataset_id!r}) before. Nothing was written."
+        )
+    try:
+        dataset = None
+        for group in grouped(source, "write_minari()"):
+            buffers = [_buffer(minari, episode) for episode in group]
+            if dataset is None:
+                dataset = _create(minari, dataset_id, buffers, chosen, metadata)
+            else:
+                dataset.update_dataset_from_buffer(buffers)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return dataset
+
+
+def _space(name: str, space: Any) -> spaces.Space[Any]:
+    if not isinstance(space, spaces.Space):
+        raise InvalidInputError(
+            f"{name} is {space!r}; Minari needs a Gymnasium space: write_minari(..., {name}=...). Nothing was written."
+        )
+    return space
+
+
+def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any, Any], metadata: Any) -> Any:
+    options = {"observation_space": chosen[0], "action_space": chosen[1], **metadata}
+    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
+        options.setdefault("jpeg_encoding", False)
+    elif any(_may_be_image(space) for space in chosen):
+        raise InvalidInputError(
+            f"Minari {minari.__version__} keeps images as JPEG, which changes them; Minari 0.5.4, for Python 3.11 and "
+            "later, can keep them as they are. Write npz or Parquet. Nothing was written."
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".* set to None|env_spec is None", UserWarning)
+        return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
+
+
+def _may_be_image(space: spaces.Space[Any]) -> bool:
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", None)
+    if parts is not None:
+        return any(map(_may_be_image, parts))
+    return space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)
+
+
+def _buffer(minari: Any, episode: WrittenEpisode) -> Any:
+    """An episode as Minari takes it."""
+    steps, infos = episode.steps, {}
+    if not episode.final:
+        raise InvalidInputError(
+            "an episode has no final observation, and Minari keeps one more observation than actions; write npz or "
+            "Parquet. Nothing was written."
+        )
+    observations = {
+        path[1:]: np.concatenate([leaf, episode.final[path[1:]][None]])
+        for path, leaf in steps.items()
+        if path[0] == "observations"
+    }
+    infos = {path: array for path, array in steps.items() if path[0] not in _FIELDS}
+    return minari.data_collector.EpisodeBuffer(
+        observations=nested(observations),
+        actions=nested({path[1:]: array for path, array in steps.items() if path[0] == "actions"}),
+        rewards=steps[("rewards",)],
+        terminations=steps[("terminated",)],
+        truncations=steps[("truncated",)],
+        infos=nested({tuple(map(str, path)): array for path, array in infos.items()}) if infos else None,
+    )
+
+
+_FIELDS = ("observations", "actions", "rewards", "terminated", "truncated")

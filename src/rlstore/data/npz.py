@@ -1,0 +1,322 @@
+"""Files of numpy: what ``numpy.load`` reads. Members are read and written in chunks, whatever their size.
+
+``write_npz`` writes, for ``N`` steps of ``E`` episodes, one after another:
+
+======================= ================================================================================================
+``observations``        ``[N, ...]``; of nested observations ``observations/name`` for each part
+``actions``             ``[N, ...]``
+``rewards``             ``[N, ...]``
+``terminations``        bool ``[N]``
+``truncations``         bool ``[N]``
+extra fields            by their names, ``[N, ...]``
+``episode_lengths``     int64 ``[E]``: how many steps each episode has
+``final_observations``  ``[E, ...]``: the observation after the last step of each episode, nested likewise; not in the
+                        file if the storage does not keep them
+``rlstore``             the spaces and the names, as JSON
+======================= ================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from rlstore.data.columns import EPISODE, GivenColumns, Layout, find_layout
+from rlstore.data.described import Description
+from rlstore.data.replaced import sync, workplace
+from rlstore.data.source import Array, EpisodeSource, Form
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, TableSource
+from rlstore.data.written import spaces_of, written_episodes
+from rlstore.engine.checks import check_path
+from rlstore.engine.rows.schema import Path as FieldPath
+from rlstore.errors import InvalidInputError
+
+_LENGTHS, _FINALS, _ABOUT = "episode_lengths", "final_observations", "rlstore"
+_OTHERS = {"terminated": "terminations", "truncated": "truncations"}
+_COPIED = 1 << 20
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, RuntimeError)
+
+
+def read_npz(
+    path: str | os.PathLike[str],
+    columns: GivenColumns | None = None,
+    *,
+    ends: Ends = "terminated",
+    rewards: float | None = None,
+) -> EpisodeSource:
+    """The episodes of an npz file: of :func:`write_npz`, or arrays of steps ``[N, ...]`` as d4rl and others name them.
+
+    Nothing but the list of its arrays is read before the episodes are iterated, and then a few MiB and one episode are
+    in memory at a time.
+
+    Args:
+        path: The file.
+        columns: By field the name of its array, where it has another name than usual, and of each extra field:
+            ``{"observations": "s", "costs": "info_cost"}``. Other arrays are left out.
+        ends: How an episode ended where the file has one flag, ``dones``, for both.
+        rewards: The reward of every step, if the file has none.
+
+    Raises:
+        InvalidInputError: (a ValueError) if the file is damaged or not complete, or lacks an array. Damage inside of an
+            array is found when the episodes are iterated.
+    """
+    table = _NpzTable(Path(check_path("read_npz()", "path", path, "a file")))
+    about = table.description
+    layout = (
+        about.layout if about is not None and columns is None else find_layout(table.columns, columns, table.origin)
+    )
+    layout = {**layout, EPISODE: _LENGTHS} if _LENGTHS in table.columns else layout
+    table.require(layout)
+    return TableSource(table, layout, ends, rewards)
+
+
+def write_npz(source: Any, path: str | os.PathLike[str]) -> None:
+    """Write episodes to an npz file, which ``numpy.load`` and :func:`read_npz` read.
+
+    The file is not compressed, and replaces one of this name when it is complete; until then its arrays are collected
+    beside it, so twice its size has to be free on the disk. One episode is in memory at a time.
+
+    Args:
+        source: A storage, some of its episodes, what a reader returned, or episodes as ``add_episodes`` takes them.
+        path: The file.
+
+    Raises:
+        InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
+        DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
+    """
+    file = Path(check_path("write_npz()", "path", path, "a file"))
+    with workplace(file) as folder:
+        with _Arrays(folder) as arrays:
+            about = _collect(source, arrays)
+            new = folder / "new.npz"
+            with zipfile.ZipFile(new, "w") as archive:
+                arrays.write_to(archive)
+                with archive.open(f"{_ABOUT}.npy", "w") as member:
+                    np.lib.format.write_array(member, np.array(about.as_json()))
+        sync(new)
+        os.replace(new, file)
+        sync(file.parent)
+
+
+def _collect(source: Any, arrays: _Arrays) -> Description:
+    """The arrays of all episodes."""
+    layout: dict[FieldPath, str] = {}
+    finals: dict[FieldPath, str] = {}
+    for episode in written_episodes(source, "write_npz()"):
+        layout = {field: _name(_OTHERS.get(str(field[0]), field[0]), *field[1:]) for field in episode.steps}
+        finals = {leaf: _name(_FINALS, *leaf) for leaf in episode.final}
+        for field, column in layout.items():
+            arrays.append(column, episode.steps[field])
+        for leaf, column in finals.items():
+            arrays.append(column, episode.final[leaf][None])
+        arrays.append(_LENGTHS, np.array([len(episode)]))
+    names = (*layout.values(), *finals.values(), _LENGTHS, _ABOUT)
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"two arrays would have the same name: {sorted(names)}. Nothing was written.")
+    return Description(spaces_of(source), layout, finals)
+
+
+def _name(*parts: str | int) -> str:
+    return "/".join(map(str, parts))
+
+
+class _Arrays:
+    """Arrays that grow along their first axis, in files of a folder.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+        self._forms: dict[str, tuple[int, Form]] = {}
+
+    def __enter__(self) -> _Arrays:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def append(self, name: str, entries: Array) -> None:
+        """Append entries to an array; it begins with the first."""
+        if name not in self._files:
+            self._files[name] = open(self._folder / str(len(self._files)), "w+b")  # noqa: SIM115 - closed by __exit__
+        count = self._forms[name][0] if name in self._forms else 0
+        self._forms[name] = (count + len(entries), (entries.shape[1:], entries.dtype))
+        self._files[name].write(np.ascontiguousarray(entries).data)
+
+    def write_to(self, archive: zipfile.ZipFile) -> None:
+        """Write all of them, as members that numpy reads."""
+        for name, file in self._files.items():
+            count, (shape, dtype) = self._forms[name]
+            head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count, *shape)}
+            file.seek(0)
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, head)
+                shutil.copyfileobj(file, member, _COPIED)
+
+
+class _NpzTable:
+    """The arrays of an npz file, as :class:`~rlstore.data.table.Table`.
+
+    Args:
+        file: The file.
+
+    Raises:
+        InvalidInputError: If it is damaged or not complete.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self.origin = file, str(file)
+        self.description: Description | None = None
+        self._heads: dict[str, _Head] = {}
+        with self._opened() as archive:
+            for entry in archive.infolist():
+                name = entry.filename.removesuffix(".npy")
+                if name == _ABOUT:
+                    with archive.open(entry) as member:
+                        text = np.lib.format.read_array(member, allow_pickle=False).item()
+                    self.description = Description.of(text, self.origin)
+                elif entry.filename.endswith(".npy"):
+                    with archive.open(entry) as member:
+                        self._heads[name] = _read_head(member, entry.file_size)
+        about = self.description
+        self.spaces = (None, None) if about is None else about.spaces
+        self._finals: Layout = {} if about is None else about.finals
+        self.has_finals, self.num_rows = bool(self._finals), 0
+        self.columns: Sequence[str] = list(self._heads)
+
+    def require(self, layout: Layout) -> None:
+        """Take the number of rows from the columns that are read.
+
+        Raises:
+            InvalidInputError: If they differ in it, or one of them cannot be read.
+        """
+        for column in (*layout.values(), *self._finals.values()):
+            if column not in self._heads:
+                raise InvalidInputError(f"{self.origin} is damaged: {column} is missing. Nothing was read.")
+            if problem := self._heads[column].problem:
+                raise InvalidInputError(f"{column} of {self.origin} {problem}. Nothing was read.")
+        counts = {column: self._heads[column].count for column in layout.values() if column != _LENGTHS}
+        if _LENGTHS in layout.values():
+            lengths = self._lengths()
+            counts[f"the sum of {_LENGTHS}"] = int(lengths.sum())
+            finals = {self._heads[column].count for column in self._finals.values()}
+            if (lengths < 1).any() or finals - {len(lengths)}:
+                raise InvalidInputError(f"{self.origin} is damaged: {_LENGTHS} are not those of its episodes")
+        if len(set(counts.values())) > 1:
+            raise InvalidInputError(
+                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
+                "Nothing was read."
+            )
+        self.num_rows = next(iter(counts.values()))
+
+    def read(self, columns: Collection[str]) -> Iterator[Rows]:
+        """Some columns of all rows, in chunks of about 4 MiB."""
+        arrays = [column for column in columns if column != _LENGTHS]
+        stops = np.cumsum(self._lengths()) if _LENGTHS in columns else None
+        begin = 0
+        for rows, count in self._chunks(arrays, self.num_rows):
+            if stops is not None:
+                rows[_LENGTHS] = np.searchsorted(stops, np.arange(begin, begin + count), "right")
+            begin += count
+            yield rows
+
+    def read_finals(self) -> Iterator[dict[FieldPath, Array]]:
+        """The final observation of each episode, in their order, by the path of each leaf."""
+        columns = list(self._finals.values())
+        for rows, count in self._chunks(columns, self._heads[columns[0]].count):
+            for place in range(count):
+                yield {leaf: rows[column][place] for leaf, column in self._finals.items()}
+
+    def _chunks(self, columns: Collection[str], total: int) -> Iterator[tuple[Rows, int]]:
+        heads = {column: self._heads[column] for column in columns}
+        size = max(1, CHUNK_BYTES // max(1, sum(head.nbytes for head in heads.values())))
+        with self._opened() as archive, ExitStack() as stack:
+            members = {column: stack.enter_context(archive.open(f"{column}.npy")) for column in columns}
+            for column, member in members.items():
+                if _read_head(member, archive.getinfo(f"{column}.npy").file_size) != heads[column]:
+                    raise InvalidInputError(f"{self.origin} was changed since it was opened; open it again")
+            for begin in range(0, total, size):
+                count = min(size, total - begin)
+                yield {column: heads[column].take(members[column], count) for column in columns}, count
+
+    def _lengths(self) -> Array:
+        chunks = self._chunks((_LENGTHS,), self._heads[_LENGTHS].count)
+        return np.concatenate([np.zeros(0, np.int64), *(rows[_LENGTHS] for rows, _ in chunks)])
+
+    @contextmanager
+    def _opened(self) -> Iterator[zipfile.ZipFile]:
+        """The open file. Errors of what it holds say that it is damaged."""
+        with open(self._file, "rb") as file:
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    yield archive
+            except _DAMAGED as error:
+                if isinstance(error, InvalidInputError):
+                    raise
+                raise InvalidInputError(
+                    f"{self.origin} is damaged or not complete, or no npz file: {error}. Write or copy it again"
+                ) from error
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What the head of a member says.
+
+    Attributes:
+        count: Its entries.
+        form: The form of an entry.
+        problem: Why it cannot be read in chunks; empty if it can.
+    """
+
+    count: int
+    form: Form
+    problem: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an entry."""
+        return math.prod(self.form[0]) * self.form[1].itemsize
+
+    def take(self, member: IO[bytes], count: int) -> Array:
+        """The next entries of a member."""
+        entries = np.empty((count, *self.form[0]), self.form[1])
+        left = entries.reshape(-1).view(np.uint8).data
+        while len(left):
+            taken = member.readinto(left)  # type: ignore[attr-defined]
+            if not taken:
+                raise EOFError("an array ends too early")
+            left = left[taken:]
+        return entries.astype(entries.dtype.newbyteorder("="), copy=False)
+
+
+def _read_head(member: IO[bytes], nbytes: int) -> _Head:
+    """The head of a member; what follows are its entries."""
+    version = np.lib.format.read_magic(member)
+    if version not in ((1, 0), (2, 0)):
+        return _Head(0, ((), np.dtype(object)), f"is of version {version} of numpy's format, which is not read")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_transposed, dtype = read(member)
+    form = (tuple(shape[1:]), dtype)
+    if dtype.kind not in "biuf" or not shape:
+        return _Head(0, form, f"is {dtype} {shape}; an array of numbers is needed")
+    head = _Head(shape[0], form)
+    if is_transposed and len(shape) > 1:
+        return _Head(shape[0], form, "is in Fortran order; save numpy.ascontiguousarray() of it")
+    if member.tell() + head.count * head.nbytes != nbytes:
+        raise EOFError(f"an array {shape} of {dtype} has {nbytes} bytes")
+    return head
