@@ -9,7 +9,8 @@ from replay_batches import same_nest
 from replay_world import Nest, Pair, Stack, Vector, stacked
 
 from rlstore import ReplayStorage, SequenceReplayStorage
-from rlstore.engine.disk.mapped import PrivateFiles
+from rlstore.engine.disk import manifest, mapped
+from rlstore.engine.disk.directory import Directory
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.episodes import Episodes
@@ -41,7 +42,9 @@ def test_a_ring_of_a_folder_alone_lists_and_reads_what_its_storage_did(kind, tmp
         **kind.options,
     )
     for step in range(17):
-        seen, after = (stacked([kind.render(tokens(kind, s + env)) for env in (0, 1)]) for s in (2 * step, 2 * step + 2))
+        seen, after = (
+            stacked([kind.render(tokens(kind, s + env)) for env in (0, 1)]) for s in (2 * step, 2 * step + 2)
+        )
         ends = [step % 5 == 4, step % 7 == 6]
         extra = {"costs": [step, -step], "pose": torch.full((2, 3), step / 2)}
         if is_sequence:
@@ -51,8 +54,10 @@ def test_a_ring_of_a_folder_alone_lists_and_reads_what_its_storage_did(kind, tmp
     expected = [*listed._listing], storage[rows], [episode.final_observations for episode in listed]
     storage.close()
 
-    files = PrivateFiles("a look", tmp_path / "mapped")
-    ring = EpisodeRing.of_schema(files.manifest["schema"], Backing.private("a look", files))
+    with Directory(tmp_path / "mapped") as directory:
+        schema = manifest.read_manifest(directory, mapped.KIND, mapped.FIELDS)["schema"]
+    files = mapped.PrivateFiles("a look", tmp_path / "mapped")
+    ring = EpisodeRing.of_schema(schema, Backing.private("a look", files))
     steps = RingSteps(ring)
     episodes = Episodes(steps, steps.listing())
     assert torch.equal(steps.rows(), rows)
