@@ -112,7 +112,7 @@ def test_a_journal_and_a_mapped_folder_in_use_are_shown(capsys, tmp_path):
 def test_a_mapped_folder_may_be_looked_at_while_its_storage_writes(tmp_path):
     folder, found = tmp_path / "live", set()
     with another_process_writing(folder) as goes_on:
-        while len(found) < 12:
+        while len(found) < 8:
             if (folder / "counters.bin").exists():
                 with opened(folder) as subject:
                     seen = summarize(subject)
@@ -130,10 +130,10 @@ def another_process_writing(folder):
     if child == 0:
         with contextlib.suppress(BaseException):
             storage = rlstore.ReplayStorage(
-                gym.spaces.Box(0, 1e9, (2,)), gym.spaces.Discrete(2), storage_size=64, memory="mapped", path=folder
+                gym.spaces.Box(0, 1e9, (2,)), gym.spaces.Discrete(2), storage_size=2_000, memory="mapped", path=folder
             )
             for step in range(10**9):
-                storage.add([step, step], 1, 1.0, step % 5 == 4, False, {}, [step + 1, step + 1])
+                storage.add([step, step], 1, 1.0, step % 50 == 49, False, {}, [step + 1, step + 1])
         os._exit(1)
     try:
         yield lambda: os.waitpid(child, os.WNOHANG) == (0, 0)

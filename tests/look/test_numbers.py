@@ -61,6 +61,12 @@ def test_where_half_of_the_numbers_are_equal_none_is_an_outlier():
     assert numbers_of(np.array([0.0] * 90 + [1.0] * 10)).outliers == 0  # sparse rewards
 
 
+def test_equal_numbers_are_one_bar_in_the_middle():
+    lengths, costs = numbers_of(np.array([200, 200])), numbers_of(np.array([1.5, 1.5, 1.5]))
+    assert (lengths.low, lengths.high, lengths.histogram) == (195.5, 204.5, [0, 0, 0, 0, 2, 0, 0, 0, 0])
+    assert (costs.low, costs.high, costs.histogram) == (1.0, 2.0, [0, 0, 0, 0, 3, 0, 0, 0, 0])
+
+
 def test_whole_numbers_have_a_bin_each_and_no_outliers():
     numbers = numbers_of(np.array([3, 3, 5, 4, 5, 5]))
     assert (numbers.low, numbers.high, numbers.histogram, numbers.outliers) == (2.5, 5.5, [2, 1, 3], 0)

@@ -59,6 +59,8 @@ def test_it_knows_how_full_the_storage_is(tmp_path):
     assert (told["title"], told["held"], told["capacity"], told["envs"]) == ("mine", 2 * STEPS, 40, ENVS)
     assert ["storage_size", "40"] in told["settings"]
     assert told["priorities"] is None
+    assert told["subtitle"] == "ReplayStorage · a storage in memory"
+    assert ["inserts", 2 * STEPS] in told["stats"]
 
 
 def test_names_from_the_data_are_no_part_of_the_page(tmp_path):

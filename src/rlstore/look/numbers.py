@@ -106,12 +106,13 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None) -> Nu
 
 def _histogram(values: Array, whole: bool) -> tuple[float, float, list[int]]:
     low, high, bins = float(values.min()), float(values.max()), BINS
-    if whole and high - low < BINS:  # a bin for each number
+    if low == high:  # one bar, with room to its sides
+        room = 4.5 if whole else 0.5
+        low, high, bins = low - room, high + room, 9
+    elif whole and high - low < BINS:  # a bin for each number
         low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1
     elif not np.isfinite(high - low):
         return low, high, []
-    elif low == high:
-        low, high, bins = low - 0.5, high + 0.5, 1
     counts, _ = np.histogram(values.astype(np.float64), bins, (low, high))
     return low, high, [int(count) for count in counts]
 
