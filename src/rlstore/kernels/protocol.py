@@ -35,6 +35,8 @@ FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, to
 WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM = -1, -2, -3, -4, -5, -6
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
+# In current: a row of the lane is being written.
+WRITING = -2
 
 # Why Priorities.update() refuses: no priority, a row that was never written, a row at which no window begins, or values
 # that it does not read as they are.

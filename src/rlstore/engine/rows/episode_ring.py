@@ -27,6 +27,7 @@ from rlstore.engine.rows.schema import Field, is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
+from rlstore.kernels.protocol import WRITING
 from rlstore.kernels.rules import invalid_counts
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
@@ -198,11 +199,21 @@ class EpisodeRing:
         if all(self.backing.holds(f"start {leaf.field.name}") for leaf in self.leaves if leaf.stack > 1):
             self._make_starts()
             self.starts = [None if table is None else table[:slots] for table in self.starts]
+        if self.backing.is_private:
+            self._copy_tables()
         self.after_end.fill_(-1)
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
         self.restore(tables, self.kept, has_starts, self._damaged)
         self.resume()
+
+    def _copy_tables(self) -> None:
+        """Copy what tells of the rows: another process may go on writing, and what it overwrites is not held here."""
+        tables = (self.counters, self.episodes, self.free_slots, self.blocks["episode"])
+        self.counters, self.episodes, self.free_slots, self.blocks["episode"] = (table.clone() for table in tables)
+        self._view_counters()
+        written, _, current, *_ = self.backing.zeros("counters", (5, self.lanes), torch.int64)  # as they are by now
+        torch.maximum(self.begun, written - self.steps + (current == WRITING), out=self.begun)
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
