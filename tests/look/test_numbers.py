@@ -57,6 +57,12 @@ def test_outliers_are_told_from_the_middle_half_and_are_not_in_the_histogram():
     assert (numbers.least, numbers.most, numbers.low, numbers.high) == (-500.0, 1000.0, 0.0, 4.0)
 
 
+def test_where_there_are_none_the_histogram_has_all_numbers():
+    numbers = numbers_of(np.array([0.0, 1.0, 2.0, 3.0, 4.0, 1000.0, -500.0]), has_outliers=False)
+    assert (numbers.fences, numbers.outliers, numbers.low, numbers.high) == (None, 0, -500.0, 1000.0)
+    assert sum(numbers.histogram) == 7
+
+
 def test_where_half_of_the_numbers_are_equal_none_is_an_outlier():
     assert numbers_of(np.array([0.0] * 90 + [1.0] * 10)).outliers == 0  # sparse rewards
 

@@ -102,6 +102,11 @@ def test_of_a_large_storage_it_has_the_episodes_of_most_interest(tmp_path, monke
     assert page.storage["notes"][-1].startswith(f"The steps of {len(page.episodes)} of 6 listed episodes are in this")
 
 
+def test_no_more_is_read_than_some_gigabytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(excerpts, "_MOST_READ", 1)
+    assert page_of(filled(), tmp_path).episodes == [5]  # the newest
+
+
 def test_of_a_long_episode_the_last_steps_are_shown_and_the_rest_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(excerpts, "_MOST_STEPS", 2)
     episode = page_of(filled(), tmp_path).episode(2)  # env 0, steps 3 to 7

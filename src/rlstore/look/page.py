@@ -22,7 +22,7 @@ from rlstore.look.subject import Subject
 from rlstore.look.summary import EpisodesSeen, FieldSeen, PrioritiesSeen, Summary, summarize
 
 # One program, in this order.
-_SCRIPTS = ("data", "elements", "chart", "overview", "list", "tracks", "player", "main")
+_SCRIPTS = ("data", "elements", "chart", "overview", "film", "list", "tracks", "player", "main")
 
 
 def write_page(subject: Subject, path: str | os.PathLike[str]) -> Summary:

@@ -224,8 +224,9 @@ def _episodes_of(subject: Subject) -> EpisodesSeen:
     end = np.where(is_over, BROKEN_OFF, GOING_ON)
     end = np.select([terminated & truncated, terminated, truncated], [BOTH, TERMINATED, TRUNCATED], end)
     total = listed.returns.flatten(1).sum(1).numpy() if listed.returns.dim() > 1 else listed.returns.numpy()
+    lengths = numbers_of(listed.lengths.numpy())
     arrays = (index.numpy(), listed.envs.numpy(), listed.lengths.numpy(), total, end, listed.is_whole.numpy())
-    return EpisodesSeen(listed, *arrays, len(listing), numbers_of(total), numbers_of(listed.lengths.numpy()))
+    return EpisodesSeen(listed, *arrays, len(listing), numbers_of(total, has_outliers=False), lengths)
 
 
 def _priorities_of(subject: Subject, rows: Tensor) -> PrioritiesSeen | None:
@@ -238,7 +239,7 @@ def _priorities_of(subject: Subject, rows: Tensor) -> PrioritiesSeen | None:
     values = of(chosen).numpy()
     ages = (newest[chosen % lanes] - chosen // lanes).numpy()
     what = "transitions" if windows is None else "windows"
-    return PrioritiesSeen(what, numbers_of(values), int((values == 0).sum()), _by_age(values, ages))
+    return PrioritiesSeen(what, numbers_of(values, has_outliers=False), int((values == 0).sum()), _by_age(values, ages))
 
 
 def _by_age(values: Array, ages: Array) -> list[AgeSeen]:

@@ -4,6 +4,8 @@ function showOverview(storage, episodes, open) {
   const view = byId('overview');
   view.append(element('div.tiles', {}, ...tiles(storage, episodes)));
   if (episodes.count) view.append(...returnPanels(episodes, open));
+  const film = element('section.panel', { hidden: '' });
+  view.append(film);
   view.append(fieldPanel(storage));
   if (storage.priorities) view.append(...priorityPanels(storage.priorities));
   if (storage.stats.length) {
@@ -12,6 +14,7 @@ function showOverview(storage, episodes, open) {
   view.append(listPanel(storage.kind, 'as it was created', storage.settings));
   const notes = storage.notes.map((note) => element('p.soft', {}, note));
   view.append(element('div.notes', { 'aria-label': 'What was looked at' }, ...notes));
+  return showFilm(film, episodes, open);
 }
 
 function tile(title, big, ...rest) {
