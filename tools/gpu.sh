@@ -44,7 +44,7 @@ assert torch.cuda.is_available(), "no CUDA device"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
 
 tests() {
-    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat tests/contract
+    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat tests/contract tests/data/test_data_on_cuda.py
     # Without the plugin pytest-benchmark, which some machines have installed and which does not run with xdist.
     "$python" -m pytest -p no:cacheprovider -p no:benchmark --numprocesses "${JOBS:-$(nproc)}" --dist worksteal \
         --junitxml="$out/tests.xml" "$@"
