@@ -347,7 +347,7 @@ class EpisodeRing(Protocol):
             steps: The steps that there are.
             begin: The first to write.
             end: One past the last.
-            resumed: None of them is a reset step, and none need continue what is held.
+            resumed: None of them is a reset step, and the first need not continue what is held.
             checked: Whether all values are tensors that fit. If not, a version that does not check all of them before
                 it writes one says that the first does not fit.
 
