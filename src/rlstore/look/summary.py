@@ -146,12 +146,17 @@ def summarize(subject: Subject) -> Summary:
     fields = [field for name in subject.steps.names for field in _fields_of(subject, name, looked)] if len(rows) else []
     episodes = _episodes_of(subject)
     notes = [*subject.notes, *_notes(len(rows), len(looked), fields, episodes)]
-    by_env = torch.zeros(max(subject.envs, 1), dtype=torch.int64)
-    listing = subject.episodes  # of all, while those in `episodes` may be a sample
-    by_env.index_add_(0, listing.envs, listing.lengths)
-    held_by = (int(by_env.min()), int(by_env.max()))
+    held_by = _held_by(subject)
     priorities = _priorities_of(subject, rows) if len(rows) else None
     return Summary(subject, len(rows), held_by, len(looked), fields, episodes, priorities, notes)
+
+
+def _held_by(subject: Subject) -> tuple[int, int]:
+    listing = subject.episodes
+    envs, place = listing.envs.unique(return_inverse=True)
+    held = torch.zeros(len(envs), dtype=torch.int64).index_add_(0, place, listing.lengths)
+    least = int(held.min()) if 0 < len(envs) >= subject.envs else 0  # others hold nothing
+    return least, int(held.max()) if len(envs) else 0
 
 
 def evenly(rows: Tensor, most: int) -> Tensor:
