@@ -24,7 +24,10 @@ MOST_EPISODES = 50_000  # that are listed
 _AGES = 24
 # What is no field of its own: flags, which are told by how episodes end, and what another row has.
 NOT_FIELDS = frozenset(
-    ("terminated", "truncated", "next_observations", "final_observations", "final_values", "masks", "rows")
+    (
+        *("terminated", "truncated", "reset_steps", "masks", "rows"),
+        *("next_observations", "final_observations", "final_values"),
+    )
 )
 GOING_ON, TERMINATED, TRUNCATED, BROKEN_OFF, BOTH = range(5)  # how episodes end
 END_NAMES = ("going on", "terminated", "truncated", "broken off", "both flags")
