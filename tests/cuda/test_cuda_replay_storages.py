@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import numpy as np
 import pytest
 import replay_play
 import torch
@@ -135,3 +137,22 @@ def test_writers_of_this_process_add_what_the_storage_would(on_triton):
         writer.close()
     written.add(*step_of, {}, following)
     assert len(written) == 18
+
+
+def test_episodes_are_loaded_as_by_the_cpu(on_triton):
+    """Numbers, flags and vectors of one lane, some of whose terminated episodes lack their final observation."""
+    ids = np.arange(12)
+    arrays = {
+        "observations": np.stack([ids, -ids], 1).astype(np.float32),
+        "actions": ids % 3,
+        "rewards": (ids / 4).astype(np.float32),
+        "terminals": ids % 6 == 3,
+        "timeouts": ids == 11,
+    }
+    made = []
+    for device in ("cpu", on_triton()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the step that is left out
+            made.append(ReplayStorage.from_arrays(arrays, device=device))
+    assert type(made[1]._ring_of().kernel) is cuda.OPERATIONS["EpisodeRing"]
+    assert_same(look(made[1]), look(made[0]))

@@ -82,6 +82,14 @@ def test_what_is_shown_in_the_terminal(capsys, tmp_path):
     assert "storage_size 40" in " ".join(lines)
 
 
+def test_in_a_narrow_terminal_names_are_whole(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    filled().save(tmp_path / "saved")
+    lines = shown(capsys, tmp_path / "saved")[1].splitlines()
+    assert any(re.match(r"rewards +float32 \S.* 0 +0.555 +1.11", line) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_nan_and_outliers_are_named(capsys, tmp_path):
     storage = rlstore.ReplayStorage(gym.spaces.Box(-1e9, 1e9, (3,)), gym.spaces.Discrete(2), storage_size=100)
     for i in range(60):

@@ -16,7 +16,7 @@ from rlstore.engine.disk.mapped import PrivateFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError, SnapshotError
 from rlstore.look.kept_steps import KeptSteps
 from rlstore.look.subject import Subject, of_mapped, of_storage
 from rlstore.replay.held_steps import RingSteps
@@ -86,7 +86,10 @@ def _mapped(directory: Directory) -> Iterator[Subject]:
             files.close()
             if look == _LOOKS - 1:
                 raise
-        except (LookupError, TypeError, ValueError) as error:
+        except DoesNotFitError:
+            files.close()
+            raise
+        except Exception as error:  # nothing that a folder says is trusted
             files.close()
             raise _no_schema(directory, error) from error
     try:

@@ -82,17 +82,22 @@ class Steps:
             first.lacks_finals,
         )
 
-    def values(self) -> tuple[Any, ...]:
-        """The values ``[steps, 1, ...]`` in the order in which a kernel that writes one lane takes them."""
+    def _values(self) -> tuple[Array | None, ...]:
+        """The values ``[steps, ...]`` in the order in which a kernel takes them."""
         # With a final observation, no step that follows is taken for a reset.
         finals = (*self.observations, self.terminated) if self.lacks_finals else (*self.following, None)
         flags = (self.terminated, self.truncated, self.taken)
-        given = (*self.observations, *self.following, *self.columns, *flags, *finals)
-        return tuple(None if value is None else value[:, None] for value in given)
+        return (*self.observations, *self.following, *self.columns, *flags, *finals)
+
+    def values(self) -> tuple[Any, ...]:
+        """The values ``[steps, 1, ...]`` for a kernel that writes one lane."""
+        return tuple(None if value is None else value[:, None] for value in self._values())
 
     def tensors(self, device: torch.device) -> tuple[Tensor | None, ...]:
         """The same as tensors on a device."""
-        return tuple(None if value is None else as_tensor(value, "steps").to(device) for value in self.values())
+        # The axis of the lane comes last: numpy gives it a stride of 0, which kernels do not take.
+        tensors = (None if value is None else as_tensor(value, "steps").to(device) for value in self._values())
+        return tuple(None if tensor is None else tensor.unsqueeze(1) for tensor in tensors)
 
 
 def as_array(value: Any, name: str) -> Array:
