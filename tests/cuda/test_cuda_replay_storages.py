@@ -12,7 +12,14 @@ import torch
 from gymnasium import spaces
 from replay_play import flat, make, play
 
-from rlstore import ReplayStorage, RowNotHeldError, Storage, kernels
+from rlstore import (
+    PrioritizedReplayStorage,
+    ReplayStorage,
+    RowNotHeldError,
+    SequenceReplayStorage,
+    Storage,
+    kernels,
+)
 from rlstore.engine.rows import episode_ring
 from rlstore.kernels import cuda
 
@@ -156,3 +163,39 @@ def test_episodes_are_loaded_as_by_the_cpu(on_triton):
             made.append(ReplayStorage.from_arrays(arrays, device=device))
     assert type(made[1]._ring_of().kernel) is cuda.OPERATIONS["EpisodeRing"]
     assert_same(look(made[1]), look(made[0]))
+
+
+@pytest.mark.parametrize(("kind", "lanes"), [(PrioritizedReplayStorage, 2), (SequenceReplayStorage, 1)])
+def test_episodes_are_added_as_on_the_cpu(kind, lanes, on_triton):
+    """Also more of them than there are episode indices for at first, and more than fit."""
+    options = {"sequence_length": 3, "alpha": 0.5} if kind is SequenceReplayStorage else {}
+    box = spaces.Box(-1e9, 1e9, (2,), np.float32)
+    lengths = [5, 9, 2, 7, 4, 12] * (10 if torch.cuda.is_available() else 1)
+    episodes = [
+        {
+            "observations": torch.arange(2.0 * length + 2).view(-1, 2) + 100 * index,
+            "actions": torch.arange(length),
+            "rewards": torch.arange(length) + 0.5 * length,
+            "terminated": length % 2 == 0,
+            "truncated": length % 3 == 0,
+        }
+        for index, length in enumerate(lengths)
+    ]
+
+    def made(place):
+        """Everything that is served."""
+        sizes = {"storage_size": 5 * len(lengths), "num_envs": lanes, "batch_size": 9}
+        storage = kind(box, spaces.Discrete(20), place, **sizes, seed=1, **options)
+        if lanes == 1:  # an open episode is cut off
+            storage.add(*(torch.zeros(1, 2), [0], [0.0], [False], [False], {}, torch.zeros(1, 2)))
+        assert storage.add_episodes(episodes) == sum(lengths)
+        listed = storage.episodes()
+        listing = [getattr(listed, name) for name in ("envs", "lengths", "terminated", "truncated", "is_over")]
+        fields = [field for e in listed for field in (e.observations, e.actions, e.final_observations)]
+        batches = [tensor for _ in range(2) for tensor in flat(storage.sample())]
+        return type(storage._ring_of().kernel), [storage.held_rows(), *listing, *fields, *batches]
+
+    _, truth = made("cpu")
+    version, mine = made(on_triton())
+    assert version is cuda.OPERATIONS["EpisodeRing"]
+    assert_same(mine, truth)

@@ -76,3 +76,36 @@ def test_everything_held_is_the_same_and_goes_from_one_to_the_other(name, on_por
     if name.startswith("hindsight"):
         loaded.compute_reward = storage.compute_reward
     assert_same(flat(loaded.sample()), batch)
+
+
+@pytest.mark.parametrize(("kind", "lanes"), [(PrioritizedReplayStorage, 1), (SequenceReplayStorage, 2)])
+def test_episodes_are_added_as_natively(kind, lanes, on_portable):
+    options = {"sequence_length": 3, "alpha": 0.5} if kind is SequenceReplayStorage else {}
+    box = spaces.Box(-1e9, 1e9, (2,), "float32")
+    episodes = [
+        {
+            "observations": torch.arange(2.0 * length + 2).view(-1, 2) + 100 * length,
+            "actions": torch.arange(length),
+            "rewards": torch.arange(length) + 0.5 * length,
+            "terminated": length % 2 == 0,
+            "truncated": length % 3 == 0,
+        }
+        for length in (5, 9, 2, 7, 4, 12)
+    ]
+
+    def made():
+        """Everything that is served."""
+        sizes = {"storage_size": 30 * lanes, "num_envs": lanes, "batch_size": 9}
+        storage = kind(box, spaces.Discrete(20), **sizes, seed=1, **options)
+        storage.add_episodes(episodes)
+        listed = storage.episodes()
+        listing = [getattr(listed, name) for name in ("envs", "lengths", "terminated", "truncated", "is_over")]
+        fields = [field for e in listed for field in (e.observations, e.actions, e.final_observations)]
+        batches = [tensor for _ in range(3) for tensor in flat(storage.sample())]
+        return type(storage._ring_of().kernel), [storage.held_rows(), *listing, *fields, *batches]
+
+    _, truth = made()
+    on_portable()
+    version, mine = made()
+    assert version is PORTABLE["EpisodeRing"]
+    assert_same(mine, truth)

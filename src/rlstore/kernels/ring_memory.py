@@ -22,7 +22,7 @@ from rlstore.kernels.protocol import (
     Priorities,
     WindowIndex,
 )
-from rlstore.kernels.rules import NO_RULES, Rule
+from rlstore.kernels.rules import NO_RULES, Rule, obeys
 
 # How an episode ended, as bits; and what was before its first frame.
 TERMINATED, TRUNCATED = 1, 2
@@ -31,6 +31,8 @@ KEPT, REPEATED, ZEROS = 0, -1, -2
 STOP, END = 1, 2
 # What the step after an end is: a reset step if it looks like one, always.
 DETECT, ALWAYS = 0, 1
+
+_RUN_BYTES = 1 << 21  # elements of observations, roughly, that are compared and copied at once
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -147,7 +149,7 @@ class RingMemory:
     def write_steps(
         self, values: tuple[object, ...], steps: int, begin: int, end: int, resumed: bool, checked: bool
     ) -> tuple[int, int]:
-        """Write the step ``begin``: see the protocol."""
+        """Write the step ``begin``, and with ``resumed`` what continues it in a single lane: see the protocol."""
         if not checked:
             return begin, 0
         row = tuple(value[begin] if isinstance(value, Tensor) else None for value in values)
@@ -155,7 +157,57 @@ class RingMemory:
         if resumed:
             self._after_end[... if mask is None else mask.to(self.home) != 0] = -1 if begin else RESUMED
         outcome = self.write(row)
-        return begin + (outcome in (WRITTEN, WRITTEN_WITH_BREAK)), outcome
+        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+            return begin, outcome
+        done = begin + 1
+        if resumed and self.lanes == 1:
+            done += self._write_run([v if isinstance(v, Tensor) else None for v in values], done, end)
+        return done, outcome
+
+    def _write_run(self, values: Sequence[Tensor | None], begin: int, end: int) -> int:
+        """Write the steps from ``begin`` on that continue the episode of the single lane, without one that ends it.
+
+        They are written all at once, as far as no row is overwritten; a device is waited for. Returns how many.
+        """
+        leaves, columns = len(self.leaves), len(self.columns)
+        most = min(end - begin, self._room, max(_RUN_BYTES // (sum(leaf.size for leaf in self.leaves) + 1), 1))
+        if most <= 0 or any(leaf.stack > 1 for leaf in self.leaves):
+            return 0
+        given = [None if value is None else value[begin : begin + most].detach() for value in values]
+        fields = [*self.leaves, *self.leaves, *self.columns]
+        rows = [raw(v).reshape(most, f.size) for v, f in zip(given, fields, strict=False) if v is not None]
+        observations, following = rows[:leaves], rows[leaves : 2 * leaves]
+        flags = [v.reshape(most) != 0 for v in given[2 * leaves + columns :][:3] if v is not None]
+        stops = flags[0] | flags[1] | ~flags[2] if len(flags) > 2 else flags[0] | flags[1]
+        place = (self.written % self.rows).to(self.device)
+        for leaf, now, after in zip(self.leaves, observations, following, strict=True):
+            stops = stops | (torch.cat((leaf.rows[0, place], after[:-1])) != now).any(1)
+        for index, rule in self.rules.items():  # what breaks one is for write() to refuse or count
+            column, value = self.columns[index], given[2 * leaves + index]
+            if value is not None:
+                stops = stops | ~obeys(value.reshape(most, *column.shape), rule).view(most, -1).all(1)
+        until = torch.where(stops.any(), stops.byte().argmax(), most).reshape(1).to(self.home)
+        counters = (self.written, self.begun, self._current)
+        numbers: list[int] = torch.cat((until, *(counter.to(until) for counter in counters))).tolist()
+        until_step, written, begun, slot = numbers
+        first = written % self.rows
+        count = min(until_step, self.kept - (written - begun), self.rows - 1 - first)
+        if slot < 0 or count <= 0:
+            return 0
+        for leaf, now, after in zip(self.leaves, observations, following, strict=True):
+            leaf.rows[0, first : first + count] = now[:count]
+            leaf.rows[0, first + count] = after[count - 1]
+        for column, value in zip(self.columns, rows[2 * leaves :], strict=True):
+            column.rows[0, first : first + count] = value[:count]
+        self._episode_of[0, first : first + count] = slot
+        self._after_end.fill_(-1)
+        self.written += count
+        self._room -= count
+        self._tell_of_run()
+        return count
+
+    def _tell_of_run(self) -> None:
+        """Rows were written that :meth:`write` does not know of."""
 
     def append(self, values: tuple[object, ...]) -> int:
         """Nothing: see :meth:`guard_with`."""

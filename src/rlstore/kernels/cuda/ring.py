@@ -464,6 +464,10 @@ class EpisodeRing(RingMemory):
             (1, 1, 1), self.device, counters[0], counters[1], counters[4], self.ends, self.words, self._marks
         )
 
+    def _tell_of_run(self) -> None:
+        """Rows were written that :meth:`write` does not know of."""
+        self._refresh()
+
     def watch(self, written: Tensor) -> None:
         """Not here: other processes write to memory of the CPU alone."""
         raise NotImplementedError("rings on a device have no writers in other processes")

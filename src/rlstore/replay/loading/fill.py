@@ -42,7 +42,7 @@ def store(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
     episodes = stored = lost = 0
     try:
         for given in bar.over(source.given(fields, checked=not source.is_repeatable), "Storing", source.count):
-            for steps in given.pieces(alone=lanes.takes_alone):
+            for steps in given.pieces(alone=lanes.takes_alone, copied=lanes.copies):
                 lanes.append(steps)
                 stored += steps.count
             episodes, lost = episodes + 1, lost + given.lost

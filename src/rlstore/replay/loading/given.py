@@ -18,8 +18,8 @@ from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, held, is
 
 _FLAGS = ("terminated", "truncated")
 _HOST = torch.device("cpu")
-# Of rows that are written at a time, where they are as they are held, and where they are converted.
-_READY_BYTES, _CONVERTED_BYTES = 1 << 30, 32 << 20
+# Of rows that are written at a time, where they are as they are held, and where they are copied for it.
+_READY_BYTES, _COPIED_BYTES = 1 << 30, 32 << 20
 
 
 class Given:
@@ -150,12 +150,12 @@ class Given:
 
     # ---------------------------------------------------------------------------------------------- pieces
 
-    def pieces(self, *, alone: bool) -> Iterator[Steps]:
-        """Whole episodes, one after another: each ``alone``, or many at a time."""
+    def pieces(self, *, alone: bool, copied: bool) -> Iterator[Steps]:
+        """Whole episodes, one after another: each ``alone``, or many at a time; fewer if they will be ``copied``."""
         if self._is_episode:
             yield from self._piece(0, self._steps)
             return
-        most, first, last = 1 if alone else self._most_at_once(), 0, 0
+        most, first, last = 1 if alone else self._most_at_once(copied), 0, 0
         for stop in self._stops().tolist():
             # Nothing follows the very last step: its episode is copied, and no more.
             is_end = self._lacks_finals and stop == self._steps
@@ -174,13 +174,13 @@ class Given:
         stops: np.ndarray[Any, np.dtype[np.int64]] = np.flatnonzero(ended.view(np.bool_)) + 1
         return stops
 
-    def _most_at_once(self) -> int:
-        """The steps to write at a time: fewer where values are converted, in memory that is taken for it."""
+    def _most_at_once(self, copied: bool) -> int:
+        """The steps to write at a time: fewer where values are converted or copied, in memory that is taken for it."""
         named = [*zip(self._fields.observations, self._observations, strict=True)]
         named += zip(self._fields.columns, self._columns, strict=True)
         nbytes = sum(field.dtype.itemsize * math.prod(field.shape) for field, _ in named)
-        is_ready = all(is_held_as_it_is(field, value) for field, value in named)
-        return max((_READY_BYTES if is_ready else _CONVERTED_BYTES) // max(nbytes, 1), 1)
+        is_ready = not copied and all(is_held_as_it_is(field, value) for field, value in named)
+        return max((_READY_BYTES if is_ready else _COPIED_BYTES) // max(nbytes, 1), 1)
 
     def _piece(self, first: int, stop: int) -> Iterator[Steps]:
         taken = None if self._taken is None else self._taken[first:stop]
@@ -257,7 +257,7 @@ def _check(field: Field, value: Array) -> None:
         )
     if field.rule is not None or not (is_held_as_it_is(field, value) or _is_rounded(field, value)):
         # What is converted for it is not held all at once.
-        size = max(_CONVERTED_BYTES // max(field.dtype.itemsize * math.prod(field.shape), 1), 1)
+        size = max(_COPIED_BYTES // max(field.dtype.itemsize * math.prod(field.shape), 1), 1)
         for first in range(0, len(value), size):
             part = value[first : first + size]
             try:

@@ -33,6 +33,7 @@ class Lanes:
 
     Attributes:
         takes_alone: Whether it takes episodes one by one.
+        copies: Whether values are copied to a device before they are written.
         has_broken: Whether the observations of an episode did not continue it.
     """
 
@@ -56,6 +57,7 @@ class Lanes:
         self._written = 0
         # Where each goes to the lane with the fewest rows, or to the disk before it can be overwritten.
         self.takes_alone = kept is not None or ring.lanes > 1
+        self.copies = ring.device.type != "cpu"
         self.has_broken = False
 
     def append(self, steps: Steps) -> None:

@@ -101,13 +101,13 @@ class Steps:
 
 
 def as_array(value: Any, name: str) -> Array:
-    """The value as an array of numbers, without a copy if it is one.
+    """The value as an array of numbers in the host's memory, without a copy if it is one.
 
     Raises:
         InvalidInputError: If it cannot be one.
     """
     is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
-    return value if is_array else as_tensor(value, name)
+    return value if is_array else as_tensor(value, name).cpu()
 
 
 def is_held_as_it_is(field: Field, value: Array) -> bool:
@@ -116,7 +116,7 @@ def is_held_as_it_is(field: Field, value: Array) -> bool:
         return False
     if isinstance(value, np.ndarray):
         return value.dtype == _numpy_dtype(field.dtype) and value.flags.c_contiguous
-    return bool(value.dtype == field.dtype and value.is_contiguous() and value.device.type == "cpu")
+    return bool(value.dtype == field.dtype and value.is_contiguous())
 
 
 @cache
@@ -144,5 +144,4 @@ def joined(parts: Sequence[Array]) -> Array:
     """One array after another."""
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(parts)
-    tensors = [as_tensor(part, "steps") for part in parts]
-    return torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+    return torch.cat([as_tensor(part, "steps") for part in parts])
