@@ -151,7 +151,7 @@ class EpisodeRing {
     int64_t outcome = kDone;
     for (int64_t step = begin; step < end;) {
       for (int64_t lane = 0; resumed && lane < lanes_.lanes; lane++)
-        if (!has_mask_ || mask_[step * lanes_.lanes + lane]) lanes_.after_end[lane] = step ? -1 : kResumed;
+        if (!has_mask_ || mask_.at[step * lanes_.lanes + lane]) lanes_.after_end[lane] = step ? -1 : kResumed;
       const int64_t written = write_found(static_cast<size_t>(step));
       if (written != kDone && written != kDoneWithBreak) return {step, step > begin ? outcome : written};
       if (written == kDoneWithBreak) outcome = written;
@@ -253,6 +253,18 @@ class EpisodeRing {
   }
 
  private:
+  // Flags as bytes: those of the caller, or converted ones. They are true if they are not 0.
+  struct Flags {
+    Given given;
+    std::vector<uint8_t> bytes;
+    const uint8_t* at = nullptr;
+    uint8_t* make(size_t count) {
+      bytes.resize(std::max(bytes.size(), count));
+      at = bytes.data();
+      return bytes.data();
+    }
+  };
+
   // Finds the memory of all values of so many steps, or (0) of a step without an axis for steps; returns -1, or the index of the
   // first value that must be converted or refused.
   int64_t find_values(nb::tuple values, size_t steps) {
@@ -309,8 +321,10 @@ class EpisodeRing {
   // Writes the steps from `begin` on that continue the episode of the single lane, as far as they may be written at once; returns
   // how many.
   int64_t write_run(int64_t begin, int64_t end) {
-    constexpr int64_t kTogether = 256;  // steps that are compared and then copied while they are in the cache
-    const int64_t most = std::min({end - begin, room_, kTogether});
+    constexpr size_t kTogether = 128 << 10;  // bytes that are compared and then copied while they are in the cache
+    size_t bytes = 1;
+    for (const Observation& leaf : leaves_) bytes += leaf.frame_bytes();
+    const int64_t most = std::min({end - begin, room_, static_cast<int64_t>(kTogether / bytes) + 1});
     if (most <= 0 || lanes_.current[0] < 0) return 0;
     fill_step(static_cast<size_t>(begin));
     const int64_t count = count_continuing(lanes_, leaves_, step_, most);
@@ -373,32 +387,37 @@ class EpisodeRing {
     return read_value(value, given, &asking_) && !given->strides && fits_step(*given, shape) && given->become(dtype);
   }
 
-  bool find_flags(PyObject* value, size_t lanes, std::vector<uint8_t>* flags) {
+  // Flags of one byte are read where they are.
+  bool find_flags(PyObject* value, size_t lanes, Flags* flags) {
     static const std::vector<int64_t> scalar;
-    Given& given = flag_;
+    Given& given = flags->given;
     if (!read_value(value, &given, &asking_) || given.strides || !can_be_flag(given.dtype) || !fits_step(given, scalar)) return false;
+    if (given.dtype.bits == 8) {
+      flags->at = reinterpret_cast<const uint8_t*>(given.memory);
+      return true;
+    }
     if (!is_nan_free(given.memory, given.dtype, lanes)) return false;
-    flags->resize(lanes);
-    write_flags(flags->data(), given.memory, given.dtype, lanes);
+    write_flags(flags->make(lanes), given.memory, given.dtype, lanes);
     return true;
   }
 
   // Reads a list of final observations, as vector environments give it: None for lanes without one. False if it is none.
   bool find_listed_finals(PyObject* value) {
     const size_t lanes = moves_.size(), bytes = leaves_[0].stack_bytes();
-    Given &list = flag_, &finals = givens_.back();
+    Given &list = list_, &finals = givens_.back();
     list.release();
     if (!read_objects(value, lanes, &list)) return false;
     finals.copy.resize(std::max(finals.copy.size(), lanes * bytes));
-    has_final_.assign(lanes, 0);
+    uint8_t* has_final = has_final_.make(lanes);
     for (size_t lane = 0; lane < lanes; lane++) {
       const nb::object entry = object_at(value, lane, list);
+      has_final[lane] = 0;
       if (entry.is_none()) continue;
       if (!entry.is_valid() || !read_value(entry.ptr(), &entry_, &asking_) || entry_.strides || !has_shape(entry_, 1, leaf_shapes_[0]) ||
           !entry_.become(leaves_[0].block.dtype))
         return false;
       memcpy(finals.copy.data() + lane * bytes, entry_.memory, bytes);
-      has_final_[lane] = 1;
+      has_final[lane] = 1;
     }
     finals.memory = finals.copy.data(), some_final_ = true;
     return true;
@@ -410,7 +429,7 @@ class EpisodeRing {
     if (rule.holds(memory, lanes)) return true;
     if (!has_mask_) return false;
     for (size_t lane = 0; lane < lanes; lane++)
-      if (mask_[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
+      if (mask_.at[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
     return true;
   }
 
@@ -424,8 +443,8 @@ class EpisodeRing {
       if (has_finals_) step_.finals[k] = givens_[leaves * 2 + columns_.size() + k].memory + offset;
     }
     for (size_t k = 0; k < columns_.size(); k++) step_.columns[k] = givens_[leaves * 2 + k].memory + first * columns_[k].bytes;
-    step_.terminated = terminated_.data() + first, step_.truncated = truncated_.data() + first;
-    step_.mask = has_mask_ ? mask_.data() + first : nullptr, step_.has_final = some_final_ ? has_final_.data() + first : nullptr;
+    step_.terminated = terminated_.at + first, step_.truncated = truncated_.at + first;
+    step_.mask = has_mask_ ? mask_.at + first : nullptr, step_.has_final = some_final_ ? has_final_.at + first : nullptr;
     step_.rewards = reinterpret_cast<const float*>(step_.columns[reward_]);
     step_.reward_width = columns_[reward_].bytes / sizeof(float);
   }
@@ -439,7 +458,8 @@ class EpisodeRing {
     }
     ~Writing() {
       for (Given& given : ring->givens_) given.release(), given.shrink();
-      ring->flag_.release(), ring->entry_.release();
+      for (Flags* flags : {&ring->terminated_, &ring->truncated_, &ring->mask_, &ring->has_final_}) flags->given.release(), flags->given.shrink();
+      ring->list_.release(), ring->entry_.release();
       ring->writing_ = false;
     }
   };
@@ -459,11 +479,11 @@ class EpisodeRing {
   int64_t first_;
   Step step_;
   std::vector<Move> moves_;
-  std::vector<uint8_t> terminated_, truncated_, mask_, has_final_;
+  Flags terminated_, truncated_, mask_, has_final_;
   bool has_mask_ = false, has_finals_ = false, some_final_ = false;  // of the values that were found
   int64_t steps_ = 0;  // their first axis, or 0 if they have none for steps
   std::vector<Given> givens_;
-  Given flag_, entry_;
+  Given list_, entry_;
   Asking asking_;
   std::vector<Rule> rules_;
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 from data_episodes import ACTIONS, CASES, FLAT, Case, assert_same, contents, episode_of, flat
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rlstore
 from rlstore import ReplayStorage
 
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 LENGTHS = (5, 7, 1, 6, 8, 2, 9)
+FLAT_ONE = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
 def joined(episodes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -224,3 +229,61 @@ def test_a_folder_with_a_storage_is_left_alone(tmp_path: Any) -> None:
     box = rlstore.ReplayStorage.from_arrays(arrays).observation_space
     reopened = ReplayStorage(box, {"shape": (1,), "type": "Box"}, storage_size=6, **options)
     assert len(reopened) == 6
+
+
+def expected_of(ended: list[int], following: list[float] | None) -> list[tuple[float, ...]]:
+    """What is stored of steps 0, 1, 2...; ``ended`` has bit 0 where one terminated and bit 1 where it was truncated.
+
+    Each is an observation, the next one, and how its episode ended: 1 terminated, 2 truncated, 3 both, 4 cut off.
+    """
+    stored: list[tuple[float, ...]] = []
+    count = len(ended)
+    for step, how in enumerate(ended):
+        if following is not None:
+            goes_on = step + 1 < count and following[step] == step + 1
+            stored.append((step, following[step], how if how or goes_on else 4))
+        elif how & 1:
+            stored.append((step, step, how))
+        elif not how and step + 1 < count:
+            is_lost = ended[step + 1] == 2
+            stored.append((step, step + 1, 2 if is_lost else 4 if step + 2 == count and not ended[step + 1] else 0))
+    return stored
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=1, max_size=30),
+    st.one_of(st.none(), st.lists(st.sampled_from([True, True, True, False]), min_size=30, max_size=30)),
+    st.sampled_from([1, 3]),
+    st.sampled_from([60, 1 << 30]),
+)
+def test_arrays_are_what_a_simple_model_makes_of_them(ended, goes_on, lanes, piece):
+    count = len(ended)
+    following = None
+    if goes_on is not None:
+        following = [step + (1.0 if is_next else 0.5) for step, is_next in enumerate(goes_on[:count])]
+    arrays = {
+        "observations": observed(*range(count)),
+        "actions": np.arange(count),
+        "rewards": np.arange(count) / 2,
+        "terminals": [how & 1 for how in ended],
+        "timeouts": [how & 2 for how in ended],
+        **({} if following is None else {"next_observations": np.array(following)[:, None]}),
+    }
+    expected = expected_of(ended, following)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", UserWarning)
+        patch.setattr("rlstore.replay.loading.given._READY_BYTES", piece)
+        patch.setattr("rlstore.replay.loading.given._COPIED_BYTES", piece)
+        storage = ReplayStorage.from_arrays(arrays, FLAT_ONE, ACTIONS, num_envs=lanes)
+    found = []
+    for episode in storage.episodes():
+        assert episode.is_over
+        steps = storage[episode.rows]
+        now, then = (steps[name].flatten().tolist() for name in ("observations", "next_observations"))
+        how = episode.terminated + 2 * episode.truncated or 4
+        *before, last = [(one, other, 0) for one, other in zip(now, then, strict=True)]
+        found += [*before, (*last[:2], how)]
+        assert torch.equal(steps["actions"], steps["observations"].flatten().long())
+        assert torch.equal(steps["rewards"].flatten() * 2, steps["observations"].flatten())
+    assert sorted(found) == expected

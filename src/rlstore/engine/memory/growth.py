@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,11 @@ class Growth:
         self._blocks, self._tables, self._since, self._count, self._rows = blocks, tables, since, count, rows
         self._taken = self._bytes_of(count)
 
+    @cached_property
+    def _ram(self) -> tuple[int, str] | None:
+        """What is free, and where that was found; it is looked at once, which takes a millisecond."""
+        return capacity.free_ram()
+
     @property
     def taken(self) -> int:
         """Bytes of all rows, without tables."""
@@ -93,7 +99,7 @@ class Growth:
         """
         left = self._rows - int(self._count.min())
         remaining = self.more(left)
-        ram = capacity.free_ram() if remaining >= capacity.MUCH else None
+        ram = self._ram if remaining >= capacity.MUCH else None
         if ram is None:
             return ENDLESS
         free, where = ram
@@ -110,7 +116,7 @@ class Growth:
     def require(self, steps: int, owner: str, held: str) -> None:
         """Refuse so many steps, each of which may be an episode, if there is not enough memory for all of them."""
         more = self.more(steps) + min(steps, self._rows) * sum(table.row_bytes for table in self._tables)
-        ram = capacity.free_ram() if more >= capacity.MUCH else None
+        ram = self._ram if more >= capacity.MUCH else None
         if ram is not None and more > ram[0] - RESERVE:
             raise self._refusal(more, f"{owner} holds {held}", f"{steps:,} more steps may need", *ram)
 
