@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import gymnasium
@@ -72,6 +73,9 @@ def test_every_class_is_read_back_and_holds_the_same_again(name):
     assert_same(without_row_ids(copied(name, source)), without_row_ids(storage))
 
 
+@pytest.mark.skipif(
+    "jpeg_encoding" not in inspect.signature(minari.create_dataset_from_buffers).parameters, reason="Minari 0.5.4"
+)
 def test_images_are_kept_as_they_are():
     """Minari's own way is JPEG, which changes them."""
     rng = np.random.default_rng(0)
@@ -89,10 +93,9 @@ def test_minari_before_its_images_without_loss(monkeypatch):
         return create(dataset_id, buffer, observation_space=observation_space, action_space=action_space)
 
     monkeypatch.setattr(minari, "create_dataset_from_buffers", old)
-    storage = make("replay of a nest")
-    fill(storage, "replay of a nest")
+    nest = spaces.Dict({"camera": spaces.Tuple([spaces.Box(0, 255, (32, 40, 3), np.uint8)])})
     with pytest.raises(InvalidInputError, match=r"keeps images as JPEG, which changes them.*Write npz or Parquet"):
-        write_minari(storage, "nest-v0")
+        write_minari([GIVEN], "nest-v0", observation_space=nest, action_space=spaces.Discrete(3))
     write_minari([GIVEN], "vectors-v0", **SPACES)
 
 

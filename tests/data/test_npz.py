@@ -171,6 +171,28 @@ def test_big_endian_arrays_are_read_as_numbers(tmp_path):
     assert_same(next(iter(read_npz(tmp_path / "a.npz")))["rewards"], D4RL["rewards"][:4])
 
 
+@pytest.mark.parametrize("column", ["observations/state", "observations/camera/left"])
+def test_a_part_of_the_observations_keeps_its_final_observations(column, tmp_path):
+    storage = make("replay of a nest")
+    fill(storage, "replay of a nest")
+    write_npz(storage, tmp_path / "a.npz")
+    found = list(read_npz(tmp_path / "a.npz", {"observations": {"seen": column}, "costs": "costs"}))
+    for episode, expected in zip(found, episodes("replay of a nest"), strict=True):
+        for name in ("observations", "final_observations"):
+            part = expected[name]["state"] if column.endswith("state") else expected[name]["camera"]["left"]
+            assert_same(episode[name], {"seen": part})
+        for name in ("actions", "rewards", "terminated", "truncated", "costs"):
+            assert_same(episode[name], expected[name])
+        assert "contacts" not in episode
+
+
+def test_a_column_that_only_has_the_name_of_a_field(tmp_path):
+    np.savez(tmp_path / "a.npz", **D4RL, episode=np.arange(3))
+    with pytest.raises(InvalidInputError, match="differ in length"):
+        read_npz(tmp_path / "a.npz")
+    assert read_npz(tmp_path / "a.npz", {"episode": None}).num_episodes == 3
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED = {

@@ -21,6 +21,7 @@ from rlstore.engine.calls import did_you_mean
 from rlstore.errors import InvalidInputError
 
 _VERSION = re.compile(r"-v\d+$")
+_LEAST_IMAGE = 32  # what is smaller is no image for Minari
 _DAMAGED = (OSError, RuntimeError, ValueError, LookupError, AssertionError)
 
 
@@ -200,7 +201,8 @@ def _may_be_image(space: spaces.Space[Any]) -> bool:
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", None)
     if parts is not None:
         return any(map(_may_be_image, parts))
-    return space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)
+    shape = space.shape or ()
+    return space.dtype == np.uint8 and len(shape) in (2, 3) and min(shape[:2]) >= _LEAST_IMAGE
 
 
 def _buffer(minari: Any, episode: WrittenEpisode) -> Any:
