@@ -95,7 +95,7 @@ def test_minari_before_its_images_without_loss(monkeypatch):
         return create(dataset_id, buffer, observation_space=observation_space, action_space=action_space)
 
     monkeypatch.setattr(minari, "create_dataset_from_buffers", old)
-    with pytest.raises(InvalidInputError, match=r"images is uint8 \(40,\), which Minari .* keeps as JPEG: that changes it"):
+    with pytest.raises(InvalidInputError, match=r"images is uint8 \(40,\), which Minari .* JPEG: that changes it"):
         write_minari([{**GIVEN, "images": np.ones((2, 40), np.uint8)}], "images-v0", **SPACES)
     write_minari([GIVEN], "vectors-v0", **SPACES)
 
@@ -155,7 +155,7 @@ def test_datasets_that_are_refused():
     with pytest.raises(FileNotFoundError, match="missing-v0"):
         read_minari("missing-v0")
     storage = ReplayStorage(spaces.Box(-9, 9, (4,)), spaces.Discrete(3), storage_size=9, num_envs=1, batch_size=2)
-    with pytest.raises(InvalidInputError, match=r"observations is \(2, 2\) float32; this storage holds \(2, 4\)"):
+    with pytest.raises(InvalidInputError, match=r"observations is \(\d, 2\) float32; this storage holds \(\d, 4\)"):
         storage.add_episodes(read_minari("given-v0"))
     assert len(storage) == 0
 
@@ -187,7 +187,7 @@ def test_a_damaged_file_leaves_a_storage_as_it_was(folder):
         ("given-v0", [], {}, "got no episode"),
         ("given-v0", [GIVEN], {"action_space": None}, "action_space is None; Minari needs a Gymnasium space"),
         ("given-v0", [GIVEN, {**GIVEN, "rewards": np.ones(2, np.float16)}], {}, "rewards is float16"),
-        ("given-v0", [{**GIVEN, "observations": OBSERVED[:2]}], {}, "has no final observation"),
+        ("given-v0", [GIVEN, {**GIVEN, "observations": OBSERVED[:2]}], {}, "has no final observation"),
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(name, given, changes, message, folder):

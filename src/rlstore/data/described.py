@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlstore.data.columns import GivenColumns, Layout, find_layout, leaves
+from rlstore.data.columns import EPISODE, GivenColumns, Layout, find_layout, leaves
 from rlstore.data.table import Ends, Finals, Table, TableSource
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.errors import InvalidInputError, SnapshotError
@@ -23,13 +23,16 @@ class Description:
     Attributes:
         spaces: The spaces of observations and actions; None for those that are not known.
         layout: The column of each field.
-        finals: The column of each leaf of final observations; empty if there are none.
+        finals: The column of each leaf of final observations, and of the numbers of their episodes; empty if there are
+            none.
+        num_finals: How many there are.
         shapes: By column the shape of a step, where the file itself does not tell.
     """
 
     spaces: tuple[Any, Any]
     layout: Layout
     finals: Layout
+    num_finals: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -47,6 +50,7 @@ class Description:
             "columns": [[list(path), column] for path, column in self.layout.items()],
             "shapes": {column: list(shape) for column, shape in self.shapes.items()},
             "final_observations": [[list(path), column] for path, column in self.finals.items()],
+            "num_final_observations": self.num_finals,
         }
         return json.dumps({**content, "crc32": _checksum(content)})
 
@@ -72,11 +76,12 @@ class Description:
                 {tuple(path): str(column) for path, column in content[name]}
                 for name in ("columns", "final_observations")
             )
+            num_finals = int(content["num_final_observations"])
         except (ValueError, LookupError, TypeError, AttributeError, AssertionError, SnapshotError) as error:
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"{origin} is damaged: its description cannot be read ({error})") from error
-        return cls(spaces, layout, finals, shapes)
+        return cls(spaces, layout, finals, num_finals, shapes)
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -109,10 +114,9 @@ def source_of(
     else:
         layout, spaces = find_layout(table.columns, columns, table.origin), (None, None)
     table.require(layout)
-    ends_in = {} if about is None else about.final_columns
-    observed = leaves(layout, "observations")
-    if finals is None or any(column not in ends_in for column in observed.values()):
+    observed, ends_in = leaves(layout, "observations"), {} if about is None else about.final_columns
+    if about is None or finals is None or any(column not in ends_in for column in observed.values()):
         return TableSource(table, layout, None, spaces, ends, rewards)
-    known = {leaf: ends_in[column] for leaf, column in observed.items()}
+    known = {leaf: ends_in[column] for leaf, column in observed.items()} | {EPISODE: about.finals[EPISODE]}
     finals.require(known)
     return TableSource(table, layout, Finals(finals, known), spaces, ends, rewards)

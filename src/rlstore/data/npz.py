@@ -10,8 +10,8 @@
 ``truncations``         bool ``[N]``
 extra fields            by their names, ``[N, ...]``
 ``episode_lengths``     int64 ``[E]``: how many steps each episode has
-``final_observations``  ``[E, ...]``: the observation after the last step of each episode, nested likewise; not in the
-                        file if the storage does not keep them
+``final_observations``  ``[E, ...]``: the observation after the last step of each episode, nested likewise
+``final_episodes``      int64 ``[E]``: the numbers of the episodes that these are of; rollouts do not know all of them
 ``rlstore``             the spaces and the names, as JSON
 ======================= ================================================================================================
 """
@@ -42,7 +42,8 @@ from rlstore.engine.checks import check_path
 from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
-_LENGTHS, _FINALS, _ABOUT = "episode_lengths", "final_observations", "rlstore"
+_LENGTHS, _ABOUT = "episode_lengths", "rlstore"
+_FINALS, _FINAL_EPISODES = "final_observations", "final_episodes"
 _OTHERS = {"terminated": "terminations", "truncated": "truncations"}
 _COPIED = 1 << 20
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, LookupError, RuntimeError)
@@ -112,18 +113,22 @@ def _collect(source: Any, arrays: _Arrays, *, progress: bool) -> Description:
     """The arrays of all episodes."""
     layout: dict[FieldPath, str] = {}
     finals: dict[FieldPath, str] = {}
-    for episode in written_episodes(source, "write_npz()", progress=progress):
+    num_finals = 0
+    for number, episode in enumerate(written_episodes(source, "write_npz()", progress=progress)):
         layout = {field: _name(_OTHERS.get(str(field[0]), field[0]), *field[1:]) for field in episode.steps}
-        finals = {leaf: _name(_FINALS, *leaf) for leaf in episode.final}
         for field, column in layout.items():
             arrays.append(column, episode.steps[field])
-        for leaf, column in finals.items():
-            arrays.append(column, episode.final[leaf][None])
+        if episode.final:
+            ends = {**episode.final, EPISODE: np.array(number)}
+            finals = {leaf: _FINAL_EPISODES if leaf == EPISODE else _name(_FINALS, *leaf) for leaf in ends}
+            for leaf, value in ends.items():
+                arrays.append(finals[leaf], value[None])
+            num_finals += 1
         arrays.append(_LENGTHS, np.array([len(episode)]))
     names = (*layout.values(), *finals.values(), _LENGTHS, _ABOUT)
     if len(set(names)) < len(names):
         raise InvalidInputError(f"two arrays would have the same name: {sorted(names)}. Nothing was written.")
-    return Description(spaces_of(source), {**layout, EPISODE: _LENGTHS}, finals)
+    return Description(spaces_of(source), {**layout, EPISODE: _LENGTHS}, finals, num_finals)
 
 
 def _name(*parts: str | int) -> str:

@@ -63,6 +63,11 @@ def read_parquet(
         return source_of(table, None, None, columns, ends, rewards)
     about = Description.of((path / ABOUT).read_text(encoding="utf-8"), str(path / ABOUT))
     finals = _of_files(path / FINALS, shapes=about.shapes) if about.finals else None
+    if finals is not None and finals.num_rows != about.num_finals:
+        raise InvalidInputError(
+            f"{path / FINALS} is damaged: it has {finals.num_rows} final observations and was written with "
+            f"{about.num_finals}. Write or copy it again"
+        )
     return source_of(_of_lerobot(path, about.shapes), finals, about, columns, ends, rewards)
 
 

@@ -47,20 +47,21 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Finals:
-    """The final observation of each episode, apart from its steps.
+    """The final observations of episodes, apart from their steps.
 
     Attributes:
-        table: A table with a row for each episode.
-        layout: The column of each leaf of the observations, by its path in them.
+        table: A table with a row for each episode that has one, in their order.
+        layout: The column of each leaf of the observations, by its path in them, and of the number of the episode.
     """
 
     table: Table
     layout: Layout
 
-    def __iter__(self) -> Iterator[dict[Path, Array]]:
+    def __iter__(self) -> Iterator[tuple[int, dict[Path, Array]]]:
+        leaves = {path: column for path, column in self.layout.items() if path != EPISODE}
         for rows in self.table.read(set(self.layout.values())):
-            for place in range(_count(rows)):
-                yield {path: rows[column][place, ...] for path, column in self.layout.items()}
+            for place, number in enumerate(rows[self.layout[EPISODE]].tolist()):
+                yield number, {path: rows[column][place, ...] for path, column in leaves.items()}
 
 
 class TableSource(EpisodeSource):
@@ -128,19 +129,16 @@ class TableSource(EpisodeSource):
         return sum(1 for _ in self._runs(columns))
 
     def __iter__(self) -> Iterator[GivenEpisode]:
-        finals = None if self._finals is None else iter(self._finals)
+        finals = iter(self._finals or ())
+        last, final = next(finals, (-1, {}))
         seen: set[Any] = set()
         begin = 0
-        for rows in self._runs(set(self._layout.values())):
+        for number, rows in enumerate(self._runs(set(self._layout.values()))):
             self._check_run(rows, begin, seen)
             begin += _count(rows)
-            yield self._episode(rows, {} if finals is None else self._next(finals))
-
-    def _next(self, finals: Iterator[dict[Path, Array]]) -> dict[Path, Array]:
-        final = next(finals, None)
-        if final is None:
-            raise InvalidInputError(f"{self.origin} is damaged: it has more episodes than final observations")
-        return final
+            yield self._episode(rows, final if number == last else {})
+            if number == last:
+                last, final = next(finals, (-1, {}))
 
     # ------------------------------------------------------------------------------------------------ boundaries
 
