@@ -262,7 +262,7 @@ def test_a_nan_or_another_space_leaves_a_storage_as_it_was(tmp_path):
         ({"observations": broken}, "episode 2: observations.* is nan"),
         (
             {"observations": np.ones((12, 3), np.float32)},
-            r"observations is \(4, 3\) float32; this storage holds \(4, 2\)",
+            r"observations of a step are \(3,\) float32; this storage holds \(2,\)",
         ),
         ({"actions": np.full((12, 1), np.nan, np.float32)}, "actions.* is nan"),
     ):
@@ -336,12 +336,12 @@ GIVEN = {"observations": np.ones((3, 2)), "actions": np.ones(2), "rewards": np.o
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": None}, r"episode 1 lacks \['rewards'\]"),
-        ({"rewards": np.ones(3)}, "rewards of episode 1 is not"),
+        ({"rewards": None}, r"episode 1: it lacks \['rewards'\]"),
+        ({"rewards": np.ones(3)}, r"episode 1: rewards is not \[2, ...\]"),
         ({"actions": np.ones((2, 4))}, r"actions is float64 \(4,\) in episode 1, and float64 \(\) in those before it"),
         ({"rewards": np.ones(2, np.float32)}, "rewards is float32 .* in episode 1, and float64"),
         ({"costs": np.ones(2)}, "costs is float64 .* in episode 1, and missing in those before it"),
-        ({"terminated": [True, False]}, "episode 1 ends before its last step"),
+        ({"terminated": [True, False]}, "episode 1: it ends before its last step"),
         (
             {"observations": np.ones((2, 2)), "final_observations": np.ones(3)},
             r"it is float64 \(3,\) in final_observations of episode 1, and float64 \(2,\) in its observations",
@@ -350,7 +350,7 @@ GIVEN = {"observations": np.ones((3, 2)), "actions": np.ones(2), "rewards": np.o
             {"observations": np.ones((2, 2)), "final_observations": {"a": np.ones(2)}},
             "it is missing in final_observations of episode 1",
         ),
-        ({"actions": ["a", "b"]}, "actions is <U1; files hold numbers"),
+        ({"actions": ["a", "b"]}, "episode 1: actions is <U1; files hold numbers"),
     ],
 )
 def test_episodes_that_differ_leave_the_old_file(changes, message, tmp_path):

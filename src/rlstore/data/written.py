@@ -13,7 +13,7 @@ from rlstore.data.source import Array, Form
 from rlstore.engine.rows.schema import Path, walk
 from rlstore.episodes import Episode, read_together
 from rlstore.errors import InvalidInputError
-from rlstore.replay.loading.names import by_name
+from rlstore.replay.loading.names import by_name, told_of
 from rlstore.replay.loading.progress import Bar
 
 # Episodes of so many bytes, and the one that passes them, are written at once.
@@ -117,7 +117,9 @@ def _all(episodes: Iterable[Any]) -> Iterator[WrittenEpisode]:
             yield episode
         waiting, left = [], most
         if not isinstance(given, Episode):
-            yield _of_caller(by_name(given, None, f"episode {number}"), number)
+            with told_of(f"episode {number}"):
+                episode = _of_caller(by_name(given, None))
+            yield episode
     yield from _of_storages(waiting)
 
 
@@ -135,7 +137,7 @@ def _of_storages(episodes: list[Episode]) -> Iterator[WrittenEpisode]:
             yield WrittenEpisode(own, final or _arrays((), episode.final_observations))
 
 
-def _of_caller(given: dict[str, Any], number: int) -> WrittenEpisode:
+def _of_caller(given: dict[str, Any]) -> WrittenEpisode:
     """An episode as ``add_episodes`` takes it, by the names of the vocabulary."""
     final, following = (given.pop(name, None) for name in ("final_observations", "next_observations"))
     flags = {name: _array(name, given.pop(name, False)) != 0 for name in ("terminated", "truncated")}
@@ -150,11 +152,11 @@ def _of_caller(given: dict[str, Any], number: int) -> WrittenEpisode:
     wrong = next((path for path, array in steps.items() if array.ndim == 0 or len(array) != count), None)
     if wrong or not count:
         raise InvalidInputError(
-            f"{'/'.join(map(str, wrong or ('actions',)))} of episode {number} is not [{count or 1}, ...], a value for "
-            "each action. Nothing was written."
+            f"{'/'.join(map(str, wrong or ('actions',)))} is not [{count or 1}, ...], a value for each action. "
+            "Nothing was written."
         )
     if (steps[("terminated",)] | steps[("truncated",)])[:-1].any():
-        raise InvalidInputError(f"episode {number} ends before its last step; give one by one. Nothing was written.")
+        raise InvalidInputError("it ends before its last step; give episodes one by one. Nothing was written.")
     return WrittenEpisode(steps, finals)
 
 
