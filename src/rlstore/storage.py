@@ -60,7 +60,7 @@ from rlstore.engine.disk.snapshot import (
     restore_generator,
 )
 from rlstore.engine.guard import new_guard
-from rlstore.engine.measures import Measures, Most, Number, flat, on_host
+from rlstore.engine.measures import Measures, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
@@ -344,9 +344,7 @@ class Storage(ABC):
         with self._guarding():
             measures = self._measure()
             if self._journal is not None:
-                seconds, inserts = self._journal.lag
-                behind = cast("Number", measures["inserts"]) - inserts
-                measures.update(journal_lag_seconds=Most(seconds), journal_lag_inserts=behind)
+                measures.update(self._journal.measure(cast("Number", measures["inserts"])))
         return on_host(measures)
 
     def _measure(self) -> Measures:
