@@ -727,3 +727,45 @@ def test_a_storage_that_was_overwritten_while_it_was_looked_at_is_looked_at_agai
     assert storage.stats()["return_mean"] == 3.0
     assert next(lapped, "asked twice") == "asked twice"
     storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------- other classes
+
+
+class Own(Storage):
+    """As a user of the original base wrote it: nothing but the ten methods."""
+
+    create_factory = init_tensors = get_all_buffer_data = insert_data_slice = insert_transition = None
+    before_gradients = after_gradients = generate_batches = reset = update_storage_parameter = None
+
+    def __init__(self):
+        pass
+
+
+def test_a_class_of_a_user_is_told_what_to_implement():
+    with pytest.raises(NotImplementedError, match=r"Own has no stats\(\). Implement it: it returns a dict of numbers"):
+        Own().stats()
+
+
+def test_an_event_file_of_tensorboard_holds_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    played, told = Played(make("prioritized", sample_info=True)), {}
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(6, 12):
+            for _ in range(step):
+                played.add()
+            played.draw()
+            told[step] = played.storage.stats()
+            for name, value in played.storage.stats().items():
+                writer.add_scalar(f"replay/{name}", value, step)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {tag.removeprefix("replay/") for tag in events.Tags()["scalars"]} == told[11].keys()
+    for tag in events.Tags()["scalars"]:
+        name = tag.removeprefix("replay/")
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        expected = {step: numbers[name] for step, numbers in told.items() if name in numbers}
+        assert found == pytest.approx(expected, rel=1e-6), name  # an event is a float32
+    assert len(told[11]) > 25
