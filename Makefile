@@ -14,6 +14,9 @@ DOCS_VENV := .venv-docs
 MODULES := build/modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MODULES)
 
+# Tests start many processes, which import faster with bytecode: it is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which

@@ -169,15 +169,24 @@ class Result:
     storage_seconds: float
     losses: list[float] = field(repr=False)
     curve: list[tuple[int, float]] = field(repr=False)
-    """Environment steps and return at the end of every episode."""
+    """Environment steps (or what else is counted) and return at the end of every episode."""
     extra: dict[str, float] = field(default_factory=dict)
+    unit: str = "environment steps"
+    """What is counted."""
 
 
 class Run:
-    """Episode statistics, stopping condition and progress line of one training run."""
+    """Episode statistics, stopping condition and progress line of one training run, which counts steps of ``unit``."""
 
-    def __init__(self, name: str, num_envs: int, max_steps: int, threshold: float | None = None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        num_envs: int,
+        max_steps: int,
+        threshold: float | None = None,
+        unit: str = "environment steps",
+    ) -> None:
+        self.name, self.unit = name, unit
         self.max_steps = max_steps
         self.threshold = threshold
         self.env_steps = 0
@@ -242,13 +251,15 @@ class Run:
             losses=self.losses,
             curve=self.curve,
             extra=extra,
+            unit=self.unit,
         )
 
     def _line(self) -> str:
         seconds = time.perf_counter() - self._started
         return (
-            f"{self.name}: {self.env_steps:,}/{self.max_steps:,} steps, {len(self.curve):,} episodes, "
-            f"mean return [bold]{self.mean_return:.4g}[/bold], {self.env_steps / seconds:,.0f} steps/s"
+            f"{self.name}: {self.env_steps:,}/{self.max_steps:,} {self.unit.split()[-1]}, "
+            f"{len(self.curve):,} episodes, mean return [bold]{self.mean_return:.4g}[/bold], "
+            f"{self.env_steps / seconds:,.0f} {self.unit.split()[-1]}/s"
         )
 
 
@@ -271,8 +282,8 @@ def report(result: Result, out: Path | None) -> None:
     for name, value in result.extra.items():
         table.add_row(name.replace("_", " "), f"{value:,.1f}")
     table.add_row("episodes", f"{result.episodes:,}")
-    table.add_row("environment steps", f"{result.env_steps:,}")
-    table.add_row("steps per second", f"{result.env_steps / result.seconds:,.0f}")
+    table.add_row(result.unit, f"{result.env_steps:,}")
+    table.add_row(f"{result.unit.split()[-1]} per second", f"{result.env_steps / result.seconds:,.0f}")
     table.add_row("wall time", f"{result.seconds:.1f} s")
     table.add_row("share of it in storage calls", f"{result.storage_seconds / result.seconds:.1%}")
     console = Console()
@@ -304,7 +315,7 @@ def plot_curve(result: Result, path: Path) -> None:
         axes.scatter(steps, returns, s=8, alpha=0.4, linewidths=0, label="one episode")
         axes.plot(steps, (sums[ends] - sums[starts]) / (ends - starts), color="C1", label=f"mean of the last {WINDOW}")
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    axes.set(title=result.name, xlabel="environment steps", ylabel="return")
+    axes.set(title=result.name, xlabel=result.unit, ylabel="return")
     if all(episode_return >= 0 for _, episode_return in result.curve):
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)

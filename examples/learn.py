@@ -20,6 +20,7 @@ import dqn
 import drqv2
 import her
 import impala
+import offline
 import ppo
 import recurrent_ppo
 import sac
@@ -44,7 +45,7 @@ class Check:
 
 
 def mean_return(result: Result) -> float:
-    """The mean return of the last 100 episodes."""
+    """The mean return of the last 100 episodes; of TD3+BC they are an evaluation after the last update."""
     return result.mean_return
 
 
@@ -85,6 +86,8 @@ CHECKS = [
         at_least=400,
     ),
     Check("SAC", lambda seed: sac.train(100_000, seed, -200.0), mean_return, at_least=-200),
+    Check("TD3+BC, dataset", lambda seed: offline.train(8_000, seed), mean_return, at_least=-200),
+    Check("TD3+BC, half own", lambda seed: offline.train(8_000, seed, 0.5), mean_return, at_least=-200),
     Check("DrQ-v2", lambda seed: drqv2.train(60_000, seed, drqv2.THRESHOLD), mean_return, at_least=drqv2.THRESHOLD),
     Check("HER, %", lambda seed: her.train(100_000, seed, 0.9), percent, at_least=90),
     Check("no hindsight, %", lambda seed: her.train(60_000, seed, 0.9, relabel_fraction=0.0), percent, below=5),

@@ -2,13 +2,14 @@
 
 Episodes of Pendulum never terminate; a time limit truncates them after 200 steps. There the storage serves a discount
 of gamma, not 0, and the final observation as the next observation. ``python examples/sac.py --out out`` takes a minute
-or two.
+or two. With ``--dataset FILE`` it leaves its experience behind, for examples/offline.py.
 """
 
 from __future__ import annotations
 
 import math
 from copy import deepcopy
+from pathlib import Path
 
 import gymnasium as gym
 import torch
@@ -16,6 +17,7 @@ from common import Result, Run, arguments, follow, make_envs, mlp, report
 from torch import Tensor, nn
 
 from rlstore import ReplayStorage
+from rlstore.data import write_npz
 
 NUM_ENVS = 4
 UPDATES_PER_STEP = 2  # of all environments
@@ -104,8 +106,8 @@ class Agent:
         return critic_loss.item()
 
 
-def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
-    """Train until the threshold is reached or the steps are used up."""
+def train(steps: int, seed: int = 0, threshold: float | None = None, dataset: Path | None = None) -> Result:
+    """Train until the threshold is reached or the steps are used up; write the experience to ``dataset``, if given."""
     torch.manual_seed(seed)
     envs = make_envs(NUM_ENVS, "Pendulum-v1")
     envs.action_space.seed(seed)
@@ -142,13 +144,17 @@ def train(steps: int, seed: int = 0, threshold: float | None = None) -> Result:
             run.show(loss)
 
     envs.close()
+    if dataset is not None:
+        write_npz(storage, dataset)
     return run.finish()
 
 
 def main() -> None:
     """Read the command line, train, and report."""
-    options = arguments(__doc__, steps=100_000, threshold=-200.0).parse_args()
-    report(train(options.steps, options.seed, options.threshold), options.out)
+    parser = arguments(__doc__, steps=100_000, threshold=-200.0)
+    parser.add_argument("--dataset", type=Path, help="file (.npz) to write the experience to")
+    options = parser.parse_args()
+    report(train(options.steps, options.seed, options.threshold, options.dataset), options.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-MODULES = ["rlstore", "rlstore.ray", "rlstore.fast_td3", "rlstore.rsl_rl", "rlstore.sb3", "rlstore.torchrl"]
+MODULES = [
+    "rlstore",
+    "rlstore.data",
+    "rlstore.ray",
+    "rlstore.fast_td3",
+    "rlstore.rsl_rl",
+    "rlstore.sb3",
+    "rlstore.torchrl",
+]
 CATCH_ALL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

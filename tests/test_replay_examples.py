@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,6 +130,55 @@ def test_sac_bootstraps_where_the_clock_cut_an_episode_off(monkeypatch):
     torch.testing.assert_close(turned, next_speed * 0.05, atol=1e-4, rtol=0)
     discounts = made[0].sample(1000).discounts
     torch.testing.assert_close(discounts, torch.full((1000, 1), sac.GAMMA))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_offline_learns_from_what_sac_has_seen(monkeypatch, tmp_path, share):
+    import offline
+    import sac
+
+    collected = keep_storage(monkeypatch, sac, "ReplayStorage")
+    mixed, original = [], offline.MixedReplay
+    monkeypatch.setattr(
+        offline, "MixedReplay", lambda *given, **named: mixed.append(original(*given, **named)) or mixed[0]
+    )
+    batches = keep_batches(monkeypatch, offline.Agent)
+    monkeypatch.setattr(offline, "EVALUATED", 4)
+    sac.train(1040, seed=3, dataset=tmp_path / "pendulum.npz")
+    result = offline.train(30, seed=3, online_share=share, dataset=tmp_path / "pendulum.npz")
+
+    assert len(batches) == len(result.losses) == result.env_steps == 30
+    assert result.unit == "updates"
+    assert [update for update, _ in result.curve] == [30] * 4
+    assert result.extra == {"transitions_in_the_dataset": 1040, "percent_own": 100 * share}
+    seen = known_transitions(collected[0])
+    own = known_transitions(mixed[0].online) if share else set()
+    assert len(seen) == 1040
+    assert len(own) == (0 if share == 0 else 30 * offline.NUM_ENVS)
+    for batch in batches:
+        rows = [tuple(row) for row in transitions_of(batch).tolist()]
+        assert len(rows) == offline.BATCH_SIZE
+        assert sum(row in own for row in rows) == share * offline.BATCH_SIZE
+        assert sum(row in seen for row in rows) == (1 - share) * offline.BATCH_SIZE
+
+
+def keep_batches(monkeypatch, agent):
+    """A list to which ``agent`` adds every batch from which its critics learn."""
+    batches, original = [], agent.update_critics
+    monkeypatch.setattr(agent, "update_critics", lambda self, batch: batches.append(batch) or original(self, batch))
+    return batches
+
+
+def transitions_of(batch):
+    """Observation, action, reward and next observation, ``[batch, 8]``."""
+    parts = (batch.observations, batch.actions, batch.rewards.reshape(-1, 1), batch.next_observations)
+    return torch.cat(parts, -1)
+
+
+def known_transitions(storage):
+    """All transitions that a storage holds."""
+    held = SimpleNamespace(**storage[storage.held_rows()])
+    return {tuple(row) for row in transitions_of(held).tolist()}
 
 
 def test_sac_knows_the_density_of_its_actions():

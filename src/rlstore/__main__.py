@@ -1,4 +1,7 @@
-"""The command line: ``rlstore verify PATH``, ``rlstore doctor``, ``rlstore demo ALGO``; also ``python -m rlstore``."""
+"""The command line, also ``python -m rlstore``.
+
+``rlstore verify PATH``, ``rlstore inspect PATH``, ``rlstore doctor``, ``rlstore demo ALGO``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ of memory="mapped" or of save_snapshot, or a folder of such folders. Nothing is 
 folder meanwhile. Exit status: 0 if everything is whole, 1 if something is damaged, 2 if it is no such folder,
 3 if the check itself failed."""
 
+_INSPECT = """Shows what is in a folder of rlstore: how full it is, its fields with their distributions, NaN and
+outliers, episodes, priorities. The folder is a snapshot, a journal, the folder of memory="mapped" or of save_snapshot;
+of a folder of such folders they are listed. Nothing is changed, and a storage may use the folder meanwhile. Exit
+status: 0 if it was shown, 1 if it is damaged, 2 if there is nothing that could be shown, or FILE cannot be written, 3
+if something else failed."""
+
 _DOCTOR = """Shows what is installed, what the machine offers, what is slow or missing, and what to do about it. Exit
 status: 0 if rlstore works here, 1 if something that it needs is missing or broken, 3 if the report itself failed."""
 
@@ -33,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verifying = commands.add_parser("verify", help="check a folder on disk", description=_VERIFY)
     verifying.add_argument("path", type=Path, metavar="PATH", help="the folder")
     verifying.set_defaults(run=_verify)
+    inspecting = commands.add_parser("inspect", help="show what is in a folder on disk", description=_INSPECT)
+    inspecting.add_argument("path", type=Path, metavar="PATH", help="the folder")
+    inspecting.add_argument("--html", type=Path, metavar="FILE", help="write a page for the browser instead")
+    inspecting.set_defaults(run=_inspect)
     examining = commands.add_parser("doctor", help="check the installation and the machine", description=_DOCTOR)
     examining.set_defaults(run=_doctor)
     showing = commands.add_parser("demo", help="run an example", description=_DEMO)
@@ -51,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import torch
 
+    import rlstore._public  # noqa: F401 - the classes that snapshots name
     from rlstore.verify import verify
 
     path: Path = given.path
@@ -66,6 +80,16 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.exit(2, f"rlstore: {path} is not a folder that rlstore has written\n")
     print("\n".join(report.lines()))
     return 0 if report.is_whole else 1
+
+
+def _inspect(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import rlstore._public  # noqa: F401 - the classes that snapshots name
+    from rlstore.look.command import NothingShownError, inspect
+
+    try:
+        return inspect(given.path, given.html)
+    except NothingShownError as error:
+        parser.exit(2, f"rlstore: {error}\n")
 
 
 def _doctor(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

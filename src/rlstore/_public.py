@@ -25,6 +25,7 @@ from rlstore.errors import (
     WaitTimeoutError,
 )
 from rlstore.replay.hindsight import HindsightReplayStorage
+from rlstore.replay.mixed import MixedReplay
 from rlstore.replay.nstep import NStepReplayStorage
 from rlstore.replay.prioritized import PrioritizedReplayStorage
 from rlstore.replay.sequence import SequenceReplayStorage
@@ -51,6 +52,7 @@ __all__ = [
     "InvalidInputError",
     "Journal",
     "Learner",
+    "MixedReplay",
     "NStepReplayStorage",
     "NotReadyError",
     "PeerLostError",

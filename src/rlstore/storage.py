@@ -304,6 +304,26 @@ class Storage(ABC):
         steps = self._held_steps()
         return Episodes(steps, steps.listing())
 
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Write a page about what is held, to be opened in a browser: fields, episodes, priorities, what is odd.
+
+        It is one file that loads nothing from elsewhere. Episodes can be opened in it, step by step; of a large storage
+        the page holds the steps of some of them, and says so: it has at most 10 MB or so. The storage may be used
+        meanwhile.
+
+        Args:
+            path: The file; one that is there is replaced.
+            title: What the page calls the storage; None for the name of its class.
+        """
+        # Only a storage that is looked at needs what draws the page.
+        from rlstore.look.page import write_page
+        from rlstore.look.subject import of_storage
+
+        target = check_path("to_html()", "path", path)
+        if title is not None and not isinstance(title, str):
+            raise InvalidInputError(f"title is {title!r}; to_html() needs a string, or None. Nothing was written.")
+        write_page(of_storage(self, title), target)
+
     def as_dataset(self, rows: Any = None, names: Sequence[str] | None = None) -> StepDataset:
         """Steps that are held now as a dataset of torch, for behaviour cloning and the like.
 
@@ -684,13 +704,29 @@ def check_snapshot(reader: SnapshotReader) -> bool:
         SnapshotError: If it cannot be loaded.
         DoesNotFitError: If there is not enough memory to tell.
     """
+    storage = restored_alone(reader)
+    if storage is None:
+        return False
+    storage._give_up()
+    return True
+
+
+def restored_alone(reader: SnapshotReader) -> Storage | None:
+    """The storage that a snapshot holds, on the CPU and without the folders that it uses, which are left alone.
+
+    Returns:
+        None if its class is not imported.
+
+    Raises:
+        SnapshotError: If it cannot be loaded.
+        DoesNotFitError: If there is not enough memory.
+    """
     kind = _find_class(Storage, reader.class_name)  # type: ignore[type-abstract]
     if kind is None:
-        return False
+        return None
     with _refusing(reader.folder):
         torch.device(reader.device)  # which need not be here
-        kind._restored(kind._without_folders(reader.settings), "cpu", reader)._give_up()
-    return True
+        return kind._restored(kind._without_folders(reader.settings), "cpu", reader)
 
 
 def _placed(

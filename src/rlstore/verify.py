@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.engine.batches.priorities import Priorities
-from rlstore.engine.batches.select import Windows
+from rlstore.engine.batches.priorities import kept_priorities
 from rlstore.engine.checks import check_positive
 from rlstore.engine.disk import episode_files, manifest, mapped, seal
 from rlstore.engine.disk.directory import Directory
@@ -109,10 +108,10 @@ def verify(path: Path, depth: int = _DEPTH) -> Report | None:
         What was found; None if it is not a folder of rlstore.
     """
     with Directory(path) as directory:
-        kind = _kind_of(directory)
+        kind = kind_of(directory)
         if kind is None:
             return _verify_folders(directory, depth) if depth else None
-        report = Report(_plain(f"{directory.path}: {_WORDS.get(kind, kind)}"))
+        report = Report(_plain(f"{directory.path}: {WORDS.get(kind, kind)}"))
         report.saved = "nothing can be loaded"  # until it is known better
         try:
             _KINDS[kind](directory, report)
@@ -139,7 +138,7 @@ def _verify_folders(directory: Directory, depth: int) -> Report | None:
     return report
 
 
-def _kind_of(directory: Directory) -> str | None:
+def kind_of(directory: Directory) -> str | None:
     """What a folder holds: by its manifest or, if that is damaged, by the names of its files."""
     names = directory.names()
     try:
@@ -212,7 +211,7 @@ def _look(directory: Directory, schema: Mapping[str, Any], report: Report) -> No
     files, ring = PrivateFiles("a mapped storage", directory.path), None
     try:
         ring = EpisodeRing.of_schema(schema, Backing.private("a mapped storage", files))
-        _take_priorities(ring, schema.get("priorities"))
+        kept_priorities(ring, schema.get("priorities"))
         report.looked_at("tables")
     except Exception as error:
         report.refused(error, directory.path, "tables")
@@ -228,19 +227,6 @@ def _look(directory: Directory, schema: Mapping[str, Any], report: Report) -> No
     else:
         report.saved = f"{ring.size:,} transitions of {ring.lanes} environments can be loaded"
     files.close()
-
-
-def _take_priorities(ring: EpisodeRing, kept: Any) -> None:
-    """Take up the priorities of a folder: those of rows, or ``["windows", length, stride, across]``."""
-    windows = None
-    if isinstance(kept, list):
-        _, length, stride, across = kept
-        check_positive("a mapped storage", length=length, stride=stride)
-        if length > ring.steps:
-            raise ValueError(f"windows of {length} steps, and {ring.steps} are held")
-        windows = Windows(ring, length, stride, across=bool(across))
-    if kept is not None:
-        Priorities(ring, 1.0, windows)
 
 
 def _verify_seal(own: seal.Seal, report: Report) -> list[seal.Damage]:
@@ -397,7 +383,7 @@ _KINDS: dict[str, Callable[[Directory, Report], None]] = {
     mapped.KIND: _verify_mapped,
     episode_files.KIND: _verify_episodes,
 }
-_WORDS = {"snapshot": "snapshot or journal"}  # which are the same
+WORDS = {"snapshot": "snapshot or journal"}  # which are the same
 # By the names of its files, what a folder without a manifest was.
 _FILES: dict[str, re.Pattern[str]] = {
     "snapshot": re.compile(r"(tensors-[0-9]+\.safetensors|rows-[0-9]+\.bin)"),

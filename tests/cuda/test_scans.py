@@ -31,6 +31,9 @@ def small_tiles(device, monkeypatch):
         monkeypatch.setattr(scans, "_LANES", 4)
         monkeypatch.setattr(scans, "_MOST_STEPS", 8)
         monkeypatch.setattr(scans, "_STEP_GRAIN", 2)
+        monkeypatch.setattr(scans, "_MEASURED", 256)
+        monkeypatch.setattr(scans, "_FEW_PARTS", 16)
+        monkeypatch.setattr(scans, "_MOST_PARTS", 64)
 
 
 class Rollout:

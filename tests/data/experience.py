@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -28,6 +26,16 @@ NEST = spaces.Dict(
 )
 EXTRA = {"costs": ((), torch.float32), "contacts": ((2,), torch.int16), "is_safe": ((), torch.bool)}
 ENVS, STEPS = 2, 16
+
+# Twelve steps as d4rl has them: an episode that terminates, one that is truncated, and one that goes on.
+IDS = np.arange(12)
+D4RL = {
+    "observations": np.stack([IDS, IDS * 10], -1).astype(np.float32),
+    "actions": (IDS[:, None] / 8).astype(np.float32),
+    "rewards": (IDS / 4).astype(np.float32),
+    "terminals": IDS == 3,
+    "timeouts": IDS == 7,
+}
 
 
 def no_reward(achieved, desired, info):
@@ -195,27 +203,3 @@ def interrupted(given):
     """Some episodes, and then an error."""
     yield from given
     raise InterruptedWriteError
-
-
-def grown(program: str, *arguments: object) -> int:
-    """The bytes by which the memory of a process grows while it runs a program with ``sys.argv[1:]``."""
-    code = f"{_BEFORE}\n{program}\nprint(peak() - before)"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.splitlines()[-1])
-
-
-_BEFORE = """
-import resource, sys
-import numpy as np
-from gymnasium import spaces
-from rlstore import ReplayStorage
-from rlstore.data import *
-import h5py, minari, pyarrow.parquet
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-before = peak()
-"""

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import rlstore
+import rlstore.data
 from rlstore import RolloutStorage, Storage
 
 folder = Path(tempfile.mkdtemp())
@@ -82,6 +83,8 @@ for episode in uniform.episodes():
 copied = rlstore.PrioritizedReplayStorage.from_episodes(uniform.episodes(), box, choice)
 assert_type(copied, rlstore.PrioritizedReplayStorage)
 assert_type(copied.add_episodes(uniform.episodes()), int)
+rlstore.data.write_npz(uniform, folder / "experience.npz")
+assert_type(rlstore.data.read_npz(folder / "experience.npz"), rlstore.data.EpisodeSource)
 limit = rlstore.RateLimit(samples_per_insert=8.0, min_size=1)
 prioritized = rlstore.PrioritizedReplayStorage(box, choice, num_envs=4, memory="shared", rate_limit=limit)
 assert_type(prioritized.rate_limit, rlstore.RateLimit | None)
@@ -91,6 +94,8 @@ with prioritized.writer(4, name="left") as writer:
 drawn = prioritized.sample(4)
 assert_type(drawn, rlstore.PrioritizedBatch)
 prioritized.update(drawn.rows, drawn.weights)
+mixed = rlstore.MixedReplay(prioritized, copied, share=0.5, batch_size=8)
+assert_type(mixed.sample(), rlstore.PrioritizedBatch)
 nstep = rlstore.NStepReplayStorage(box, choice, num_envs=4, n_step=3)
 nstep.add(*step)
 assert_type(next(nstep.replay_iter), rlstore.ReplayBatch)

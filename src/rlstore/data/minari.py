@@ -20,7 +20,7 @@ from rlstore.data.written import WrittenEpisode, grouped, spaces_of
 from rlstore.engine.calls import did_you_mean
 from rlstore.errors import InvalidInputError
 
-_ID = re.compile(r"[-\w]+(/[-\w]+)*-v\d+")
+_VERSION = re.compile(r"-v\d+$")
 _DAMAGED = (OSError, RuntimeError, ValueError, LookupError, AssertionError)
 
 
@@ -113,6 +113,7 @@ def write_minari(
     *,
     observation_space: spaces.Space[Any] | None = None,
     action_space: spaces.Space[Any] | None = None,
+    progress: bool = False,
     **metadata: Any,
 ) -> Any:
     """Write episodes to a new dataset of Minari, in Minari's folder on this machine.
@@ -126,6 +127,7 @@ def write_minari(
         dataset_id: The id, with a version: ``"mine/cartpole-v0"``.
         observation_space: The space of the observations; None for that of the source.
         action_space: The space of the actions, likewise.
+        progress: Show a progress bar.
         **metadata: More arguments of ``minari.create_dataset_from_buffers``, as ``env="CartPole-v1"``, ``author`` and
             ``description``.
 
@@ -139,7 +141,7 @@ def write_minari(
     """
     minari = required("minari", "write_minari()")
     required("h5py", "write_minari()")
-    if not isinstance(dataset_id, str) or not _ID.fullmatch(dataset_id):
+    if not isinstance(dataset_id, str) or not _VERSION.search(dataset_id):
         raise InvalidInputError(
             f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
             "Nothing was written."
@@ -157,7 +159,7 @@ def write_minari(
         )
     try:
         dataset = None
-        for group in grouped(source, "write_minari()"):
+        for group in grouped(source, "write_minari()", progress=progress):
             buffers = [_buffer(minari, episode) for episode in group]
             if dataset is None:
                 dataset = _create(minari, dataset_id, buffers, chosen, metadata)
@@ -188,7 +190,10 @@ def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any,
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".* set to None|env_spec is None", UserWarning)
-        return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
+        try:
+            return minari.create_dataset_from_buffers(dataset_id, buffers, **options)
+        except (ValueError, AssertionError) as error:
+            raise InvalidInputError(f"Minari refuses to write {dataset_id!r}: {error} Nothing was written.") from error
 
 
 def _may_be_image(space: spaces.Space[Any]) -> bool:

@@ -81,7 +81,7 @@ def read_npz(
     return TableSource(table, layout, ends, rewards)
 
 
-def write_npz(source: Any, path: str | os.PathLike[str]) -> None:
+def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Write episodes to an npz file, which ``numpy.load`` and :func:`read_npz` read.
 
     The file is not compressed, and replaces one of this name when it is complete; until then its arrays are collected
@@ -90,6 +90,7 @@ def write_npz(source: Any, path: str | os.PathLike[str]) -> None:
     Args:
         source: A storage, some of its episodes, what a reader returned, or episodes as ``add_episodes`` takes them.
         path: The file.
+        progress: Show a progress bar.
 
     Raises:
         InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
@@ -98,7 +99,7 @@ def write_npz(source: Any, path: str | os.PathLike[str]) -> None:
     file = Path(check_path("write_npz()", "path", path, "a file"))
     with workplace(file) as folder:
         with _Arrays(folder) as arrays:
-            about = _collect(source, arrays)
+            about = _collect(source, arrays, progress=progress)
             new = folder / "new.npz"
             with zipfile.ZipFile(new, "w") as archive:
                 arrays.write_to(archive)
@@ -109,11 +110,11 @@ def write_npz(source: Any, path: str | os.PathLike[str]) -> None:
         sync(file.parent)
 
 
-def _collect(source: Any, arrays: _Arrays) -> Description:
+def _collect(source: Any, arrays: _Arrays, *, progress: bool) -> Description:
     """The arrays of all episodes."""
     layout: dict[FieldPath, str] = {}
     finals: dict[FieldPath, str] = {}
-    for episode in written_episodes(source, "write_npz()"):
+    for episode in written_episodes(source, "write_npz()", progress=progress):
         layout = {field: _name(_OTHERS.get(str(field[0]), field[0]), *field[1:]) for field in episode.steps}
         finals = {leaf: _name(_FINALS, *leaf) for leaf in episode.final}
         for field, column in layout.items():
@@ -240,7 +241,7 @@ class _NpzTable:
         columns = list(self._finals.values())
         for rows, count in self._chunks(columns, self._heads[columns[0]].count):
             for place in range(count):
-                yield {leaf: rows[column][place] for leaf, column in self._finals.items()}
+                yield {leaf: rows[column][place, ...] for leaf, column in self._finals.items()}
 
     def _chunks(self, columns: Collection[str], total: int) -> Iterator[tuple[Rows, int]]:
         heads = {column: self._heads[column] for column in columns}

@@ -32,8 +32,8 @@ def read_parquet(
 ) -> EpisodeSource:
     """The episodes of a dataset of LeRobot, of Parquet files, or of a dataset of Hugging Face's ``datasets``.
 
-    Only the lists of columns are read before the episodes are iterated, and then a few MiB and one episode are in
-    memory at a time. The rows of an episode have to follow one another.
+    Only the lists of columns are read before the episodes are iterated, and then an episode and some dozen MiB are in
+    memory, however many there are. The rows of an episode have to follow one another.
 
     Columns are known by the names of :func:`write_parquet`, of LeRobot and of d4rl. Names that begin alike are a nest:
     ``observation.state`` and ``observation.effort`` are read as ``{"state": ..., "effort": ...}``. Videos and encoded
@@ -110,10 +110,10 @@ def _of_files(path: Path) -> tuple[ArrowTable, Layout | None]:
         if feature.get("dtype") == "video"
     }
     # LeRobot keeps vectors of one number as single numbers.
-    vectors = {
-        name: (1,)
-        for name, feature in features.items()
-        if name.startswith(("observation", "action")) and list(feature.get("shape", ())) == [1]
+    vectors: dict[str, tuple[int, ...]] = {
+        field.name: (1,)
+        for field in schema
+        if field.name.startswith(("observation", "action")) and not field.type.num_fields
     }
     return ArrowTable(str(path), schema, rows, _batches(files), videos, shapes=vectors), None
 
@@ -179,6 +179,6 @@ def _finals(file: Path, about: Description) -> ReadFinals:
     def finals() -> Iterator[dict[FieldPath, Array]]:
         for rows in table.read(set(about.finals.values())):
             for place in range(len(next(iter(rows.values())))):
-                yield {leaf: rows[column][place] for leaf, column in about.finals.items()}
+                yield {leaf: rows[column][place, ...] for leaf, column in about.finals.items()}
 
     return finals

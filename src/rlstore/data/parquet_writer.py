@@ -29,17 +29,20 @@ from rlstore.errors import InvalidInputError
 ABOUT, FINALS = "meta/rlstore.json", "meta/final_observations.parquet"
 
 
-def write_parquet(source: Any, path: str | os.PathLike[str], *, fps: int = 1, task: str = "unknown") -> None:
+def write_parquet(
+    source: Any, path: str | os.PathLike[str], *, fps: int = 1, task: str = "unknown", progress: bool = False
+) -> None:
     """Write episodes to a folder that LeRobot (v3.0), Hugging Face datasets and :func:`read_parquet` read.
 
-    The folder replaces one that was written by this function, when it is complete. A few MiB and one episode are in
-    memory at a time.
+    The folder replaces one that was written by this function, when it is complete. An episode and up to a
+    hundred MiB are in memory, however many there are.
 
     Args:
         source: A storage, some of its episodes, what a reader returned, or episodes as ``add_episodes`` takes them.
         path: The folder.
         fps: Steps in a second, from which LeRobot's ``timestamp`` follows.
         task: What LeRobot calls the task, a text.
+        progress: Show a progress bar.
 
     Raises:
         InvalidInputError: (a ValueError) if there is no episode, they differ in form, or the folder holds something
@@ -57,7 +60,7 @@ def write_parquet(source: Any, path: str | os.PathLike[str], *, fps: int = 1, ta
     with workplace(folder) as work:
         new, old = work / "new", work / "old"
         with _Writer(new, fps, task) as writer:
-            for group in grouped(source, "write_parquet()"):
+            for group in grouped(source, "write_parquet()", progress=progress):
                 writer.add(group)
         writer.finish(spaces_of(source))
         for file in (*new.rglob("*"), new):

@@ -200,7 +200,7 @@ class TableSource(EpisodeSource):
             steps[("rewards",)] = np.full(_count(rows), self._rewards, np.float32)
         steps[("terminated",)], steps[("truncated",)] = self._ends_of(rows)
         if self._following:
-            final = {path: rows[column][-1] for path, column in self._following.items()}
+            final = {path: rows[column][-1, ...] for path, column in self._following.items()}
         finals = {("final_observations", *path): leaf for path, leaf in (final or {}).items()}
         return nested({**steps, **finals})  # type: ignore[no-any-return]
 

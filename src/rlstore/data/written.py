@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from rlstore.data.source import Array, Form
 from rlstore.engine.rows.schema import Path, walk
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import TERMINATED, TRUNCATED
+from rlstore.replay.loading.progress import Bar
 
 # Episodes of so many bytes, and the one that passes them, are written at once.
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 4 << 20
 _SAME = {**dict.fromkeys(TERMINATED, "terminated"), **dict.fromkeys(TRUNCATED, "truncated")}
 
 
@@ -41,8 +42,13 @@ class WrittenEpisode:
         return forms | {("final_observations", *path): (leaf.shape, leaf.dtype) for path, leaf in self.final.items()}
 
 
-def written_episodes(source: Any, owner: str) -> Iterator[WrittenEpisode]:
+def written_episodes(source: Any, owner: str, *, progress: bool) -> Iterator[WrittenEpisode]:
     """The episodes of a storage, or of anything that can be iterated, one in memory at a time.
+
+    Args:
+        source: The storage, or the episodes.
+        owner: Who writes them, for errors.
+        progress: Show a progress bar.
 
     Raises:
         InvalidInputError: If one of them lacks something, or has another form than those before it.
@@ -53,7 +59,8 @@ def written_episodes(source: Any, owner: str) -> Iterator[WrittenEpisode]:
             f"{owner} got a {type(source).__name__}; give a storage, its episodes(), or a list of episodes"
         )
     first: dict[Path, Form] = {}
-    for number, given in enumerate(episodes):
+    count = len(episodes) if isinstance(episodes, Sized) else getattr(episodes, "num_episodes", 0)
+    for number, given in enumerate(Bar(shown=progress).over(episodes, "Writing", count)):
         episode = _from_mapping(given, number) if isinstance(given, Mapping) else _from_storage(given)
         forms = episode.forms
         first = first or forms
@@ -69,11 +76,11 @@ def written_episodes(source: Any, owner: str) -> Iterator[WrittenEpisode]:
         raise InvalidInputError(f"{owner} got no episode to write. Nothing was written.")
 
 
-def grouped(source: Any, owner: str) -> Iterator[list[WrittenEpisode]]:
-    """:func:`written_episodes`, as many at a time as have 8 MiB, and at least one."""
+def grouped(source: Any, owner: str, *, progress: bool) -> Iterator[list[WrittenEpisode]]:
+    """:func:`written_episodes`, as many at a time as have 4 MiB, and at least one."""
     group: list[WrittenEpisode] = []
     nbytes = 0
-    for episode in written_episodes(source, owner):
+    for episode in written_episodes(source, owner, progress=progress):
         group.append(episode)
         nbytes += sum(array.nbytes for array in episode.steps.values())
         if nbytes >= _GROUP_BYTES:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.rows.finals import fit_final
@@ -180,7 +179,7 @@ def _unstack(packed: Packed, steps: int) -> Sequence[Any]:
 
 def _describe(nest: Any, name: str, leaves: list[tuple[str, Any]]) -> Any:
     """The form of an entry of a sample for :func:`build`, and its leaves by name; TensorDicts become dicts."""
-    if isinstance(nest, (Mapping, TensorDictBase)):
+    if isinstance(nest, Mapping):
         keys = nest.keys()
         return ("dict", {key: _describe(nest[key], f'{name}["{key}"]', leaves) for key in keys})
     if isinstance(nest, tuple):

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.batches.staging import Staging, received
 from rlstore.engine.memory.tensors import Recycler, allocate_empty
+from rlstore.engine.rows.schema import tensordict_class
 from rlstore.errors import InvalidInputError
 
 Array = NDArray[Any]
@@ -59,10 +59,10 @@ def _describe(nest: Any, tensors: list[Tensor]) -> Any:
     if isinstance(nest, Tensor):
         tensors.append(nest)
         return ("tensor",)
-    if isinstance(nest, TensorDictBase):
-        return ("tensordict", nest.batch_dims, {str(key): _describe(part, tensors) for key, part in nest.items()})
     if isinstance(nest, Mapping):
-        return ("dict", {key: _describe(part, tensors) for key, part in nest.items()})
+        parts = {key: _describe(part, tensors) for key, part in nest.items()}
+        # A TensorDict is known by its attribute: to import its class takes longer than to import torch.
+        return ("tensordict", nest.batch_dims, parts) if hasattr(nest, "batch_dims") else ("dict", parts)
     if isinstance(nest, (tuple, list)):
         return ("tuple" if isinstance(nest, tuple) else "list", [_describe(part, tensors) for part in nest])
     return ("value", nest)
@@ -81,7 +81,7 @@ def build(form: Any, tensors: Iterator[Tensor]) -> Any:
     entries = {key: build(part, tensors) for key, part in form[-1].items()}
     if kind == "dict":
         return entries
-    return TensorDict(entries, batch_size=next(iter(entries.values())).shape[: form[1]])
+    return tensordict_class()(entries, batch_size=next(iter(entries.values())).shape[: form[1]])
 
 
 def _as_array(tensor: Tensor) -> Array:

@@ -43,7 +43,7 @@ class RingSteps:
         device: torch.device | None = None,
         reading: Reading | None = None,
     ) -> None:
-        self._ring, self._structure = ring, structure or _structure_of(ring)
+        self._ring, self._structure = ring, structure or structure_of([leaf.field.name for leaf in ring.leaves])
         self.device = device or ring.device
         self._reading = reading or _alone
         self._requests = _requests(ring)
@@ -180,8 +180,7 @@ def _requests(ring: EpisodeRing) -> dict[str, list[Request]]:
     }
 
 
-def _structure_of(ring: EpisodeRing) -> Structure:
+def structure_of(names: Sequence[str]) -> Structure:
     """How observations are nested, from the names of their leaves."""
-    names = [leaf.field.name for leaf in ring.leaves]
     paths = [tuple(int(at) if at else key for key, at in _STEP.findall(name)) for name in names]
     return Structure(paths, "observations")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.batches.select import Windows
+from rlstore.engine.checks import check_positive
 from rlstore.engine.measures import Measures, Number, Ratio, spread
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor, dtype_name
@@ -272,6 +273,27 @@ class Priorities:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stale": self.stale, "_leaves": self.leaves, "_kernel": None}
+
+
+def kept_priorities(ring: EpisodeRing, kept: Any) -> tuple[Priorities | None, Windows | None]:
+    """The priorities of the rows or windows of a mapped folder, and the windows.
+
+    Args:
+        ring: Its rows.
+        kept: What it says that it keeps beside them: None, "rows" or ``["windows", length, stride, across]``.
+
+    Raises:
+        TypeError or ValueError: If it says something else.
+        SnapshotError: If they cannot be priorities of these rows.
+    """
+    windows = None
+    if isinstance(kept, list):
+        _, length, stride, across = kept
+        check_positive("a mapped storage", length=length, stride=stride)
+        if length > ring.steps:
+            raise ValueError(f"windows of {length} steps, and {ring.steps} are held")
+        windows = Windows(ring, length, stride, across=bool(across))
+    return (None if kept is None else Priorities(ring, 1.0, windows)), windows
 
 
 def _as_float32(given: Tensor) -> Tensor:

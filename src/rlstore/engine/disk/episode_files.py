@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,9 @@ class EpisodeReader:
         directory: The folder.
         schema: By name the shape and the dtype of each field of a step, as JSON.
 
+    Attributes:
+        forms: By name the shape and the dtype of each tensor of an episode, of one step.
+
     Raises:
         SnapshotError: If the schema is none.
     """
@@ -54,10 +57,16 @@ class EpisodeReader:
     def __init__(self, directory: Directory, schema: Mapping[str, Any]) -> None:
         self._directory = directory
         try:
-            self._forms = {name: read_form(*form) for name, form in schema.items()}
+            self.forms = {name: read_form(*form) for name, form in schema.items()}
         except (TypeError, ValueError) as error:
             path = directory.path / manifest.NAME
             raise SnapshotError(f'{path} is damaged: "schema" is not that of episodes ({error})') from error
+        self.forms.update(dict.fromkeys(("terminated", "truncated"), ((), torch.bool)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors of an episode."""
+        return tuple(self.forms)
 
     def numbers(self) -> list[int]:
         """The numbers of the episodes on disk, the oldest first."""
@@ -90,22 +99,33 @@ class EpisodeReader:
         Raises:
             SnapshotError: If it is not what was written, or of another form.
         """
-        flags = dict.fromkeys(("terminated", "truncated"), ((), torch.bool))
-        forms = {
-            name: ((entry.steps + is_observation(name), *shape), dtype)
-            for name, (shape, dtype) in {**self._forms, **flags}.items()
-        }
         with self._open(entry.number) as file:
-            found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
-            if found != forms:
-                raise _damaged(file.path, f"it holds {found}, and {forms} is needed")
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
-            for name, tensor in tensors.items():
-                file.read_into(name, tensor, None)
+            tensors = self._read(file, entry, self.names)
             expected, rest = file.metadata.get("crc32"), dict(file.metadata)
             rest.pop("crc32", None)
             if expected is not None and expected != _checksum(rest, tensors):
                 raise _damaged(file.path, "its checksum is not that of what it holds")
+        return tensors
+
+    def read_some(self, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors of an episode, whose checksum is not looked at.
+
+        Raises:
+            SnapshotError: If the file is of another form.
+        """
+        with self._open(entry.number) as file:
+            return self._read(file, entry, names)
+
+    def _read(self, file: TensorFile, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
+        forms = {
+            name: ((entry.steps + is_observation(name), *shape), dtype) for name, (shape, dtype) in self.forms.items()
+        }
+        found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
+        if found != forms:
+            raise _damaged(file.path, f"it holds {found}, and {forms} is needed")
+        tensors = {name: torch.empty(forms[name][0], dtype=forms[name][1]) for name in names}
+        for name, tensor in tensors.items():
+            file.read_into(name, tensor, None)
         return tensors
 
     def damaged(self, number: int, how: object) -> SnapshotError:

@@ -199,10 +199,26 @@ class EpisodeRing:
             self._make_starts()
             self.starts = [None if table is None else table[:slots] for table in self.starts]
         self.after_end.fill_(-1)
+        self._check_tables()
+        self.resume()
+
+    def _check_tables(self) -> None:
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
         self.restore(tables, self.kept, has_starts, self._damaged)
-        self.resume()
+
+    def keep_tables(self) -> None:
+        """Copy the counters and tables of a mapped folder, and check them: another process may go on writing to it.
+
+        Raises:
+            SnapshotError: If they changed while they were copied.
+        """
+        self.counters, self.episodes, self.free_slots = (
+            table.clone() for table in (self.counters, self.episodes, self.free_slots)
+        )
+        self.blocks["episode"] = self.blocks["episode"].clone()
+        self._view_counters()
+        self._check_tables()
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""

@@ -348,7 +348,7 @@ class Structure:
         self._keys = dict.fromkeys(path[0] for path in self.paths) if flat else {}
         # The classes that most observations have come first: to ask the others takes as long as to write the row.
         has_names = any(isinstance(step, str) for path in self.paths for step in path)
-        self._mappings = (dict, _tensordict(), Mapping) if has_names else (dict, Mapping)
+        self._mappings = (dict, tensordict_class(), Mapping) if has_names else (dict, Mapping)
         self._is_tuple = bool(self.paths) and self.paths == tuple((index,) for index in range(len(self.paths)))
 
     def row_reader(
@@ -368,7 +368,7 @@ class Structure:
             return lambda given: None
         keys = tuple(map(str, self._keys)) or (len(self.paths) if self._is_tuple else None)
         # Where a TensorDict has its parts; an add to a rollout takes 2.6 us with it and 3.7 without.
-        nest = (_tensordict() if self._keys else dict, "_tensordict")
+        nest = (tensordict_class() if self._keys else dict, "_tensordict")
         return RowReader((("observations", keys), *others.items()), tuple(absent.items()), nest).read
 
     @classmethod
@@ -460,7 +460,7 @@ def described_fields(settings: Mapping[str, Any], name: str) -> tuple[Structure,
 
 
 @cache
-def _tensordict() -> Any:
+def tensordict_class() -> Any:
     """The class TensorDict. It takes longer to import than torch, and only observations with names need it."""
     from tensordict import TensorDict
 
@@ -471,7 +471,7 @@ def _tensordict() -> Any:
 def _tensordict_maker() -> Callable[..., Any]:
     # Skips the check of each part's batch size, which is known here: a replay sample of dict observations takes 60 us
     # instead of 85.
-    maker: Callable[..., Any] = getattr(_tensordict(), "_new_unsafe", _tensordict())
+    maker: Callable[..., Any] = getattr(tensordict_class(), "_new_unsafe", tensordict_class())
     return maker
 
 

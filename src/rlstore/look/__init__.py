@@ -1,0 +1,1 @@
+"""A look inside: what `rlstore inspect` and `storage.to_html()` show of a storage or of a folder."""

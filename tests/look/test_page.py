@@ -1,0 +1,206 @@
+"""The page: what is written into it, against what the storage holds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from look_storages import ENVS, STEPS, episodes_planned, filled, step_id
+from pages import Page
+
+import rlstore
+from rlstore.look import excerpts
+
+STATE = 'observations["</script><b>state"]'
+CAMERA = 'observations["camera"]'
+
+
+def page_of(storage, folder, **more):
+    storage.to_html(folder / "page.html", **more)
+    return Page(folder / "page.html")
+
+
+def test_every_episode_is_in_it_step_by_step(tmp_path):
+    storage = filled(frame_stack=1)
+    page = page_of(storage, tmp_path)
+    assert page.episodes == list(range(6))
+    for place, planned in enumerate(episodes_planned()):
+        episode, env = page.episode(place), planned["env"]
+        ids = [step_id(env, step) for step in planned["steps"]]
+        after = ids[-1] + (1 if planned["end"] == "open" else 0.5)
+        arrays = episode["arrays"]
+        assert (episode["first"], episode["steps"], episode["final"], episode["note"]) == (0, len(ids), True, "")
+        assert arrays[STATE].tolist() == [[number, -number, number / 2] for number in [*ids, after]]
+        assert arrays["rewards"][:, 0].tolist() == pytest.approx([number / 100 for number in ids])
+        assert arrays["costs"][:, 0].tolist() == [-number for number in ids]
+        assert arrays["actions"][:, 0].tolist() == [(step + env) % 4 for step in planned["steps"]]
+        # The last of two channels, whose number is one more than the first's.
+        assert arrays[CAMERA][:, 3, 4, 0].tolist() == [int(number % 50) + 1 for number in [*ids, after]]
+
+
+def test_the_list_is_the_storage_s(tmp_path):
+    storage = filled()
+    listed, episodes = page_of(storage, tmp_path).listed, storage.episodes()
+    assert listed["env"] == episodes.envs.tolist()
+    assert listed["length"] == episodes.lengths.tolist()
+    assert listed["return"] == pytest.approx(episodes.returns.tolist(), rel=1e-6)
+    assert listed["opened"] == [1] * 6
+    assert listed["index"] == list(range(6))
+
+
+def test_it_knows_how_full_the_storage_is(tmp_path):
+    told = page_of(filled(), tmp_path, title="mine").storage
+    assert (told["title"], told["held"], told["capacity"], told["envs"]) == ("mine", 2 * STEPS, 40, ENVS)
+    assert ["storage_size", "40"] in told["settings"]
+    assert told["priorities"] is None
+
+
+def test_names_from_the_data_are_no_part_of_the_page(tmp_path):
+    page = page_of(filled(), tmp_path, title="</title></script><script>alert(1)</script><img src=x>")
+    assert page.title == "</title></script><script>alert(1)</script><img src=x>"
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("script") == 1 + 1 + 6  # the storage, the program, six episodes
+    assert "img" not in tags
+    assert "b" not in tags
+    assert page.storage["fields"][0]["name"] == STATE
+
+
+def test_it_names_no_other_place_and_allows_none(tmp_path):
+    storage = filled()
+    storage.to_html(tmp_path / "page.html")
+    text, page = (tmp_path / "page.html").read_text(), Page(tmp_path / "page.html")
+    (policy,) = (attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    for kind, content in (("script", page.scripts[""]), ("style", re.search(r"<style>(.*?)</style>", text, re.S)[1])):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href")]
+    assert all(link.startswith("data:") for link in links)
+    assert re.findall(r"https?://[^'\"\s]+", text) == ["http://www.w3.org/2000/svg"]  # the name of a format
+
+
+def test_of_a_large_storage_it_has_the_episodes_of_most_interest(tmp_path, monkeypatch):
+    storage = filled()
+    whole = page_of(storage, tmp_path)
+    size = max(len(whole.scripts[f"episode-{place}"]) for place in range(6))
+    monkeypatch.setattr(excerpts, "MOST_TEXT", 3 * size)
+    monkeypatch.setattr(excerpts, "_LARGEST", 1)
+    page = page_of(storage, tmp_path)
+    # The newest; the best, episode 3; the worst, of which the returns are 0.03 for the steps of env 0.
+    returns = storage.episodes().returns
+    assert {5, int(returns.argmax()), int(returns.argmin())} <= set(page.episodes)
+    assert len(page.episodes) < 6
+    assert page.listed["opened"] == [int(place in page.episodes) for place in range(6)]
+    assert page.storage["notes"][-1].startswith(f"The steps of {len(page.episodes)} of 6 listed episodes are in this")
+
+
+def test_of_a_long_episode_the_last_steps_are_shown_and_the_rest_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(excerpts, "_MOST_STEPS", 2)
+    episode = page_of(filled(), tmp_path).episode(2)  # env 0, steps 3 to 7
+    assert (episode["first"], episode["steps"], episode["note"]) == (3, 2, "The last 2 of 5 steps are shown.")
+    assert episode["arrays"][STATE][:, 0].tolist() == [6.0, 7.0, 7.5]
+    assert episode["before"] == pytest.approx(0.03 + 0.04 + 0.05)
+
+
+def test_an_episode_that_is_too_large_is_cut_until_it_is_not(tmp_path, monkeypatch):
+    whole = page_of(filled(), tmp_path)
+    monkeypatch.setattr(excerpts, "_LARGEST", 10**9)  # each has less than a byte
+    page = page_of(filled(), tmp_path)
+    assert page.episodes == whole.episodes
+    assert {page.episode(place)["steps"] for place in page.episodes} == {1}
+
+
+def test_windows_with_their_priorities(tmp_path):
+    storage = filled(rlstore.SequenceReplayStorage, sequence_length=3, burn_in=1, alpha=1.0)
+    storage.update([3 * ENVS, 4 * ENVS], [0.5, 0.75])
+    page = page_of(storage, tmp_path)
+    assert page.episode(2)["windows"] == {  # env 0, steps 3 to 7
+        "burn_in": 1,
+        "list": [{"start": 0, "stop": 4, "priority": 0.5}, {"start": 1, "stop": 5, "priority": 0.75}],
+    }
+    assert page.episode(0)["windows"]["list"][0]["stop"] == 3  # shorter than a window
+
+
+def test_an_episode_whose_beginning_was_overwritten_says_so(tmp_path):
+    storage = filled(storage_size=2 * (STEPS - 1))
+    page = page_of(storage, tmp_path)
+    assert page.listed["whole"][:2] == [0, 0]
+    assert page.episode(0)["note"] == "Its first steps were overwritten; the steps that are held are counted."
+    assert page.episode(0)["arrays"][STATE][0, 0] == 1.0
+
+
+def test_nan_everywhere(tmp_path):
+    spaces = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Box(-1, 1, (1,))
+    storage = rlstore.ReplayStorage(*spaces, storage_size=10, allow_nonfinite_rewards=True)
+    none = np.full(2, math.nan, np.float32)
+    for _ in range(4):
+        storage.add(none, [math.nan], math.nan, False, False, {}, none)
+    page = page_of(storage, tmp_path)
+    assert page.storage["fields"][0]["numbers"]["nans"] == 8
+    assert page.storage["fields"][0]["numbers"]["median"] is None
+    assert np.isnan(page.listed["return"]).all()
+    assert np.isnan(page.episode(0)["arrays"]["observations"]).all()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_almost_nothing(tmp_path, steps):
+    storage = rlstore.ReplayStorage(gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2), storage_size=10)
+    for _ in range(steps):
+        storage.add([0.1, 0.2], 1, 0.5, False, False, {}, [0.3, 0.4])
+    page = page_of(storage, tmp_path)
+    assert (page.storage["held"], page.episodes) == (steps, list(range(steps)))
+    assert page.storage["episodes"]["count"] == steps
+
+
+def test_rewards_with_several_entries_are_added_up(tmp_path):
+    spaces = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    storage = rlstore.ReplayStorage(*spaces, storage_size=10, reward_shape=(2,))
+    for i in range(3):
+        storage.add([0.0, 0.0], 1, [1.0, 10.0 * i], False, i == 2, {}, [0.0, 0.0])
+    page = page_of(storage, tmp_path)
+    assert page.listed["return"] == [33.0]
+    assert page.episode(0)["arrays"]["rewards"].tolist() == [[1.0, 0.0], [1.0, 10.0], [1.0, 20.0]]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    (tmp_path / "page.html").write_text("before")
+    storage = filled()
+    with pytest.raises(rlstore.InvalidInputError, match=r"title is 3; to_html\(\) needs a string, or None"):
+        storage.to_html(tmp_path / "page.html", title=3)
+    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs"):
+        storage.to_html(7)
+    with pytest.raises(OSError, match="missing"):
+        storage.to_html(tmp_path / "missing" / "page.html")
+    assert (tmp_path / "page.html").read_text() == "before"
+    storage.to_html(str(tmp_path / "page.html"))
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_storage_that_cannot_show_its_episodes_says_so(tmp_path):
+    class Other(rlstore.Storage):
+        create_factory = init_tensors = get_all_buffer_data = insert_data_slice = insert_transition = None
+        before_gradients = after_gradients = generate_batches = reset = update_storage_parameter = None
+
+    with pytest.raises(NotImplementedError, match=r"Other cannot show its episodes and rows"):
+        Other(4).to_html(tmp_path / "page.html")
+
+
+def test_the_order_of_interest_begins_with_the_newest_the_best_and_the_worst():
+    from rlstore.look.subject import of_storage
+    from rlstore.look.summary import summarize
+
+    storage = rlstore.ReplayStorage(gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2), storage_size=100)
+    returns = [5.0, 1.0, 9.0, 3.0, 4.0, 6.0, 7.0]
+    for total in returns:
+        storage.add([0.0], 0, total, True, False, {}, [0.0])
+    order = list(excerpts.in_order_of_interest(summarize(of_storage(storage))))
+    assert order[:3] == [6, 2, 1]  # the newest, the best, the worst
+    assert 0 in order[3:5]  # the median, or the first of those that are spread over all
+    assert sorted(order) == list(range(7))
+    assert torch.tensor(returns)[order[0]] == 7.0
