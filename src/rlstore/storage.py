@@ -353,9 +353,14 @@ class Storage(ABC):
     def stats(self) -> dict[str, int | float]:
         """Numbers of the storage for a logger: how full it is, what came in and went out, returns, waits, losses.
 
-        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them. None is
-        NaN or infinite: what is not known, as a mean return before an episode is over, is left out. Every reward that
-        is held is read; a CUDA device is waited for once.
+        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them::
+
+            for name, value in storage.stats().items():
+                writer.add_scalar(f"replay/{name}", value, step)
+
+        Returns:
+            Plain numbers by name. None is NaN or infinite: what is not known, as a mean return before an episode is
+            over, is left out. Every reward that is held is read for it; a CUDA device is waited for once.
         """
         return flat(self._measured())
 

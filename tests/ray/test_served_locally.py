@@ -281,7 +281,7 @@ def measured(served):
 
     summed = [
         *("transitions", "capacity", "bytes", "inserts", "samples", "nonfinite_rewards", "nonfinite_observations"),
-        *("episodes", "episodes_open", "episodes_terminated", "episodes_truncated", "episodes_cut_off"),
+        *("episodes", "episodes_open", "episodes_terminated", "episodes_truncated", "episodes_broken"),
         *("episodes_complete", "draws_never", "dropped_batches", "lost_writers", "stale_updates"),
     ]
     inserts, samples = (sum(part[name] for part in parts) for name in ("inserts", "samples"))
