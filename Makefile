@@ -6,6 +6,8 @@ BENCH_VENV := .venv-bench
 BENCH_PY := $(BENCH_VENV)/bin/python
 ADAPTERS_VENV := .venv-adapters
 ADAPTERS_PY := $(ADAPTERS_VENV)/bin/python
+RLLTE_VENV := .venv-rllte
+RLLTE_PYTHON ?= python3.10
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
 DOCS_VENV := .venv-docs
@@ -17,7 +19,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MO
 # Tests start many processes, which import faster with bytecode: it is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters lint learn docs docs-serve clean always
+.PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters rllte lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
@@ -113,7 +115,18 @@ $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 
 adapters: $(ADAPTERS_VENV)/ready
 	$(ADAPTERS_PY) -m pytest adapters
+	if $(RLLTE_PYTHON) --version; then $(MAKE) rllte; fi
 	$(ADAPTERS_PY) -m adapters.learn_sb3 --out out/adapters
+
+# rllte needs Python 3.10 and versions of numpy and matplotlib that nothing else here can use. Without it the others are run.
+$(RLLTE_VENV)/ready: $(SOURCES) adapters/requirements-rllte.txt
+	$(RLLTE_PYTHON) -m venv $(RLLTE_VENV)
+	$(RLLTE_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(RLLTE_VENV)/bin/python -m pip install --quiet --editable . --requirement adapters/requirements-rllte.txt
+	touch $@
+
+rllte: $(RLLTE_VENV)/ready
+	$(RLLTE_VENV)/bin/python -m pytest adapters/test_rllte.py
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

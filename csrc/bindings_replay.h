@@ -141,20 +141,22 @@ class EpisodeRing {
   }
 
   // Writes the steps from `begin` to before `end` of values that are those of `steps` steps: [steps, lanes, ...]. All values are
-  // checked before anything is written. `resumed`: none is a reset step, and none need continue what is held. Returns the first
-  // step that was not written, and what write() returns: of a break in any step, or if none was written why not.
+  // checked before anything is written. `resumed`: none is a reset step, and the first need not continue what is held. Returns the
+  // first step that was not written, and what write() returns: of a break in any step, or if none was written why not.
   std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed, bool /*checked*/) {
     if (steps < 1 || begin < 0 || begin > end || end > steps || steps >= kCountLimit / lanes_.lanes) throw nb::value_error("there are no such steps");
     const Writing writing(this);
     const int64_t misfit = find_values(values, static_cast<size_t>(steps));
     if (misfit >= 0) return {begin, misfit};
     int64_t outcome = kDone;
-    for (int64_t step = begin; step < end; step++) {
+    for (int64_t step = begin; step < end;) {
       for (int64_t lane = 0; resumed && lane < lanes_.lanes; lane++)
-        if (!has_mask_ || mask_[step * lanes_.lanes + lane]) lanes_.after_end[lane] = kResumed;
+        if (!has_mask_ || mask_[step * lanes_.lanes + lane]) lanes_.after_end[lane] = step ? -1 : kResumed;
       const int64_t written = write_found(static_cast<size_t>(step));
       if (written != kDone && written != kDoneWithBreak) return {step, step > begin ? outcome : written};
       if (written == kDoneWithBreak) outcome = written;
+      step++;
+      if (lanes_.lanes == 1) step += write_run(step, end);
     }
     return {end, outcome};
   }
@@ -304,6 +306,19 @@ class EpisodeRing {
     return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
   }
 
+  // Writes the steps from `begin` on that continue the episode of the single lane, as far as they may be written at once; returns
+  // how many.
+  int64_t write_run(int64_t begin, int64_t end) {
+    constexpr int64_t kTogether = 256;  // steps that are compared and then copied while they are in the cache
+    const int64_t most = std::min({end - begin, room_, kTogether});
+    if (most <= 0 || lanes_.current[0] < 0) return 0;
+    fill_step(static_cast<size_t>(begin));
+    const int64_t count = count_continuing(lanes_, leaves_, step_, most);
+    if (count > 0) write_continuing(lanes_, leaves_, columns_, step_, count);
+    room_ -= count;
+    return count;
+  }
+
   void check_counts(int64_t lane) const {
     if (lanes_.begun[lane] < 0 || lanes_.written[lane] < lanes_.begun[lane] || lanes_.written[lane] >= kCountLimit)
       throw nb::value_error(kNoCount);
@@ -389,10 +404,11 @@ class EpisodeRing {
     return true;
   }
 
-  // Of lanes that take no part nothing is read.
+  // Lanes that take no part may break the rule.
   bool obeys(const Rule& rule, size_t lanes) const {
     const char* memory = givens_[leaves_.size() * 2 + rule.field].memory;
-    if (!has_mask_) return rule.holds(memory, lanes);
+    if (rule.holds(memory, lanes)) return true;
+    if (!has_mask_) return false;
     for (size_t lane = 0; lane < lanes; lane++)
       if (mask_[lane] && !rule.holds(memory + lane * columns_[rule.field].bytes, 1)) return false;
     return true;

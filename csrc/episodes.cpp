@@ -159,7 +159,64 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
   lanes.current[lane] = ended ? -1 : slot;
 }
 
+// Rows of `bytes` bytes, one after another, to places that are `stride` bytes apart.
+RLSTORE_CLONES
+void scatter_rows(char* target, size_t stride, const char* source, size_t bytes, size_t count) {
+  if (stride == bytes)
+    copy_row(target, source, bytes * count);
+  else if (bytes == 4)
+    for (size_t i = 0; i < count; i++) memcpy(target + i * stride, source + i * 4, 4);
+  else if (bytes == 8)
+    for (size_t i = 0; i < count; i++) memcpy(target + i * stride, source + i * 8, 8);
+  else
+    for (size_t i = 0; i < count; i++) copy_short(target + i * stride, source + i * bytes, bytes);
+}
+
 }  // namespace
+
+int64_t count_continuing(const Lanes& lanes, const std::vector<Observation>& leaves, const Steps& steps, int64_t count) {
+  const int64_t written = lanes.written[0], place = lanes.by_rows.remainder(written);
+  if (lanes.current[0] < 0) return 0;
+  // Also the observation after the last of them has its place behind it.
+  count = std::min({count, lanes.kept - (written - lanes.begun[0]), lanes.rows - 1 - place});
+  for (int64_t i = 0; i < count; i++)
+    if (steps.terminated[i] || steps.truncated[i] || (steps.mask && !steps.mask[i])) count = i;
+  for (const Observation& leaf : leaves) {
+    if (leaf.stack > 1) return 0;
+    const size_t k = static_cast<size_t>(&leaf - leaves.data()), bytes = leaf.frame_bytes();
+    const char *given = steps.observations[k], *following = steps.next_observations[k];
+    if (count > 0 && memcmp(leaf.block.at(0, place), given, bytes)) return 0;
+    if (given + bytes == following) continue;  // the same memory, one step on
+    for (int64_t i = 1; i < count; i++)
+      if (memcmp(following + (i - 1) * bytes, given + i * bytes, bytes)) count = i;
+  }
+  return std::max<int64_t>(count, 0);
+}
+
+void write_continuing(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Steps& steps,
+                      int64_t count) {
+  constexpr int64_t kTogether = 64;  // rows whose fields are written one field after another while they are in the cache
+  const int64_t written = lanes.written[0], first = lanes.by_rows.remainder(written);
+  const int32_t slot = static_cast<int32_t>(lanes.current[0]);
+  for (int64_t done = 0; done < count; done += kTogether) {
+    const int64_t place = first + done;
+    const size_t rows = static_cast<size_t>(std::min(kTogether, count - done));
+    for (size_t k = 0; k < leaves.size(); k++) {
+      const Block& block = leaves[k].block;
+      scatter_rows(block.at(0, place), block.row_stride, steps.observations[k] + done * block.bytes, block.bytes, rows);
+    }
+    for (size_t k = 0; k < columns.size(); k++)
+      scatter_rows(columns[k].at(0, place), columns[k].row_stride, steps.columns[k] + done * columns[k].bytes, columns[k].bytes, rows);
+    for (size_t i = 0; i < rows; i++) lanes.slot_at(0, place + static_cast<int64_t>(i)) = slot;
+  }
+  for (size_t k = 0; k < leaves.size(); k++) {
+    const Block& block = leaves[k].block;
+    copy_row(block.at(0, first + count), steps.next_observations[k] + (count - 1) * block.bytes, block.bytes);
+  }
+  lanes.after_end[0] = -1;
+  __atomic_store_n(lanes.written, written + count, __ATOMIC_RELEASE);
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // published before the next row overwrites anything
+}
 
 Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, Move* moves) {
   Need need = Need::kNothing;

@@ -147,6 +147,17 @@ enum class Need { kNothing, kSlots, kStarts };
 // Plans the effect on each lane, and changes nothing.
 Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, Move* moves);
 
+// Steps of a single lane, one after another, as the first of them: each value is contiguous [steps, ...].
+using Steps = Step;
+
+// How many of the first `count` steps continue the open episode of a single lane one after another, none ends it, and none
+// overwrites a row or wraps: those may be written at once. 0 where observations are stacks of frames.
+int64_t count_continuing(const Lanes& lanes, const std::vector<Observation>& leaves, const Steps& steps, int64_t count);
+
+// Writes so many steps, which continue the open episode of a single lane.
+void write_continuing(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Steps& steps,
+                      int64_t count);
+
 // Writes the step as planned; returns the number of broken episodes that were closed.
 int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
                    const Step& step, ResetSteps resets, const Move* moves);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -30,3 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         on_ray = re.search(r"(?<![a-z])ray(?![a-z])", item.nodeid.lower())
         item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.as_posix()))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: a collection of garbage that looks at it takes a second each time."""
+    gc.collect()
+    gc.freeze()

@@ -19,10 +19,14 @@ from folder_mutants import Mutant
 from saved_folders import Saved, content_of, saved_folders
 
 import rlstore
+from rlstore.look.opened import opened
+from rlstore.look.page import page
+from rlstore.look.summary import summarize as summarize_subject
 from rlstore.verify import verify
 
 SPARE_BYTES = 1 << 30  # beyond what a process has when it begins
 SECONDS = 20.0  # without any news: it hangs
+LOOKED_AT = 3  # one of so many mutants is shown, too, which takes longer than to load it
 GOOD = ("refused", "same", "other values")
 
 
@@ -111,11 +115,14 @@ class Trials:
             how = f"{mutant.saved.kind} {mutant.saved.name} {mutant.saved.state}: {mutant.how}"
             os.write(writing, json.dumps(how).encode() + b"\n")
             verdict, finding = verdict_on(mutant.path)
+            looked = look_at(mutant.path) if number % LOOKED_AT == 0 else ""
             outcome, error = try_mutant(mutant.saved, mutant.path, mutant.may_differ)
             if verdict == "damaged" and outcome == "same" and not mutant.may_differ:
                 outcome, error = "verify: damaged, load: same", finding
             if verdict != "damaged" and (verdict != "whole" or (outcome == "refused" and not _is_elsewhere(error))):
                 outcome, error = f"verify: {verdict}, load: {outcome}", f"{finding} / {error}"
+            if looked:
+                outcome, error = "inspect", looked
             after = _state(self._witness)
             if after != before:
                 outcome, error, before = "touched the witness", str(after ^ before), after
@@ -135,6 +142,19 @@ def verdict_on(path: Path) -> tuple[str, str]:
     if report is None:
         return "damaged", ""  # the status is not 0
     return "whole" if report.is_whole else "damaged", "; ".join(report.lines())
+
+
+def look_at(path: Path) -> str:
+    """What ``rlstore inspect`` does wrong with a folder: it raises something else, or changes it."""
+    before = _state(path)
+    try:
+        with opened(path) as subject:
+            page(summarize_subject(subject))
+    except rlstore.errors.StorageError:
+        pass
+    except Exception as error:
+        return repr(error)
+    return "" if _state(path) == before else "it changed the folder"
 
 
 def _is_elsewhere(error: str) -> bool:

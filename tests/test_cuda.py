@@ -1,6 +1,7 @@
 """On CUDA the storages give what they give on the CPU."""
 
 import multiprocessing
+import warnings
 
 import numpy as np
 import pytest
@@ -150,6 +151,32 @@ def test_reset_steps_that_the_host_knows_are_left_out_without_a_wait():
         list(storage.mini_batch_generator(2, 1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_listing_of_episodes_waits_for_the_device_once():
+    storages = [from_spaces("cuda", "SameStep", "cpu"), from_spaces("cuda", "NextStep", "cpu"), make("uniform", "cuda")]
+    play("uniform", storages[-1])
+    for storage in storages:
+        storage.episodes()  # kernels are compiled
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                storage.episodes()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len([one for one in waits if "synchronizing" in str(one.message)]) == 1
+
+
+def test_rollouts_show_the_same_episodes():
+    on_cuda, on_cpu = (from_spaces(device, "NextStep", "cpu") for device in ("cuda", "cpu"))
+    for ours, expected in zip(on_cuda.episodes()._listing, on_cpu.episodes()._listing, strict=True):
+        assert_close(ours, expected)
+    rows = on_cpu.held_rows()
+    assert torch.equal(on_cuda.held_rows(), rows)
+    for name, expected in on_cpu[rows].items():
+        for ours, leaf in zip(flat(on_cuda[rows][name]), flat(expected), strict=True):
+            assert_close(ours, leaf)
 
 
 def test_decoupled_rollouts_agree():

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from rlstore import DecoupledRolloutStorage, RolloutStorage
 
-STEPS, ENVS, WIDTH, BATCHES = 16, 8, 64, 4
-ROLLOUT_BYTES = STEPS * ENVS * WIDTH * 4  # the observations alone: 32 kB
+STEPS, ENVS, WIDTH, BATCHES = 16, 32, 64, 4
+ROLLOUT_BYTES = STEPS * ENVS * WIDTH * 4  # the observations alone: 128 kB
 
 
 class Rollouts:
@@ -161,7 +161,7 @@ def blocks_of(storage):
     return {name: getattr(storage, name).data_ptr() for name in names if hasattr(storage, name)}
 
 
-@pytest.fixture(params=LOOPS, ids=lambda loop: loop.__name__)
+@pytest.fixture(scope="module", params=LOOPS, ids=lambda loop: loop.__name__)
 def loop(request):
     """A loop that has come to its steady state."""
     loop = request.param()
@@ -170,7 +170,7 @@ def loop(request):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("rollouts", [100, pytest.param(2000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("rollouts", [50, pytest.param(2000, marks=pytest.mark.torture)])
 def test_resident_memory_is_flat_over_many_rollouts(loop, rollouts):
     gc.collect()
     before = resident_bytes()

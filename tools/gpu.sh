@@ -38,13 +38,13 @@ trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
 cp -r src/rlstore/. "$site/rlstore/"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" GIT_PYTHON_REFRESH=quiet PYTHONUNBUFFERED=1 CI=1
-export RLSTORE_TEST_DEVICE=cuda  # the device of the contract tests
+export RLSTORE_TEST_DEVICE=cuda  # the device of the tests of the contract and of the adapters
 "$python" -c 'import torch, triton, rlstore
 assert torch.cuda.is_available(), "no CUDA device"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, rlstore.__file__)'
 
 tests() {
-    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat/test_rsl_rl.py tests/contract
+    [ $# -gt 0 ] || set -- tests/cuda tests/test_cuda.py tests/compat tests/contract tests/data/test_data_on_cuda.py
     # Without the plugin pytest-benchmark, which some machines have installed and which does not run with xdist.
     "$python" -m pytest -p no:cacheprovider -p no:benchmark --numprocesses "${JOBS:-$(nproc)}" --dist worksteal \
         --junitxml="$out/tests.xml" "$@"

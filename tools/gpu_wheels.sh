@@ -16,16 +16,17 @@ wheels=$(cd "$1" && pwd)
 python=${2:-python3}
 cd "$(dirname "$0")/.."
 
-# The dependencies of rlstore, of the tests, of rsl_rl (as in the Makefile, only what it imports) and of the tables.
+# The dependencies of rlstore and of the tests, libraries that adapters are for (of what rsl_rl requires only what it imports,
+# as in the Makefile), and what writes the tables.
 LIBRARY="tensordict gymnasium safetensors cloudpickle farama-notifications importlib_metadata zipp orjson pyvers"
 TESTS="pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments hypothesis sortedcontainers lazy-importer packaging"
-PEER="rsl-rl-lib tensorboard absl-py protobuf GitPython gitdb smmap"
+PEERS="stable-baselines3 rsl-rl-lib tensorboard absl-py protobuf GitPython gitdb smmap"
 TABLES="rich markdown-it-py mdurl"
 
 rm -f "$wheels"/*.whl
 export PIP_CONSTRAINT="$PWD/constraints.txt" PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" .
 # shellcheck disable=SC2086  # the names are to be split
-"$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$wheels" $LIBRARY $TESTS $PEER $TABLES
+"$python" -m pip download --quiet --no-deps --only-binary :all: --dest "$wheels" $LIBRARY $TESTS $PEERS $TABLES
 ls -l "$wheels"
 du -sh "$wheels"

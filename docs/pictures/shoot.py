@@ -129,7 +129,7 @@ def main() -> None:
     shots: list[tuple[str, Callable[[], Any], list[tuple[str, str, Callable[[Browser], None]]]]] = [
         ("acrobot", vectors, [("overview", "light", lambda browser: None), ("vectors", "dark", open_late)]),
         ("breakout", pixels, [("pixels", "light", open_best)]),
-        ("pendulum", sequences, [("sequences", "light", open_late)]),
+        ("pendulum", sequences, [("sequences", "light", open_with_windows)]),
     ]
     with tempfile.TemporaryDirectory() as folder, Browser(1360, 850) as browser:
         for title, make, views in shots:
@@ -145,6 +145,12 @@ def main() -> None:
 def open_late(browser: Browser) -> None:
     """One of the newest episodes, in its middle."""
     show(browser, 12, 0.4)
+
+
+def open_with_windows(browser: Browser) -> None:
+    """As :func:`open_late`, with room for one plot more."""
+    browser.size(1360, 920)
+    open_late(browser)
 
 
 def open_best(browser: Browser) -> None:

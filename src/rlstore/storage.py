@@ -27,7 +27,7 @@ A scalar is accepted as ``[N]`` or ``[N, 1]`` and served as ``[..., 1]``:
 ``weights``             importance weights of a batch that was not drawn uniformly
 ``rows``                the row ids of a batch, int64, by which priorities are updated
 ``last_observations``   the observations after the newest step, only in ``get_all_buffer_data``
-``reset_steps``         True for reset steps of next-step autoreset, only in ``get_all_buffer_data``
+``reset_steps``         True for reset steps of next-step autoreset, not in batches
 any other name          a field of the user, declared in ``extra_fields``: required with every step, stored and served
                         with the declared shape and dtype
 ======================= ================================================================================================

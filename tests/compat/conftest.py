@@ -3,11 +3,27 @@
 import os
 import sys
 import types
+from importlib.util import find_spec
 
 import pytest
 
 # GitPython refuses to be imported where no git executable is found, unless told that this is fine.
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+
+NEEDED = {
+    "test_rllte_drqv2.py": ["rllte"],
+    "test_rsl_rl.py": ["rsl_rl"],
+    "test_sb3_replay.py": ["stable_baselines3"],
+    "test_sb3_rollout.py": ["stable_baselines3"],
+    "test_sb3_training.py": ["stable_baselines3"],
+    "test_switched.py": ["rllte", "rsl_rl"],
+}
+collect_ignore = [file for file, libraries in NEEDED.items() if None in map(find_spec, libraries)]
+
+
+def pytest_report_header() -> list[str]:
+    """`make test` has all of them; a machine with a GPU has few."""
+    return [f"libraries are missing for: {', '.join(collect_ignore)}"] if collect_ignore else []
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,12 @@
-"""rlstore.fast_td3: what FastTD3's training loop does with its SimpleReplayBuffer, against a naive model."""
+"""rlstore.fast_td3: what FastTD3's training loop does with its SimpleReplayBuffer, against a naive model.
+
+On CUDA if that is asked for.
+"""
 
 import pytest
 import torch
 from tensordict import TensorDict
+from where import DEVICE, SEES_VALUES
 
 from rlstore import NotReadyError
 from rlstore.fast_td3 import SimpleReplayBuffer
@@ -58,12 +62,20 @@ def play(steps, *, asymmetric=False, seed=0):
         step["next"] = TensorDict(following, batch_size=[ENVS])
         if asymmetric:
             step["critic_observations"], step["next", "critic_observations"] = critic, next_critic
-        yield step
+        yield step.to(DEVICE)
         ids = torch.where(dones, ids + 5000, ids + 1)  # the first observation of the next episode
 
 
+def extend_by_each(buffer, steps):
+    for step in steps:
+        buffer.extend(step)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+
 def make(n_steps=1, buffer_size=9, **options):
-    return SimpleReplayBuffer(ENVS, buffer_size, N_OBS, N_ACT, N_CRITIC, n_steps=n_steps, gamma=GAMMA, **options)
+    options |= {"n_steps": n_steps, "gamma": GAMMA, "device": DEVICE}
+    return SimpleReplayBuffer(ENVS, buffer_size, N_OBS, N_ACT, N_CRITIC, **options)
 
 
 @pytest.mark.parametrize("steps", [2, 7, 31], ids=["two steps", "not full", "overwritten"])
@@ -73,12 +85,13 @@ def test_every_row_served_is_one_that_the_naive_model_has(n_steps, steps, mode):
     ours, naive = make(n_steps, **mode), NaiveBuffer(9, n_steps)
     for step in play(steps, asymmetric="asymmetric_obs" in mode):
         ours.extend(step)
-        naive.extend(step)
+        naive.extend(step.cpu())
     ours.storage.seed(0)
     batch, expected = ours.sample(120), naive.expected()
+    assert {tensor.device.type for tensor in batch.values(True, True)} == {DEVICE}
     assert batch.batch_size == (120 * ENVS,)
     assert {float(number) for number in batch["observations"][:, 0]} == expected.keys()
-    for row in batch.unbind(0):
+    for row in batch.cpu().unbind(0):
         first, last, total, taken = expected[float(row["observations"][0])]
         for key in ("observations", "actions", *(["critic_observations"] if mode else [])):
             assert torch.equal(row[key], first[key]), key
@@ -111,18 +124,19 @@ def test_names_shapes_and_dtypes_are_those_that_the_learner_reads():
 
 def test_an_observation_is_stored_once():
     numbers = N_OBS + N_ACT + 1  # and the reward, of each row; four bytes each
-    assert make(buffer_size=1000).storage.nbytes < 1.4 * 4 * numbers * 1000 * ENVS
+    assert make(buffer_size=4000).storage.nbytes < 1.4 * 4 * numbers * 4000 * ENVS
 
 
 def test_a_reset_without_a_flag_ends_the_window_and_warns():
-    buffer, (first, second) = make(3), play(2, seed=4)
+    # On CUDA a later step tells it.
+    buffer, (first, second, *later) = make(3, buffer_size=40), play(2 if SEES_VALUES else 20, seed=4)
     assert not first["next", "dones"][0]
     second = second.clone()
     second["observations"][0] += 77
     buffer.extend(first)
     with pytest.warns(UserWarning, match="no end was flagged"):
-        buffer.extend(second)
-    batch = buffer.sample(100)
+        extend_by_each(buffer, (second, *later))
+    batch = buffer.sample(200)
     broken = batch["observations"][:, 0] == first["observations"][0, 0]
     assert broken.any()
     assert (batch["next", "effective_n_steps"][broken] == 1).all()

@@ -1,4 +1,7 @@
-"""Replay buffers for Stable-Baselines3 serve what its own serve of the same steps, transition by transition."""
+"""Replay buffers for Stable-Baselines3 serve what its own serve of the same steps, transition by transition.
+
+Batches are on CUDA if that is asked for.
+"""
 
 import copy
 import runpy
@@ -13,6 +16,7 @@ from gymnasium import spaces
 from sb3_steps import NUMBERS, add_all, forms, rows, steps
 from stable_baselines3.common import buffers as theirs
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from where import DEVICE
 
 import rlstore.sb3
 from rlstore import InvalidInputError, PrioritizedReplayStorage
@@ -51,19 +55,20 @@ def seeded():
 def pair(observations=BOX, actions=DISCRETE, n_envs=3, size=48, ours=None, **arguments):
     """A buffer of theirs and one of ours."""
     is_dict = isinstance(observations, spaces.Dict)
-    given = (size, observations, actions, "cpu", n_envs)
+    given = (size, observations, actions, DEVICE, n_envs)
     their_class, our_class = (
         (theirs.DictReplayBuffer, DictReplayBuffer) if is_dict else (theirs.ReplayBuffer, ReplayBuffer)
     )
-    return their_class(*given, **arguments), our_class(*given, **arguments)
+    return their_class(*given, **arguments), our_class(*given, **arguments, **(ours or {}))
 
 
 @pytest.mark.parametrize(
-    ("observations", "actions", "n_envs", "count"), each(list(OBSERVATIONS), list(ACTIONS), [1, 3, 3], [60, 11, 60, 60])
+    ("observations", "actions", "n_envs", "count", "memory"),
+    each(list(OBSERVATIONS), list(ACTIONS), [1, 3, 3], [60, 11, 60, 60], ["ram", "device"]),
 )
-def test_every_transition_is_theirs(observations, actions, n_envs, count):
+def test_every_transition_is_theirs(observations, actions, n_envs, count, memory):
     spaces_given = OBSERVATIONS[observations], ACTIONS[actions]
-    their, our = pair(*spaces_given, n_envs)
+    their, our = pair(*spaces_given, n_envs, ours={"memory": memory})
     add_all(their, steps(*spaces_given, n_envs, count))
     add_all(our, steps(*spaces_given, n_envs, count))
     expected, served = their.sample(DRAWS), our.sample(DRAWS)
@@ -76,7 +81,7 @@ def test_every_transition_is_theirs(observations, actions, n_envs, count):
 @pytest.mark.parametrize("handled", [True, False])
 def test_ends_by_a_time_limit_are_terminations_only_if_that_is_asked_for(handled):
     their, _ = pair(handle_timeout_termination=handled)
-    our = ReplayBuffer(48, BOX, DISCRETE, "cpu", 3, handle_timeout_termination=handled, gamma=0)  # used by sums alone
+    our = ReplayBuffer(48, BOX, DISCRETE, DEVICE, 3, handle_timeout_termination=handled, gamma=0)  # used by sums alone
     for buffer in (their, our):
         add_all(buffer, steps(BOX, DISCRETE, 3, 16))
     served = rows(our.sample(DRAWS))
@@ -85,7 +90,7 @@ def test_ends_by_a_time_limit_are_terminations_only_if_that_is_asked_for(handled
 
 
 def test_a_step_that_looks_like_the_reset_step_of_another_autoreset_mode_is_stored():
-    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 1)
+    buffer = ReplayBuffer(30, BOX, DISCRETE, DEVICE, 1)
     first, last, after = (np.full((1, 3), number, np.float32) for number in range(3))
     zero, none = np.zeros(1, np.float32), np.zeros(1, int)
     buffer.add(first, last, none, zero, np.array([True]), [{}])
@@ -112,7 +117,7 @@ def test_the_position_is_theirs_at_every_step():
 @pytest.mark.parametrize("count", [10, 60], ids=["not full", "wrapped"])
 def test_sums_of_several_steps_are_theirs(n_steps, count):
     arguments = {"n_steps": n_steps, "gamma": 0.5}  # powers of two, so that sums are exact in any order
-    given = (48, BOX, DISCRETE, "cpu", 3)
+    given = (48, BOX, DISCRETE, DEVICE, 3)
     their, our = theirs.NStepReplayBuffer(*given, **arguments), ReplayBuffer(*given, **arguments)
     for buffer in (their, our):
         add_all(buffer, steps(BOX, DISCRETE, 3, count))
@@ -165,7 +170,7 @@ def test_single_observations_and_sums_of_rewards_are_normalized_as_theirs():
     env.obs_rms, env.norm_obs_keys = env.obs_rms["box"], None
     # Rewards are up to 29 / 8, which is not clipped; sums of them are larger than the bound.
     env.clip_reward = 4 / np.sqrt(env.ret_rms.var + env.epsilon)
-    given, arguments = (48, BOX, DISCRETE, "cpu", 3), {"n_steps": 3, "gamma": 0.5}
+    given, arguments = (48, BOX, DISCRETE, DEVICE, 3), {"n_steps": 3, "gamma": 0.5}
     their, our = theirs.NStepReplayBuffer(*given, **arguments), ReplayBuffer(*given, **arguments)
     for buffer in (their, our):
         add_all(buffer, steps(BOX, DISCRETE, 3, 10))
@@ -186,7 +191,7 @@ def test_observations_are_stored_once():
 
 
 def test_optimized_memory_goes_with_everything_and_changes_nothing():
-    given = (48, BOX, DISCRETE, "cpu", 3)
+    given = (48, BOX, DISCRETE, DEVICE, 3)
     with pytest.raises(ValueError, match="does not support"):
         theirs.ReplayBuffer(*given, optimize_memory_usage=True)
     plain, optimized = ReplayBuffer(*given), ReplayBuffer(*given, optimize_memory_usage=True)
@@ -196,7 +201,7 @@ def test_optimized_memory_goes_with_everything_and_changes_nothing():
 
 
 def test_an_end_that_learn_marks_is_no_termination_and_the_next_episode_is_apart():
-    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 1, optimize_memory_usage=True, n_steps=3, gamma=0.5)
+    buffer = ReplayBuffer(30, BOX, DISCRETE, DEVICE, 1, optimize_memory_usage=True, n_steps=3, gamma=0.5)
     add_all(buffer, steps(BOX, DISCRETE, 1, 2))
     buffer.dones[(buffer.pos - 1) % buffer.buffer_size] = True  # what learn() does
     add_all(buffer, steps(BOX, DISCRETE, 1, 7)[4:6])
@@ -216,7 +221,7 @@ def test_an_end_that_learn_marks_is_no_termination_and_the_next_episode_is_apart
 
 def test_priorities_decide_what_is_drawn():
     buffer = ReplayBuffer(
-        48, BOX, DISCRETE, "cpu", 3, prioritized=True, alpha=1.0, beta=1.0, n_steps=2, gamma=0.5, seed=0
+        48, BOX, DISCRETE, DEVICE, 3, prioritized=True, alpha=1.0, beta=1.0, n_steps=2, gamma=0.5, seed=0
     )
     assert isinstance(buffer.storage, PrioritizedReplayStorage)
     add_all(buffer, steps(BOX, DISCRETE, 3, 4))
@@ -236,8 +241,8 @@ def test_priorities_decide_what_is_drawn():
 def test_batches_with_priorities_hold_dicts_too():
     space = OBSERVATIONS["Dict"]
     buffer, uniform = (
-        DictReplayBuffer(48, space, DISCRETE, "cpu", 3, prioritized=True),
-        DictReplayBuffer(48, space, DISCRETE, "cpu", 3),
+        DictReplayBuffer(48, space, DISCRETE, DEVICE, 3, prioritized=True),
+        DictReplayBuffer(48, space, DISCRETE, DEVICE, 3),
     )
     for one in (buffer, uniform):
         add_all(one, steps(space, DISCRETE, 3, 10))
@@ -265,7 +270,7 @@ def test_options_reach_the_storage_and_unknown_ones_are_refused(tmp_path):
 
 
 def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
-    buffer = ReplayBuffer(30, BOX, DISCRETE, "cpu", 2)
+    buffer = ReplayBuffer(30, BOX, DISCRETE, DEVICE, 2)
     ((obs, next_obs, action, reward, done, infos),) = steps(BOX, DISCRETE, 2, 1)
     with pytest.raises(InvalidInputError, match="Nothing was written"):
         buffer.add(obs[:, :2], next_obs, action, reward, done, infos)

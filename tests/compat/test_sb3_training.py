@@ -8,6 +8,7 @@ from gymnasium import spaces
 from sb3_steps import leaves
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from where import DEVICE
 
 from rlstore.sb3 import DictReplayBuffer, DictRolloutBuffer, RolloutBuffer
 
@@ -35,7 +36,7 @@ class DictEnv(gym.Env):
 
 def dqn(n_envs=2, **arguments):
     env = DummyVecEnv([DictEnv] * n_envs)
-    options = {"learning_starts": 20, "buffer_size": 60, "batch_size": 8, "train_freq": 5, "device": "cpu", "seed": 3}
+    options = {"learning_starts": 20, "buffer_size": 60, "batch_size": 8, "train_freq": 5, "device": DEVICE, "seed": 3}
     return DQN("MultiInputPolicy", env, replay_buffer_class=DictReplayBuffer, **options, **arguments)
 
 
@@ -52,7 +53,7 @@ def test_dqn_trains_and_a_seed_gives_the_same_weights(options):
 
 def test_sac_trains_with_normalized_observations():
     env = VecNormalize(DummyVecEnv([lambda: DictEnv(continuous=True)]), norm_obs_keys=["time"])
-    options = {"replay_buffer_kwargs": {"n_steps": 3}, "learning_starts": 20, "buffer_size": 100, "device": "cpu"}
+    options = {"replay_buffer_kwargs": {"n_steps": 3}, "learning_starts": 20, "buffer_size": 100, "device": DEVICE}
     options["policy_kwargs"] = {"net_arch": [8]}
     model = SAC("MultiInputPolicy", env, replay_buffer_class=DictReplayBuffer, **options).learn(40)
     assert model._n_updates == 20
@@ -67,7 +68,7 @@ def test_sac_trains_with_normalized_observations():
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 def test_on_policy_algorithms_train(algorithm):
     env = DummyVecEnv([DictEnv] * 2)
-    model = algorithm("MultiInputPolicy", env, rollout_buffer_class=DictRolloutBuffer, n_steps=32, device="cpu")
+    model = algorithm("MultiInputPolicy", env, rollout_buffer_class=DictRolloutBuffer, n_steps=32, device=DEVICE)
     before = torch.cat([parameter.flatten().clone() for parameter in model.policy.parameters()])
     model.learn(128)
     assert model.num_timesteps == 128
@@ -75,11 +76,12 @@ def test_on_policy_algorithms_train(algorithm):
     assert np.isfinite(model.logger.name_to_value["train/explained_variance"])
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to run PPO on the GPU")
 def test_ppo_collects_the_rollout_that_it_collects_without_us():
     """A seed gives the same weights and actions: our buffer draws its own seed from another generator."""
     rollouts = []
     for buffer in (None, RolloutBuffer):
-        model = PPO("MlpPolicy", "CartPole-v1", rollout_buffer_class=buffer, n_steps=64, device="cpu", seed=1)
+        model = PPO("MlpPolicy", "CartPole-v1", rollout_buffer_class=buffer, n_steps=64, device=DEVICE, seed=1)
         model._setup_learn(64)
         model.collect_rollouts(model.env, model._init_callback(None), model.rollout_buffer, 64)
         rollouts.append(model.rollout_buffer)

@@ -1,8 +1,9 @@
-"""rlstore.torchrl: TensorDicts as TorchRL's collectors return them, against a naive model."""
+"""rlstore.torchrl: TensorDicts as TorchRL's collectors return them, against a naive model; on CUDA if asked for."""
 
 import pytest
 import torch
 from tensordict import TensorDict
+from where import DEVICE
 
 from rlstore.torchrl import ReplayBuffer
 
@@ -26,7 +27,7 @@ def play(steps, *, seed=0, first=0.0):
         step["next"].update({"reward": ids.unsqueeze(1) + 0.5, "cost": ids + 0.25, **flags})
         made.append(step)
         ids = torch.where(done.squeeze(1), ids + 5000, ids + 1)  # the next episode begins elsewhere
-    return torch.stack(made, dim=1)
+    return torch.stack(made, dim=1).to(DEVICE)
 
 
 def observed(ids):
@@ -38,7 +39,7 @@ def observed(ids):
 def expected(steps, n_step=1):
     """By the first number of its observation: the first and the last step of a transition, its reward and length."""
     found = {}
-    for lane in steps.unbind(0):
+    for lane in steps.cpu().unbind(0):
         rows = lane.unbind(0)
         for start, row in enumerate(rows):
             total, taken = 0.0, 0
@@ -51,8 +52,13 @@ def expected(steps, n_step=1):
     return found
 
 
+def make(size, **options):
+    return ReplayBuffer(size, device=DEVICE, **options)
+
+
 def assert_served(batch, lines):
-    for row in batch.unbind(0):
+    assert {tensor.device.type for tensor in batch.values(True, True)} == {DEVICE}
+    for row in batch.cpu().unbind(0):
         first, last, total, taken = lines[row["observation"][0].item()]
         for key in ("observation", "step_count", ("agents", "state"), "action", *EXTRA):
             assert torch.equal(row[key], first[key]), key
@@ -65,7 +71,7 @@ def assert_served(batch, lines):
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_everything_that_was_given_is_served(n_step, flat):
-    buffer = ReplayBuffer(1000, num_envs=ENVS, n_step=n_step, gamma=GAMMA, seed=0)
+    buffer = make(1000, num_envs=ENVS, n_step=n_step, gamma=GAMMA, seed=0)
     data = play(40)
     for part in (data[:, :13], data[:, 13:14], data[:, 14:]):  # windows reach from one call into the next
         buffer.extend(part.reshape(-1) if flat else part)
@@ -76,7 +82,7 @@ def test_everything_that_was_given_is_served(n_step, flat):
 
 
 def test_the_oldest_are_overwritten():
-    buffer, data = ReplayBuffer(20, num_envs=ENVS, n_step=3, gamma=GAMMA, seed=0), play(40)
+    buffer, data = make(20, num_envs=ENVS, n_step=3, gamma=GAMMA, seed=0), play(40)
     buffer.extend(data)
     lines = expected(data[:, 30:], 3)
     batch = buffer.sample(300)
@@ -86,7 +92,7 @@ def test_the_oldest_are_overwritten():
 
 
 def test_names_shapes_and_dtypes_are_those_of_torchrl():
-    buffer = ReplayBuffer(100, num_envs=ENVS, n_step=2, alpha=0.6, batch_size=7)
+    buffer = make(100, num_envs=ENVS, n_step=2, alpha=0.6, batch_size=7)
     buffer.extend(play(5))
     batch = buffer.sample()
     found = {key: (tuple(batch[key].shape), batch[key].dtype) for key in batch.keys(True, True)}
@@ -116,7 +122,7 @@ def test_names_shapes_and_dtypes_are_those_of_torchrl():
 
 
 def test_priorities_decide_what_is_drawn_and_weights_are_their_inverse():
-    buffer, data = ReplayBuffer(100, num_envs=ENVS, alpha=1.0, beta=1.0, seed=0), play(3)
+    buffer, data = make(100, num_envs=ENVS, alpha=1.0, beta=1.0, seed=0), play(3)
     rows = buffer.extend(data)
     assert rows.shape == (ENVS, 3)
     buffer.update_priority(rows, 0.0)
@@ -134,7 +140,7 @@ def test_priorities_decide_what_is_drawn_and_weights_are_their_inverse():
 
 
 def test_the_entry_of_a_sample_sets_its_priorities():
-    buffer = ReplayBuffer(100, num_envs=ENVS, alpha=1.0, eps=0.0, seed=0, priority_key="error")
+    buffer = make(100, num_envs=ENVS, alpha=1.0, eps=0.0, seed=0, priority_key="error")
     data = play(2)
     data["error"] = torch.tensor([[0.0, 2.0], [0.0, 0.0]])  # of new data, too
     rows = buffer.extend(data)
@@ -146,14 +152,14 @@ def test_the_entry_of_a_sample_sets_its_priorities():
 
 
 def test_uniform_buffers_take_priorities_and_do_nothing():
-    buffer = ReplayBuffer(100, num_envs=ENVS)
+    buffer = make(100, num_envs=ENVS)
     rows = buffer.extend(play(2))
     buffer.update_priority(rows, 1.0)
     buffer.update_tensordict_priority(buffer.sample(3))
 
 
 def test_a_priority_for_an_overwritten_row_is_dropped():
-    buffer = ReplayBuffer(4, num_envs=ENVS, alpha=1.0)
+    buffer = make(4, num_envs=ENVS, alpha=1.0)
     rows = buffer.extend(play(2))
     buffer.extend(play(2, first=50_000.0))
     buffer.update_priority(rows, 9.0)
@@ -162,7 +168,7 @@ def test_a_priority_for_an_overwritten_row_is_dropped():
 
 def test_single_steps_are_added():
     data = play(6)
-    one, both = ReplayBuffer(100, n_step=3, gamma=GAMMA, seed=0), ReplayBuffer(100, num_envs=ENVS, seed=0)
+    one, both = make(100, n_step=3, gamma=GAMMA, seed=0), make(100, num_envs=ENVS, seed=0)
     rows = [one.add(step).item() for step in data[0].unbind(0)]
     assert rows == [0, 1, 2, 3, 4, 5]
     assert_served(one.sample(50), expected(data[:1], 3))
@@ -187,7 +193,7 @@ def test_flags_that_are_missing_follow_from_the_others(given, terminates, trunca
         data["next", name] = torch.full((ENVS, 1, 1), name != "terminated")
         if name not in given:
             del data["next", name]
-    buffer = ReplayBuffer(10, num_envs=ENVS)
+    buffer = make(10, num_envs=ENVS)
     buffer.extend(data)
     batch = buffer.sample(4)
     assert batch["next", "done"].all()
@@ -196,7 +202,7 @@ def test_flags_that_are_missing_follow_from_the_others(given, terminates, trunca
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_written():
-    buffer, data = ReplayBuffer(100, num_envs=ENVS), play(4)
+    buffer, data = make(100, num_envs=ENVS), play(4)
     with pytest.raises(ValueError, match="batch_size is None"):
         buffer.sample()
     with pytest.raises(ValueError, match="data is a dict; give a TensorDict"):
@@ -225,6 +231,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     assert len(buffer) == 8
     for wrong in ({"alpha": 2.0}, {"eps": -1.0}, {"n_step": 0}, {"num_envs": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            ReplayBuffer(100, **wrong)
+            make(100, **wrong)
     with pytest.raises(TypeError, match="Did you mean 'size'"):
         ReplayBuffer(max_size=100)

@@ -1,5 +1,7 @@
 """Every test that asks for ``case`` runs once for each rollout class, and for ``replay`` once for each replay class."""
 
+from pathlib import Path
+
 import pytest
 from replay_cases import REPLAY_CASES
 from storages import CASES
@@ -13,7 +15,7 @@ def tensors_on_the_device():
     if ASKED_FOR is None:
         yield
         return
-    with TensorsOfTests():
+    with TensorsOfTests(Path(__file__).parent):
         yield
 
 

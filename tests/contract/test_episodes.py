@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from replay_cases import ENVS, STEPS, check_row, collect, ids_in
@@ -251,7 +252,7 @@ def test_row_ids_come_in_any_form(replay):
     alone = storage[5]
     assert alone["rewards"].tolist() == [6 / 4 + 1]
     assert ids_in(alone["observations"]).tolist() == 6.0
-    for rows in ([5, 2], (5, 2), torch.tensor([5, 2]).numpy(), torch.tensor([5, 2], dtype=torch.uint8).to(DEVICE)):
+    for rows in ([5, 2], (5, 2), np.array([5, 2]), torch.tensor([5, 2], dtype=torch.uint8).to(DEVICE)):
         assert ids_in(storage[rows]["observations"]).tolist() == [6.0, 3.0]
     assert ids_in(storage[[[5], [2]]]["observations"]).tolist() == [[6.0], [3.0]]
     assert storage[[[5], [2]]]["rewards"].shape == (2, 1, 1)

@@ -146,6 +146,8 @@ def draws(drawn, items):
 
 
 def assert_equal(found, expected):
+    if torch.device(DEVICE).type == "cuda":  # whose kernels count what those of the CPU refuse
+        expected = {**{name: 0 for name in ("invalid_rewards", "invalid_actions") if name in found}, **expected}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from rlstore.kernels.cuda import memory
+from rlstore.kernels.cuda import memory, replay_gather
 
 if not torch.cuda.is_available():
     known, call = set[str](), InterpretedFunction.__call__
@@ -34,10 +34,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def small_tiles_of_frames(device, monkeypatch):
+def few_programs_and_small_tiles(device, monkeypatch):
     """Triton's interpreter is slow: where it runs, few elements of a frame take several tiles."""
     if device.type == "cpu":
         monkeypatch.setattr(memory, "_WIDEST_TILE", 32)
+        monkeypatch.setattr(replay_gather, "_FEW_PROGRAMS", 1)  # a batch of 9 rows takes two, not nine
 
 
 # What torch says of itself, and of what the tests ask it for.

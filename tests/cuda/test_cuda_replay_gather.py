@@ -7,6 +7,7 @@ import torch
 from device_rings import LAYOUTS, DeviceTwins, Layout, Leaf, as_bytes
 from test_replay_gather import requests_of
 
+from rlstore.kernels.cuda import replay_gather
 from rlstore.kernels.cuda.replay_gather import ReplayGather
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
@@ -33,7 +34,7 @@ def test_batches_agree(name, n_step, device):
     mine, truth = gathers_of(twins, n_step, 0.9)
     for count in (6, 4):
         twins.write(count)
-        rows = twins.some_rows(7)
+        rows = twins.some_rows(9)
         assert_same(mine.gather(rows.to(device), None), truth.gather(rows, None), requests)
     first = twins.truth.held()[:3]
     windows = torch.empty(len(first) * 2, dtype=torch.int64)
@@ -41,8 +42,9 @@ def test_batches_agree(name, n_step, device):
     assert_same(mine.gather(windows.view(-1, 2), None), truth.gather(windows.view(-1, 2), None), requests)
 
 
-@pytest.mark.parametrize("name", ["plain", "one lane"])
-def test_samples_agree_and_the_generator_moves_on(name, device):
+@pytest.mark.parametrize(("name", "few_programs"), [("plain", 1), ("one lane", 128)])
+def test_samples_agree_and_the_generator_moves_on(name, few_programs, device, monkeypatch):
+    monkeypatch.setattr(replay_gather, "_FEW_PROGRAMS", few_programs)  # 128: a program makes fewer rows
     layout = LAYOUTS[name]
     twins, requests = DeviceTwins(layout, device), requests_of(layout)
     mine, truth = gathers_of(twins, 2, 0.9)

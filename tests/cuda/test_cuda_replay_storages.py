@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import numpy as np
 import pytest
 import replay_play
 import torch
 from gymnasium import spaces
 from replay_play import flat, make, play
 
-from rlstore import ReplayStorage, Storage, kernels
+from rlstore import ReplayStorage, RowNotHeldError, Storage, kernels
 from rlstore.engine.rows import episode_ring
 from rlstore.kernels import cuda
 
@@ -37,10 +39,16 @@ def assert_same(mine: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
         torch.testing.assert_close(ours.cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
+def look(storage) -> list[torch.Tensor]:
+    """Which rows and episodes there are, all rows, and the final observation of an episode."""
+    rows, episodes = storage.held_rows(), storage.episodes()
+    return [rows, *episodes._listing, *flat(storage[rows]), *flat(episodes[0].final_observations)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_and_everything_held_are_the_same(name, on_triton):
     truth = make(name, "cpu")
-    expected, whole = play(name, truth), flat(truth.get_all_buffer_data())
+    expected, whole, seen = play(name, truth), flat(truth.get_all_buffer_data()), look(truth)
     storage = make(name, on_triton())
     mine = play(name, storage)
     assert type(storage._ring_of().kernel) is cuda.OPERATIONS["EpisodeRing"]
@@ -48,6 +56,11 @@ def test_batches_and_everything_held_are_the_same(name, on_triton):
     for ours, batch in zip(mine, expected, strict=True):
         assert_same(ours, batch)
     assert_same(flat(storage.get_all_buffer_data()), whole)
+    assert_same(look(storage), seen)
+    rows = storage.held_rows()
+    for row in (int(rows[0]) - storage.num_envs, int(rows[-1]) + storage.num_envs):  # for which kernels give zeros
+        with pytest.raises(RowNotHeldError, match=f"row {row} "):
+            storage[[int(rows[0]), row]]
 
 
 @pytest.mark.parametrize(
@@ -124,3 +137,22 @@ def test_writers_of_this_process_add_what_the_storage_would(on_triton):
         writer.close()
     written.add(*step_of, {}, following)
     assert len(written) == 18
+
+
+def test_episodes_are_loaded_as_by_the_cpu(on_triton):
+    """Numbers, flags and vectors of one lane, some of whose terminated episodes lack their final observation."""
+    ids = np.arange(12)
+    arrays = {
+        "observations": np.stack([ids, -ids], 1).astype(np.float32),
+        "actions": ids % 3,
+        "rewards": (ids / 4).astype(np.float32),
+        "terminals": ids % 6 == 3,
+        "timeouts": ids == 11,
+    }
+    made = []
+    for device in ("cpu", on_triton()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the step that is left out
+            made.append(ReplayStorage.from_arrays(arrays, device=device))
+    assert type(made[1]._ring_of().kernel) is cuda.OPERATIONS["EpisodeRing"]
+    assert_same(look(made[1]), look(made[0]))

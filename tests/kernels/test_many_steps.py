@@ -41,8 +41,48 @@ def test_several_steps_are_one_step_after_another(layout, counts, resumed):
         values = stacked(twins, count)
         broken = [write_steps(memory, values, count, resumed=resumed) for memory in twins.both]
         assert broken[0] == broken[1]
-        assert not (resumed and broken[0] and values[2 * len(layout.leaves) + len(layout.columns) + 2] is None)
+        assert not (resumed and broken[0] and count == 1)
         twins.assert_same()
+
+
+TWO_LEAVES = (Leaf(torch.float32, 1, 1, 17), Leaf(torch.uint8, 1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("gap", "resumed", "trouble"), [(0, False, (0.004, 0.002, 0.0, 0.0)), (3, True, (0.01, 0.002, 0.004, 0.0))]
+)
+def test_long_runs_of_a_single_lane(gap, resumed, trouble):
+    """What continues an episode is written at once, until the lane is full: up to the end of its memory and around."""
+    twins = Twins(Layout(1, 700, TWO_LEAVES, torch.int64, (), 0, gap, 1, trouble))
+    for count in (300, 1, 350, 120, 40):
+        values = stacked(twins, count)
+        broken = [write_steps(memory, values, count, resumed=resumed) for memory in twins.both]
+        assert broken[0] == broken[1]
+        twins.assert_same()
+
+
+@pytest.mark.parametrize("cleared", [0, 650])
+def test_the_next_observation_may_be_the_memory_of_the_next_step(cleared):
+    """After a clear the rows of a lane may begin anywhere, also near the end of its memory."""
+    twins = Twins(Layout(1, 700, (Leaf(torch.float32, 1, 1, 5),), torch.int64, (), 2, 0, seed=0))
+    for memory in twins.both:
+        memory.counters[:2] = cleared
+    chain = torch.arange(601 * 5.0).reshape(601, 1, 5)
+    ended = torch.zeros(600, 1, dtype=torch.bool)
+    ended[[99, 400]] = True
+    mask = torch.ones(600, 1, dtype=torch.bool)
+    mask[250] = False  # so that step 251 does not continue step 249
+    actions = torch.arange(1200).reshape(600, 1, 2)
+    values = (chain[:-1], chain[1:], actions, actions[..., 0].float(), ended, ~ended & False, mask, chain[1:], None)
+    broken = [write_steps(memory, values, 600, resumed=False) for memory in twins.both]
+    assert broken == [True, True]
+    twins.assert_same()
+    ring = twins.native
+    assert ring.counters[0].item() == cleared + 599
+    places = (cleared + torch.cat((torch.arange(250), torch.arange(250, 599)))) % 701
+    rows = torch.cat((torch.arange(250), torch.arange(251, 600)))
+    assert torch.equal(ring.blocks[0][0, places], chain[rows, 0])
+    assert torch.equal(ring.columns[0][0, places], actions[rows, 0])
 
 
 def test_a_value_that_does_not_fit_is_found_before_anything_is_written():
@@ -67,6 +107,18 @@ def test_steps_stop_where_there_is_no_room():
     ring.ring.allow(3)
     assert ring.ring.write_steps(values, 4, 3, 4, False, True) == (4, -1)
     assert ring.counters[0].tolist() == [4, 4]
+
+
+def test_a_run_stops_where_there_is_no_room():
+    ring = Twins(Layout(1, 20, (Leaf(torch.float32, 1, 1, 2),), torch.int64, (), 0, 0, seed=0)).native
+    zeros, flags = torch.zeros(10, 1, 2), torch.zeros(10, 1, dtype=torch.bool)
+    values = (zeros, zeros, zeros.long(), torch.zeros(10, 1), flags, flags, None, None, None)
+    for first, room in ((0, 3), (3, 1), (4, 0), (4, 4)):
+        ring.ring.allow(room)
+        assert ring.ring.write_steps(values, 10, first, 9, False, True) == (first + room, -1 if room else -6)
+    ring.ring.allow(4)
+    assert ring.ring.write_steps(values, 10, 8, 9, False, True) == (9, -1)  # no further than asked for
+    assert ring.counters[0].tolist() == [9]
 
 
 @pytest.mark.parametrize(("steps", "begin", "end"), [(0, 0, 0), (2, -1, 1), (2, 1, 0), (2, 0, 3), (2**52, 0, 1)])

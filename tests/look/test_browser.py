@@ -280,9 +280,19 @@ def test_the_keys_are_explained(browser):
     browser.wait("!document.querySelector('#keys').open")
 
 
-def test_an_episode_has_an_address(browser, folder):
-    browser.run("location.hash = 'episodes/1'")
+def test_pictures_of_the_best_episode_lead_into_it(browser):
+    browser.wait("document.querySelectorAll('.film button').length === 6")  # episode 1, with 6 steps
+    browser.click(".film button:nth-child(3)")
     browser.wait("document.querySelector('#episode-name').innerText === 'Episode 1'")
+    browser.wait("document.querySelector('#step').innerText === 'step 2 of 6'")
+
+
+def test_an_episode_and_a_step_have_an_address(browser):
+    browser.run("location.hash = 'episodes/1/4'")
+    browser.wait("document.querySelector('#episode-name').innerText === 'Episode 1'")
+    assert step_of(browser) == "step 4 of 6"
+    browser.press("left")
+    browser.wait("location.hash === '#episodes/1/3'")
     browser.run("location.hash = 'overview'")
     browser.wait("!document.querySelector('#overview').hidden")
     browser.run("history.back()")

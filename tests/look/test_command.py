@@ -82,6 +82,14 @@ def test_what_is_shown_in_the_terminal(capsys, tmp_path):
     assert "storage_size 40" in " ".join(lines)
 
 
+def test_in_a_narrow_terminal_names_are_whole(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    filled().save(tmp_path / "saved")
+    lines = shown(capsys, tmp_path / "saved")[1].splitlines()
+    assert any(re.match(r"rewards +float32 \S.* 0 +0.555 +1.11", line) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_nan_and_outliers_are_named(capsys, tmp_path):
     storage = rlstore.ReplayStorage(gym.spaces.Box(-1e9, 1e9, (3,)), gym.spaces.Discrete(2), storage_size=100)
     for i in range(60):
@@ -112,7 +120,7 @@ def test_a_journal_and_a_mapped_folder_in_use_are_shown(capsys, tmp_path):
 def test_a_mapped_folder_may_be_looked_at_while_its_storage_writes(tmp_path):
     folder, found = tmp_path / "live", set()
     with another_process_writing(folder) as goes_on:
-        while len(found) < 12:
+        while len(found) < 8:
             if (folder / "counters.bin").exists():
                 with opened(folder) as subject:
                     seen = summarize(subject)
@@ -130,10 +138,10 @@ def another_process_writing(folder):
     if child == 0:
         with contextlib.suppress(BaseException):
             storage = rlstore.ReplayStorage(
-                gym.spaces.Box(0, 1e9, (2,)), gym.spaces.Discrete(2), storage_size=64, memory="mapped", path=folder
+                gym.spaces.Box(0, 1e9, (2,)), gym.spaces.Discrete(2), storage_size=2_000, memory="mapped", path=folder
             )
             for step in range(10**9):
-                storage.add([step, step], 1, 1.0, step % 5 == 4, False, {}, [step + 1, step + 1])
+                storage.add([step, step], 1, 1.0, step % 50 == 49, False, {}, [step + 1, step + 1])
         os._exit(1)
     try:
         yield lambda: os.waitpid(child, os.WNOHANG) == (0, 0)

@@ -57,8 +57,20 @@ def test_outliers_are_told_from_the_middle_half_and_are_not_in_the_histogram():
     assert (numbers.least, numbers.most, numbers.low, numbers.high) == (-500.0, 1000.0, 0.0, 4.0)
 
 
+def test_where_there_are_none_the_histogram_has_all_numbers():
+    numbers = numbers_of(np.array([0.0, 1.0, 2.0, 3.0, 4.0, 1000.0, -500.0]), has_outliers=False)
+    assert (numbers.fences, numbers.outliers, numbers.low, numbers.high) == (None, 0, -500.0, 1000.0)
+    assert sum(numbers.histogram) == 7
+
+
 def test_where_half_of_the_numbers_are_equal_none_is_an_outlier():
     assert numbers_of(np.array([0.0] * 90 + [1.0] * 10)).outliers == 0  # sparse rewards
+
+
+def test_equal_numbers_are_one_bar_in_the_middle():
+    lengths, costs = numbers_of(np.array([200, 200])), numbers_of(np.array([1.5, 1.5, 1.5]))
+    assert (lengths.low, lengths.high, lengths.histogram) == (195.5, 204.5, [0, 0, 0, 0, 2, 0, 0, 0, 0])
+    assert (costs.low, costs.high, costs.histogram) == (1.0, 2.0, [0, 0, 0, 0, 3, 0, 0, 0, 0])
 
 
 def test_whole_numbers_have_a_bin_each_and_no_outliers():

@@ -59,6 +59,8 @@ def test_it_knows_how_full_the_storage_is(tmp_path):
     assert (told["title"], told["held"], told["capacity"], told["envs"]) == ("mine", 2 * STEPS, 40, ENVS)
     assert ["storage_size", "40"] in told["settings"]
     assert told["priorities"] is None
+    assert told["subtitle"] == "ReplayStorage · a storage in memory"
+    assert ["inserts", 2 * STEPS] in told["stats"]
 
 
 def test_names_from_the_data_are_no_part_of_the_page(tmp_path):
@@ -98,6 +100,11 @@ def test_of_a_large_storage_it_has_the_episodes_of_most_interest(tmp_path, monke
     assert len(page.episodes) < 6
     assert page.listed["opened"] == [int(place in page.episodes) for place in range(6)]
     assert page.storage["notes"][-1].startswith(f"The steps of {len(page.episodes)} of 6 listed episodes are in this")
+
+
+def test_no_more_is_read_than_some_gigabytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(excerpts, "_MOST_READ", 1)
+    assert page_of(filled(), tmp_path).episodes == [5]  # the newest
 
 
 def test_of_a_long_episode_the_last_steps_are_shown_and_the_rest_is_counted(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from replay_kinds import KINDS, assert_same, assert_same_draws, distance, make_p
 
 from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage, SnapshotError, Storage
 from rlstore import storage as storage_module
+from rlstore.engine.memory.backing import Backing
 
 # ------------------------------------------------------------------------------------- 15, 16, 17, 18: saving
 
@@ -192,3 +194,36 @@ def test_a_row_before_all_that_are_held_may_say_anything_of_its_episode(tmp_path
     ring.blocks["episode"][0, (12 - 8 - 1) % ring.rows] = 127
     storage.save(tmp_path / "saved")
     assert_same(state(Storage.load(tmp_path / "saved")), state(storage))
+
+
+@pytest.mark.parametrize("extended", range(5))
+def test_tables_of_which_only_some_were_extended_are_opened(extended, tmp_path, monkeypatch):
+    """A process was killed while it made room for more episodes: the rows are whole, whatever files are longer."""
+    options = {"memory": "mapped", "storage_size": 40, "frame_stack": 2}
+    given = spaces.Box(-1, 99, (2,), np.float32), spaces.Discrete(3)
+    storage = ReplayStorage(*given, path=tmp_path / "mapped", **options)
+    ended = np.array([True])
+
+    def add(step):  # a first stack that is neither zeros nor one frame twice, which has to be kept
+        storage.add([[step, step + 0.5]], [0], [step], ended, ~ended, {}, [[step + 0.5, 1]])
+
+    for step in range(16):
+        add(step)
+    done, extend = [], Backing.extend
+
+    def extend_some(*args):
+        if len(done) == extended:
+            raise KeyboardInterrupt
+        done.append(args[1])
+        return extend(*args)
+
+    monkeypatch.setattr(Backing, "extend", extend_some)
+    if extended < 4:
+        with pytest.raises(KeyboardInterrupt):
+            add(16)
+    else:
+        add(16)
+    monkeypatch.undo()
+    shutil.copytree(tmp_path / "mapped", tmp_path / "left")
+    again = ReplayStorage(*given, path=tmp_path / "left", **options)
+    assert again[again.held_rows()]["observations"].tolist() == [[s, s + 0.5] for s in range(16 + (extended == 4))]

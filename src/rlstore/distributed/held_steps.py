@@ -50,7 +50,7 @@ class SlotSteps:
         Raises:
             RowNotHeldError: (an IndexError) if any of the rows is not held now, or not any more when it was read.
         """
-        keys = {key: behind for name in names for key, behind in self._found_in(name)}
+        keys = {key: self._keys[name][1] for name in names for key in self._keys[name][0]}
         tensors = self._read(rows, keys)
         fields = self._memory.fields
         return {
@@ -92,10 +92,6 @@ class SlotSteps:
         """The episodes, and parts of episodes, that are held, rollout by rollout, the oldest first."""
         slots, (terminated, truncated, rewards) = self.columns(("terminated", "truncated", "reward"))
         return list_fragments(fragments_of(terminated, truncated, rewards), slots, self.lanes)
-
-    def _found_in(self, name: str) -> list[tuple[str, int]]:
-        keys, behind = self._keys[name]
-        return [(key, behind) for key in keys]
 
     def _slots(self) -> Tensor:
         """The slots with complete rollouts, the oldest first."""

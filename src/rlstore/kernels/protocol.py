@@ -35,6 +35,8 @@ FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, to
 WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM = -1, -2, -3, -4, -5, -6
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
+# In current: a row of the lane is being written.
+WRITING = -2
 
 # Why Priorities.update() refuses: no priority, a row that was never written, a row at which no window begins, or values
 # that it does not read as they are.
@@ -345,7 +347,7 @@ class EpisodeRing(Protocol):
             steps: The steps that there are.
             begin: The first to write.
             end: One past the last.
-            resumed: None of them is a reset step, and none need continue what is held.
+            resumed: None of them is a reset step, and the first need not continue what is held.
             checked: Whether all values are tensors that fit. If not, a version that does not check all of them before
                 it writes one says that the first does not fit.
 

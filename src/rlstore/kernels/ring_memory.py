@@ -153,7 +153,7 @@ class RingMemory:
         row = tuple(value[begin] if isinstance(value, Tensor) else None for value in values)
         mask = row[2 * len(self.leaves) + len(self.columns) + 2]
         if resumed:
-            self._after_end[... if mask is None else mask.to(self.home) != 0] = RESUMED
+            self._after_end[... if mask is None else mask.to(self.home) != 0] = -1 if begin else RESUMED
         outcome = self.write(row)
         return begin + (outcome in (WRITTEN, WRITTEN_WITH_BREAK)), outcome
 

@@ -60,7 +60,8 @@ def _show(subject: Subject, page: Path | None) -> int:
 
         from rlstore.look.terminal import rendered
 
-        Console().print(rendered(summarize(subject)))
+        console = Console()
+        console.print(rendered(summarize(subject), console.width))
         return 0
     try:
         summary = write_page(subject, page)

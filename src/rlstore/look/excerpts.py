@@ -25,6 +25,7 @@ MOST_EXCERPTS = 1_000
 _MOST_STEPS = 5_000  # of an episode
 _MOST_PIXELS = 24_000_000  # bytes of an episode's frames
 _MOST_ENTRIES = 512
+_MOST_READ = 2_000_000_000  # bytes of observations and the like, for all episodes
 _LARGEST = 5  # episodes at least find room
 _MISSES = 8  # episodes that do not fit any more, before the others are not tried
 
@@ -34,7 +35,8 @@ Json = dict[str, Any]
 def excerpts(summary: Summary) -> dict[int, str]:
     """Episodes as JSON, by their place in the list: as many as there is room for, those of most interest first."""
     found: dict[int, str] = {}
-    room, misses = MOST_TEXT, 0
+    room, misses, row_bytes = MOST_TEXT, 0, sum(field.nbytes for field in summary.fields)
+    left = _MOST_READ
     for place in itertools.islice(in_order_of_interest(summary), 4 * MOST_EXCERPTS):
         try:
             text = excerpt(summary, summary.episodes.listing[place])
@@ -44,7 +46,8 @@ def excerpts(summary: Summary) -> dict[int, str]:
             found[place], room = text, room - len(text)
         else:
             misses += 1
-        if misses > _MISSES or len(found) == MOST_EXCERPTS:
+        left -= row_bytes * min(int(summary.episodes.length[place]), _MOST_STEPS)
+        if misses > _MISSES or len(found) == MOST_EXCERPTS or left < 0:
             break
     return found
 

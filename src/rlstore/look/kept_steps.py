@@ -44,7 +44,7 @@ class KeptSteps:
         self._structure = structure_of(self._leaves)
         self.names = (*_OBSERVED, *columns)
         self.scalars = frozenset(name for name in columns if reader.forms[name][0] == () and name != "actions")
-        self.envs = max((entry.lane for entry in self._entries), default=-1) + 1
+        self.envs = len({entry.lane for entry in self._entries})
         self.row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in reader.forms.values())
 
     def rows(self) -> Tensor:

@@ -55,7 +55,7 @@ class Numbers:
     histogram: list[int] = field(default_factory=list)
 
 
-def numbers_of(values: Array, name: str = "", outliers: int | None = None) -> Numbers:
+def numbers_of(values: Array, name: str = "", outliers: int | None = None, *, has_outliers: bool = True) -> Numbers:
     """What is to be said of some numbers.
 
     An outlier is a floating-point number that is farther from the middle half of all numbers than six times the width
@@ -65,6 +65,7 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None) -> Nu
         values: The numbers, of any shape.
         name: Which they are.
         outliers: How many outliers they have, if that is known better.
+        has_outliers: False for numbers of which none is an outlier, however far it is from the others.
     """
     values = values.reshape(-1)
     if values.dtype == np.bool_:
@@ -78,7 +79,7 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None) -> Nu
     q1, median, q3 = (float(value) for value in np.percentile(finite, (25, 50, 75)))
     least, most = float(finite.min()), float(finite.max())
     reach = FAR * (q3 - q1)
-    fences = (q1 - reach, q3 + reach) if is_floating and 0 < reach < np.inf else None
+    fences = (q1 - reach, q3 + reach) if is_floating and has_outliers and 0 < reach < np.inf else None
     inside = finite if fences is None else finite[(finite >= fences[0]) & (finite <= fences[1])]
     low, high, histogram = _histogram(inside, whole=not is_floating)
     wide = finite.astype(np.float64)
@@ -106,12 +107,13 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None) -> Nu
 
 def _histogram(values: Array, whole: bool) -> tuple[float, float, list[int]]:
     low, high, bins = float(values.min()), float(values.max()), BINS
-    if whole and high - low < BINS:  # a bin for each number
+    if low == high:  # one bar, with room to its sides
+        room = 4.5 if whole else 0.5
+        low, high, bins = low - room, high + room, 9
+    elif whole and high - low < BINS:  # a bin for each number
         low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1
     elif not np.isfinite(high - low):
         return low, high, []
-    elif low == high:
-        low, high, bins = low - 0.5, high + 0.5, 1
     counts, _ = np.histogram(values.astype(np.float64), bins, (low, high))
     return low, high, [int(count) for count in counts]
 

@@ -16,9 +16,9 @@ from rlstore.engine.disk.mapped import PrivateFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError, SnapshotError
 from rlstore.look.kept_steps import KeptSteps
-from rlstore.look.subject import Subject, of_ring, of_storage
+from rlstore.look.subject import Subject, of_mapped, of_storage
 from rlstore.replay.held_steps import RingSteps
 from rlstore.storage import restored_alone
 from rlstore.verify import WORDS, kind_of
@@ -77,39 +77,38 @@ def _snapshot(directory: Directory) -> Iterator[Subject]:
 @contextmanager
 def _mapped(directory: Directory) -> Iterator[Subject]:
     schema = manifest.read_manifest(directory, mapped.KIND, mapped.FIELDS)["schema"]
-    files = PrivateFiles("a mapped storage", directory.path)
-    try:
-        ring = _ring_of(directory, schema, files)
+    for look in range(_LOOKS):
+        files = PrivateFiles("a mapped storage", directory.path)
         try:
-            tree, windows = kept_priorities(ring, schema.get("priorities"))
-        except (TypeError, ValueError) as error:
+            subject = _of_files(schema, files)
+            break
+        except SnapshotError:  # as it is, or while somebody writes to it
+            files.close()
+            if look == _LOOKS - 1:
+                raise
+        except DoesNotFitError:
+            files.close()
+            raise
+        except Exception as error:  # nothing that a folder says is trusted
+            files.close()
             raise _no_schema(directory, error) from error
-        subject = of_ring(ring, RingSteps(ring), tree, windows)
-        subject.kind, subject.is_on_disk = "mapped storage", True
-        told = None if files.seal is None else files.seal.read()
-        if told is None or not told["closed"]:
-            subject.notes.append(
-                "The folder was not closed: it is in use, or its process was killed. If a storage writes to it, its "
-                "oldest transitions may have been overwritten by newer ones while they were read."
-            )
+    try:
         yield subject
     finally:
         files.close()
 
 
-def _ring_of(directory: Directory, schema: Mapping[str, Any], files: PrivateFiles) -> EpisodeRing:
-    """The rows of a mapped folder. If somebody writes to it meanwhile, its tables may not fit together at first."""
-    for look in range(_LOOKS):
-        try:
-            ring = EpisodeRing.of_schema(schema, Backing.private("a mapped storage", files))
-            ring.keep_tables()
-            return ring
-        except SnapshotError:
-            if look == _LOOKS - 1:
-                raise
-        except (LookupError, TypeError, ValueError) as error:
-            raise _no_schema(directory, error) from error
-    raise AssertionError
+def _of_files(schema: Mapping[str, Any], files: PrivateFiles) -> Subject:
+    ring = EpisodeRing.of_schema(schema, Backing.private("a mapped storage", files))
+    tree, windows = kept_priorities(ring, schema.get("priorities"))
+    subject = of_mapped(ring, RingSteps(ring), tree, windows)
+    told = None if files.seal is None else files.seal.read()
+    if told is None or not told["closed"]:
+        subject.notes.append(
+            "The folder was not closed: it is in use, or its process was killed. If a storage writes to it, its "
+            "oldest transitions may have been overwritten by newer ones while they were read."
+        )
+    return subject
 
 
 def _no_schema(directory: Directory, error: Exception) -> SnapshotError:

@@ -22,7 +22,7 @@ from rlstore.look.subject import Subject
 from rlstore.look.summary import EpisodesSeen, FieldSeen, PrioritiesSeen, Summary, summarize
 
 # One program, in this order.
-_SCRIPTS = ("data", "elements", "chart", "overview", "list", "tracks", "player", "main")
+_SCRIPTS = ("data", "elements", "chart", "overview", "film", "list", "tracks", "player", "main")
 
 
 def write_page(subject: Subject, path: str | os.PathLike[str]) -> Summary:
@@ -80,7 +80,7 @@ def _data(summary: Summary, opened: set[int]) -> dict[str, Any]:
         )
     return {
         "title": subject.title,
-        "subtitle": f"{subject.kind} · {subject.origin}",
+        "subtitle": " · ".join(part for part in (subject.kind, subject.origin) if part != subject.title),
         "kind": subject.kind,
         "held": summary.held,
         "capacity": subject.capacity,
@@ -91,6 +91,7 @@ def _data(summary: Summary, opened: set[int]) -> dict[str, Any]:
         "looked": summary.looked,
         "notes": notes,
         "settings": subject.settings,
+        "stats": list(subject.stats.items()),
         "about_fields": f"of {summary.looked:,} transitions looked at",
         "fields": [_field(field) for field in summary.fields],
         "episodes": _episodes(summary.episodes, opened),

@@ -47,6 +47,7 @@ class Subject:
         envs: Environments.
         nbytes: Bytes that it takes when it is full, in memory or on disk.
         settings: How it was created.
+        stats: What its ``stats()`` are; empty if it has none.
         leaves: Of observations with stacked frames the leaves, by name.
         priorities: The priorities of rows, or of the windows that begin there; None if there are none.
         windows: Those of a sequence storage.
@@ -62,6 +63,7 @@ class Subject:
     envs: int
     nbytes: int
     settings: list[tuple[str, str]] = field(default_factory=list)
+    stats: Mapping[str, int | float] = field(default_factory=dict)
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     priorities: Callable[[Tensor], Tensor] | None = None
     windows: WindowsSeen | None = None
@@ -82,25 +84,21 @@ class Subject:
 
 def of_storage(storage: Any, title: str | None = None, origin: str = "a storage in memory") -> Subject:
     """A storage of any class that shows its rows and episodes."""
-    ring = getattr(storage, "_rows", None)
-    steps = storage._held_steps()
-    if isinstance(ring, EpisodeRing):
-        sampler = storage._sampler
-        subject = of_ring(ring, steps, getattr(sampler, "tree", None), getattr(sampler, "_windows", None))
-        subject.nbytes = storage.nbytes
-        if subject.windows is not None:
-            subject.windows = _with_burn_in(subject.windows, storage.burn_in)
-    else:
-        envs, nbytes = _size_of(storage, steps)
-        subject = Subject("", "", "", steps, storage.max_size * envs, envs, nbytes)
-    kind = type(storage).__name__
-    subject.title, subject.kind, subject.origin = title or kind, kind, origin
-    subject.settings = settings_of(storage)
+    kind, ring = type(storage).__name__, getattr(storage, "_rows", None)
+    with storage._guarding():
+        steps, stats = storage._held_steps(), _stats_of(storage)
+        capacity = int(stats.get("capacity", storage.max_size * steps.lanes))
+        subject = Subject(title or kind, kind, origin, steps, capacity, steps.lanes, int(stats.get("bytes", 0)))
+        subject.settings, subject.stats = settings_of(storage), stats
+        if isinstance(ring, EpisodeRing):
+            sampler = storage._sampler
+            windows, burn_in = getattr(sampler, "_windows", None), getattr(storage, "burn_in", 0)
+            _add_ring(subject, ring, getattr(sampler, "tree", None), windows, burn_in)
     return subject
 
 
-def of_ring(ring: EpisodeRing, steps: HeldSteps, tree: Priorities | None, windows: Windows | None) -> Subject:
-    """The rows of replay.
+def of_mapped(ring: EpisodeRing, steps: HeldSteps, tree: Priorities | None, windows: Windows | None) -> Subject:
+    """The rows of a mapped folder.
 
     Args:
         ring: The rows.
@@ -109,30 +107,29 @@ def of_ring(ring: EpisodeRing, steps: HeldSteps, tree: Priorities | None, window
         windows: The windows of a sequence storage.
     """
     nbytes = ring.nbytes + (0 if tree is None else tree.nbytes)
-    seen = None if windows is None else WindowsSeen(_starts(ring, windows), windows.length, 0, tree is not None)
-    leaves = {leaf.field.name: leaf for leaf in ring.leaves if leaf.stack > 1}
-    of = None if tree is None else lambda rows: tree.of(rows.to(ring.device)).cpu()
-    return Subject(
-        "", "", "", steps, ring.steps * ring.lanes, ring.lanes, nbytes, leaves=leaves, priorities=of, windows=seen
-    )
+    subject = Subject("", "mapped storage", "", steps, ring.steps * ring.lanes, ring.lanes, nbytes, is_on_disk=True)
+    _add_ring(subject, ring, tree, windows, 0)
+    return subject
 
 
-def _starts(ring: EpisodeRing, windows: Windows) -> Tensor:
-    lanes = [windows.of_lane(lane)[0] * ring.lanes + lane for lane in range(ring.lanes)]
-    return torch.cat(lanes).sort().values.cpu()
+def _add_ring(
+    subject: Subject, ring: EpisodeRing, tree: Priorities | None, windows: Windows | None, burn_in: int
+) -> None:
+    """What is known of replay besides rows and episodes."""
+    subject.leaves = {leaf.field.name: leaf for leaf in ring.leaves if leaf.stack > 1}
+    if tree is not None:
+        subject.priorities = lambda rows: tree.of(rows.to(ring.device)).cpu()
+    if windows is not None:
+        lanes = [windows.of_lane(lane)[0] * ring.lanes + lane for lane in range(ring.lanes)]
+        starts = torch.cat(lanes).sort().values.cpu()
+        subject.windows = WindowsSeen(starts, windows.length, burn_in, tree is not None)
 
 
-def _with_burn_in(windows: WindowsSeen, burn_in: int) -> WindowsSeen:
-    return WindowsSeen(windows.starts, windows.length, burn_in, windows.is_weighted)
-
-
-def _size_of(storage: Any, steps: HeldSteps) -> tuple[int, int]:
-    """The environments, or slots, of a storage that is no replay, and its bytes."""
-    slots = getattr(storage, "_slots", None)
-    if slots is not None:
-        return storage.num_storages, slots.memory.segment.nbytes
-    ring = getattr(storage, "_ring", None)
-    return steps.lanes, 0 if ring is None else ring.nbytes
+def _stats_of(storage: Any) -> dict[str, int | float]:
+    try:
+        return dict(storage.stats())
+    except NotImplementedError:
+        return {}
 
 
 def settings_of(storage: Any) -> list[tuple[str, str]]:

@@ -24,7 +24,10 @@ MOST_EPISODES = 50_000  # that are listed
 _AGES = 24
 # What is no field of its own: flags, which are told by how episodes end, and what another row has.
 NOT_FIELDS = frozenset(
-    ("terminated", "truncated", "next_observations", "final_observations", "final_values", "masks", "rows")
+    (
+        *("terminated", "truncated", "reset_steps", "masks", "rows"),
+        *("next_observations", "final_observations", "final_values"),
+    )
 )
 GOING_ON, TERMINATED, TRUNCATED, BROKEN_OFF, BOTH = range(5)  # how episodes end
 END_NAMES = ("going on", "terminated", "truncated", "broken off", "both flags")
@@ -146,12 +149,17 @@ def summarize(subject: Subject) -> Summary:
     fields = [field for name in subject.steps.names for field in _fields_of(subject, name, looked)] if len(rows) else []
     episodes = _episodes_of(subject)
     notes = [*subject.notes, *_notes(len(rows), len(looked), fields, episodes)]
-    by_env = torch.zeros(max(subject.envs, 1), dtype=torch.int64)
-    listing = subject.episodes  # of all, while those in `episodes` may be a sample
-    by_env.index_add_(0, listing.envs, listing.lengths)
-    held_by = (int(by_env.min()), int(by_env.max()))
+    held_by = _held_by(subject)
     priorities = _priorities_of(subject, rows) if len(rows) else None
     return Summary(subject, len(rows), held_by, len(looked), fields, episodes, priorities, notes)
+
+
+def _held_by(subject: Subject) -> tuple[int, int]:
+    listing = subject.episodes
+    envs, place = listing.envs.unique(return_inverse=True)
+    held = torch.zeros(len(envs), dtype=torch.int64).index_add_(0, place, listing.lengths)
+    least = int(held.min()) if 0 < len(envs) >= subject.envs else 0  # others hold nothing
+    return least, int(held.max()) if len(envs) else 0
 
 
 def evenly(rows: Tensor, most: int) -> Tensor:
@@ -224,8 +232,9 @@ def _episodes_of(subject: Subject) -> EpisodesSeen:
     end = np.where(is_over, BROKEN_OFF, GOING_ON)
     end = np.select([terminated & truncated, terminated, truncated], [BOTH, TERMINATED, TRUNCATED], end)
     total = listed.returns.flatten(1).sum(1).numpy() if listed.returns.dim() > 1 else listed.returns.numpy()
+    lengths = numbers_of(listed.lengths.numpy())
     arrays = (index.numpy(), listed.envs.numpy(), listed.lengths.numpy(), total, end, listed.is_whole.numpy())
-    return EpisodesSeen(listed, *arrays, len(listing), numbers_of(total), numbers_of(listed.lengths.numpy()))
+    return EpisodesSeen(listed, *arrays, len(listing), numbers_of(total, has_outliers=False), lengths)
 
 
 def _priorities_of(subject: Subject, rows: Tensor) -> PrioritiesSeen | None:
@@ -238,7 +247,7 @@ def _priorities_of(subject: Subject, rows: Tensor) -> PrioritiesSeen | None:
     values = of(chosen).numpy()
     ages = (newest[chosen % lanes] - chosen // lanes).numpy()
     what = "transitions" if windows is None else "windows"
-    return PrioritiesSeen(what, numbers_of(values), int((values == 0).sum()), _by_age(values, ages))
+    return PrioritiesSeen(what, numbers_of(values, has_outliers=False), int((values == 0).sum()), _by_age(values, ages))
 
 
 def _by_age(values: Array, ages: Array) -> list[AgeSeen]:

@@ -16,18 +16,19 @@ from rlstore.look.subject import size_text
 from rlstore.look.summary import END_NAMES, FieldSeen, PrioritiesSeen, Summary
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_WIDTH = 24  # of a histogram
+_WIDTH, _NARROW = 24, 8  # of a histogram, and where there is little room
+_LEAST_ROOM = 112  # characters in a line for all columns of fields
 _END_COLORS = ("cyan", "yellow", "blue", "bright_black", "yellow")
 _MOST_NAMED = 8  # entries of a field that are named because something is wrong with them
 
 
-def rendered(summary: Summary) -> RenderableType:
-    """What was seen, for ``rich.console.Console.print``."""
+def rendered(summary: Summary, width: int) -> RenderableType:
+    """What was seen, for a ``rich.console.Console`` of so many characters in a line."""
     subject = summary.subject
     heading = Text.assemble((subject.title, "bold"), "  ", (f"{subject.kind} · {subject.origin}", "dim"))
     parts: list[RenderableType] = [heading, Padding(_overview(summary), (1, 0, 1, 2))]
     if summary.fields:
-        parts += [Rule("fields", align="left", style="dim"), _fields(summary), *_wrong_entries(summary)]
+        parts += [Rule("fields", align="left", style="dim"), _fields(summary, width), *_wrong_entries(summary)]
     if subject.settings:
         parts += [Rule("settings", align="left", style="dim"), Padding(_settings(subject.settings), (0, 0, 0, 2))]
     parts += [Text(note, style="dim") for note in summary.notes]
@@ -82,11 +83,11 @@ def _spread(numbers: Numbers) -> str:
     return f"{shown(numbers.least)} to {shown(numbers.most)}, median {shown(numbers.median)}{wrong}"
 
 
-def bars(numbers: Numbers) -> Text:
+def bars(numbers: Numbers, width: int = _WIDTH) -> Text:
     """A histogram in one line."""
     counts = np.array(numbers.histogram)
-    if len(counts) > _WIDTH:
-        counts = np.add.reduceat(counts, np.arange(0, len(counts), -(-len(counts) // _WIDTH)))
+    if len(counts) > width:
+        counts = np.add.reduceat(counts, np.arange(0, len(counts), -(-len(counts) // width)))
     return Text(_blocks(counts.tolist()), style="cyan")
 
 
@@ -96,18 +97,21 @@ def _blocks(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[0 if not value else max(1, round(value / most * 8))] for value in values)
 
 
-def _fields(summary: Summary) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("field", "shape", "dtype", "distribution"):
-        table.add_column(name, overflow="fold", no_wrap=name != "field")
-    for name in ("least", "mean", "deviation", "most"):
+def _fields(summary: Summary, width: int) -> Table:
+    is_wide = width >= _LEAST_ROOM
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+    table.add_column("field", overflow="fold", min_width=12)
+    for name in ("shape", "dtype", "distribution" if is_wide else ""):
+        table.add_column(name, no_wrap=True)
+    for name in ("least", "mean", *(["deviation"] if is_wide else []), "most"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for field in summary.fields:
         numbers = field.numbers
         shape = ", ".join(map(str, field.shape))
-        values = [shown(value) for value in (numbers.least, numbers.mean, numbers.std, numbers.most)]
-        table.add_row(Text(_plain(field.name)), shape, field.dtype, bars(numbers), *values, _marks(numbers))
+        told = (numbers.least, numbers.mean, *([numbers.std] if is_wide else []), numbers.most)
+        histogram = bars(numbers, _WIDTH if is_wide else _NARROW)
+        table.add_row(Text(_plain(field.name)), shape, field.dtype, histogram, *map(shown, told), _marks(numbers))
     return table
 
 

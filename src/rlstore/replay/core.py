@@ -41,7 +41,6 @@ from rlstore.replay.loading.fill import fill
 from rlstore.replay.loading.lanes import Lanes
 from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Arrays, EpisodeList, Source, fitting_size
-from rlstore.replay.loading.steps import Steps
 from rlstore.replay.measures import measured_rows, measured_sharing
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import Sampler
@@ -561,7 +560,7 @@ class ReplayCore(Storage):
         if storage_size is None:
             num_envs = arguments.get("num_envs", 1)
             check_positive(cls.__name__, num_envs=num_envs)
-            storage_size = fitting_size(source.lengths(), num_envs)
+            storage_size = source.steps() if num_envs == 1 else fitting_size(source.lengths(), num_envs)
         make: Any = cls
         storage: _AnyReplay = make(observation_space, action_space, storage_size=storage_size, **arguments)
         try:
@@ -609,20 +608,14 @@ class ReplayCore(Storage):
 
     def _load(self, source: Source, bar: Bar) -> int:
         """Write the steps of a source; returns how many."""
-        ring = self._ring_of()
-        lanes = Lanes(ring, self._fields, self._guard, self._appender, self._sampler, self._kept)
+        parts = (self._ring_of(), self._fields, self._guard, self._appender, self._sampler, self._kept)
+        lanes = Lanes(*parts, self._count_without_wait)
+        return fill(source, self._fields, lanes, bar)
 
-        def write(steps: Steps) -> None:
-            with self._guard:
-                if self._ring_of() is not ring:
-                    raise NotReadyError("the storage was changed while episodes were added to it")
-                if self._sharing is not None:
-                    self._sharing.require_no_writers()
-                lanes.append(steps)
-                if self._sharing is not None:
-                    self._sharing.count_slice(steps.count)
-
-        return fill(source, self._fields, write, lanes.most, bar)
+    def _count_without_wait(self, rows: int) -> None:
+        """Rows were added that a rate limit did not hold back."""
+        if self._sharing is not None:
+            self._sharing.count_slice(rows)
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -880,8 +873,7 @@ class ReplayCore(Storage):
         before = ring.total_written
         self._appender.write_steps(given, steps, fit, resumed=True)
         ring.resume()
-        if self._sharing is not None:
-            self._sharing.count_slice(ring.total_written - before)
+        self._count_without_wait(ring.total_written - before)
 
     @guarded
     def reset(self) -> None:

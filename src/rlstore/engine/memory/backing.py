@@ -74,6 +74,11 @@ class Backing:
         return backing
 
     @property
+    def is_private(self) -> bool:
+        """True if the blocks are those of a mapped folder that somebody else may write to."""
+        return isinstance(self._files, PrivateFiles)
+
+    @property
     def grows(self) -> bool:
         """True if memory is taken when it is written to, and not when it is allocated."""
         return self.device.type == "cpu" and self._files is None

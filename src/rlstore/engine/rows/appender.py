@@ -17,7 +17,8 @@ from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.kernels import Guard, protocol
-from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN
+from rlstore.kernels.protocol import WRITTEN_WITH_BREAK as WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
 Fit = Callable[[], tuple[Tensor | None, ...]]
@@ -231,7 +232,7 @@ class Appender:
             values: Those of :meth:`write`, ``[steps, lanes, ...]``; None to let them be fitted.
             steps: The number of steps.
             fit: Checks all values, and returns them as the ring takes them, if a kernel cannot read them.
-            resumed: None of them is a reset step, and none need continue what is held.
+            resumed: None of them is a reset step, and the first need not continue what is held.
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off.
@@ -271,11 +272,15 @@ class Appender:
 
     def _bind(self) -> protocol.EpisodeRing:
         """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
-        if self._closed:
-            raise NotReadyError("this storage is closed. Nothing was written.")
+        self.require_open()
         kernel = self.ring.writing_kernel()
         self._kernel, self._watches = None if self.ring.is_part else kernel, self.ring.is_shared
         return kernel
+
+    def require_open(self) -> None:
+        """Refuse to append after :meth:`close`."""
+        if self._closed:
+            raise NotReadyError("this storage is closed. Nothing was written.")
 
     def close(self) -> None:
         """Append nothing any more."""

@@ -27,6 +27,7 @@ from rlstore.engine.rows.schema import Field, is_observation, read_form
 from rlstore.errors import SnapshotError
 from rlstore.kernels import kernel, protocol, restore_tables
 from rlstore.kernels.protocol import RESUMED as RESUMED  # exported: rows from elsewhere are appended with it
+from rlstore.kernels.protocol import WRITING
 from rlstore.kernels.rules import invalid_counts
 
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
@@ -198,27 +199,21 @@ class EpisodeRing:
         if all(self.backing.holds(f"start {leaf.field.name}") for leaf in self.leaves if leaf.stack > 1):
             self._make_starts()
             self.starts = [None if table is None else table[:slots] for table in self.starts]
+        if self.backing.is_private:
+            self._copy_tables()
         self.after_end.fill_(-1)
-        self._check_tables()
-        self.resume()
-
-    def _check_tables(self) -> None:
         tables = (self.counters, self.blocks["episode"], self.episodes, self.free_slots)
         has_starts = all(leaf.stack == 1 or t is not None for leaf, t in zip(self.leaves, self.starts, strict=True))
         self.restore(tables, self.kept, has_starts, self._damaged)
+        self.resume()
 
-    def keep_tables(self) -> None:
-        """Copy the counters and tables of a mapped folder, and check them: another process may go on writing to it.
-
-        Raises:
-            SnapshotError: If they changed while they were copied.
-        """
-        self.counters, self.episodes, self.free_slots = (
-            table.clone() for table in (self.counters, self.episodes, self.free_slots)
-        )
-        self.blocks["episode"] = self.blocks["episode"].clone()
+    def _copy_tables(self) -> None:
+        """Copy what tells of the rows: another process may go on writing, and what it overwrites is not held here."""
+        tables = (self.counters, self.episodes, self.free_slots, self.blocks["episode"])
+        self.counters, self.episodes, self.free_slots, self.blocks["episode"] = (table.clone() for table in tables)
         self._view_counters()
-        self._check_tables()
+        written, _, current, *_ = self.backing.zeros("counters", (5, self.lanes), torch.int64)  # as they are by now
+        torch.maximum(self.begun, written - self.steps + (current == WRITING), out=self.begun)
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
@@ -521,27 +516,34 @@ class EpisodeRing:
             if ring._kernel is not None:
                 ring._kernel.allow(0)
 
-    def extend(self, *, episodes: bool) -> None:
-        """Make room for more episodes, or (False) the tables of starts."""
+    def require_episodes(self, count: int) -> None:
+        """Make room for so many more episodes of each lane, as far as it has rows for them."""
+        self.writing_kernel()  # with the tables as they are now
+        deep, short = self.slots // self.whole.lanes, count - int(self.free_count.min())
+        if short > 0 and deep <= self.kept:
+            self.extend(episodes=True, wanted=deep + short)
+
+    def extend(self, *, episodes: bool, wanted: int = 0) -> None:
+        """Make room for more episodes, ``wanted`` of each lane or more, or (False) the tables of starts."""
         if self._inner is not None:
-            self._inner.extend(episodes=episodes)
+            self._inner.extend(episodes=episodes, wanted=wanted)
         elif self._whole is not None:
-            self._whole._extend(episodes)
+            self._whole._extend(episodes, wanted)
             self._follow_whole(self._whole)
         else:
-            self._extend(episodes)
+            self._extend(episodes, wanted)
 
-    def _extend(self, episodes: bool) -> None:
+    def _extend(self, episodes: bool, wanted: int) -> None:
         if episodes:
-            self._grow()
+            self._grow(wanted)
         else:
             self._make_starts()
             self._bind_tables()
 
-    def _grow(self) -> None:
-        """Make room for half as many episodes again, and at most for as many as there are rows."""
+    def _grow(self, wanted: int) -> None:
+        """Make room for half as many episodes again or for ``wanted`` a lane, at most for as many as there are rows."""
         deep = self.slots // self.lanes
-        deeper = min(deep + max(deep // 2, 1), self.kept + 1)
+        deeper = min(max(deep + max(deep // 2, 1), wanted), self.kept + 1)
         if deeper == deep:
             raise RuntimeError("every episode index is taken, although each has a row")
         self._extend_tables(deeper * self.lanes)
@@ -571,7 +573,8 @@ class EpisodeRing:
         episodes = self.backing.extend("episodes", self.episodes, slots)
         free_slots = self.backing.extend("free_slots", self.free_slots, slots // self.lanes)
         longer: dict[tuple[str, int], Tensor] = {}
-        for kind, tables in (("final", self.finals), ("start", self.starts)):
+        # Files of starts first: of the others the shortest tells how many episodes there are, if this is interrupted.
+        for kind, tables in (("start", self.starts), ("final", self.finals)):
             for k, (leaf, table) in enumerate(zip(self.leaves, tables, strict=True)):
                 if table is not None:
                     longer[kind, k] = self.backing.extend(f"{kind} {leaf.field.name}", table, slots)

@@ -121,8 +121,10 @@ class Ring:
     @property
     def invalid(self) -> Tensor | None:
         """The rewards and the actions that were stored although invalid, int64 ``[2]``; None where they are refused."""
-        counted = invalid_counts(self._writer)
-        return counted if self._invalid is None else self._invalid if counted is None else self._invalid + counted
+        counted = [counts for counts in (self._invalid, invalid_counts(self._writer)) if counts is not None]
+        if not counted and self.device.type == "cuda":  # nothing was written yet
+            return torch.zeros(2, dtype=torch.int64, device=self.device)
+        return torch.stack(counted).sum(0) if counted else None
 
     def bind(self, block: str, tensor: Tensor) -> None:
         """Put a caller's tensor in the place of a block: what it holds is what is served from now on."""

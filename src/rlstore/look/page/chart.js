@@ -69,11 +69,11 @@ function drawValueAxis(context, low, high, left, right, top, bottom) {
   }
 }
 
-/** Numbers below, for values from `low` at `left` to `high` at `right`. */
-function drawPlaceAxis(context, low, high, left, right, bottom) {
+/** Numbers below, for values from `low` at `left` to `high` at `right`; if asked for, whole ones alone. */
+function drawPlaceAxis(context, low, high, left, right, bottom, whole = false) {
   context.fillStyle = colors.soft;
   context.textBaseline = 'top';
-  for (const tick of ticks(low, high, Math.max(2, (right - left) / 70))) {
+  for (const tick of ticks(low, high, Math.max(2, (right - left) / 70), whole)) {
     const x = high > low ? left + ((tick - low) / (high - low)) * (right - left) : (left + right) / 2;
     context.textAlign = x - left < 16 ? 'left' : right - x < 16 ? 'right' : 'center';
     context.fillText(shown(tick), x, bottom + 5);
@@ -99,7 +99,8 @@ function histogram(numbers, height, label) {
     drawBars(context, numbers.histogram, 2, width - 2, 4, bottom, colors['accent-fill']);
     context.strokeStyle = colors.line;
     context.strokeRect(2, bottom + 0.5, width - 4, 0);
-    drawPlaceAxis(context, numbers.low, numbers.high, 2, width - 2, bottom);
+    const whole = numbers.high - numbers.low === numbers.histogram.length; // a bar for each number
+    drawPlaceAxis(context, numbers.low, numbers.high, 2, width - 2, bottom, whole);
   });
 }
 

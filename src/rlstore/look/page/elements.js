@@ -20,7 +20,7 @@ function shown(value) {
   if (value === null || value === undefined) return '–';
   if (!Number.isFinite(value)) return Number.isNaN(value) ? 'NaN' : value > 0 ? '∞' : '−∞';
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(2).replace('e+', 'e').replace('-', '−');
+  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(2).replace('e+', 'e').replaceAll('-', '−');
   const digits = Number.isInteger(value) ? 0 : Math.max(0, 3 - Math.floor(Math.log10(size || 1)));
   const text = value.toLocaleString('en-US', { maximumFractionDigits: Math.min(digits, 6) });
   return text.replace('-', '−');

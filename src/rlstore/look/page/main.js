@@ -40,11 +40,11 @@ function showView(name) {
   redrawAll();
 }
 
-/** The address says what is shown, so that one can go back, and link to an episode. */
+/** The address says what is shown, so that one can go back, and link to a step of an episode: #episodes/12/40. */
 function showAddress(open) {
-  const [view, at] = location.hash.slice(1).split('/');
+  const [view, at, step] = location.hash.slice(1).split('/');
   showView(view === 'episodes' ? 'episodes' : 'overview');
-  if (view === 'episodes' && at !== undefined) open(Number(at));
+  if (view === 'episodes' && at !== undefined) open(Number(at), Number(step || 0));
 }
 
 function addKeys(player) {
@@ -108,8 +108,8 @@ async function main() {
   const { episodes } = storage;
   const arrays = await Promise.all(Object.entries(episodes.arrays).map(async ([name, array]) => [name, await decoded(array)]));
   Object.assign(episodes, Object.fromEntries(arrays), { count: episodes.listed });
-  const open = (at) => {
-    if (episodes.opened[at]) location.hash = `episodes/${at}`;
+  const open = (at, step) => {
+    if (episodes.opened[at]) location.hash = step ? `episodes/${at}/${step}` : `episodes/${at}`;
     else list.select(at);
   };
   const list = new EpisodeList(episodes, open);
@@ -117,16 +117,17 @@ async function main() {
   byId('hint').textContent = episodes.count
     ? 'Choose an episode with a dot: its steps are in this page.'
     : 'The storage holds no episode.';
-  showOverview(storage, episodes, open);
+  const pictures = showOverview(storage, episodes, open);
   byId('tab-overview').addEventListener('click', () => (location.hash = 'overview'));
   byId('tab-episodes').addEventListener('click', () => (location.hash = 'episodes'));
   const show = () =>
-    showAddress((at) => {
-      if (episodes.opened[at]) player.open(at).catch(failed);
+    showAddress((at, step) => {
+      if (episodes.opened[at]) player.open(at, step).catch(failed);
     });
   window.addEventListener('hashchange', show);
   addKeys(player);
   show();
+  await pictures;
 }
 
 function failed(error) {

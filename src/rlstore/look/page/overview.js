@@ -4,11 +4,17 @@ function showOverview(storage, episodes, open) {
   const view = byId('overview');
   view.append(element('div.tiles', {}, ...tiles(storage, episodes)));
   if (episodes.count) view.append(...returnPanels(episodes, open));
+  const film = element('section.panel', { hidden: '' });
+  view.append(film);
   view.append(fieldPanel(storage));
   if (storage.priorities) view.append(...priorityPanels(storage.priorities));
-  view.append(settingsPanel(storage));
+  if (storage.stats.length) {
+    view.append(listPanel('Counters', 'of stats()', storage.stats.map(([key, value]) => [key, shown(value)])));
+  }
+  view.append(listPanel(storage.kind, 'as it was created', storage.settings));
   const notes = storage.notes.map((note) => element('p.soft', {}, note));
   view.append(element('div.notes', { 'aria-label': 'What was looked at' }, ...notes));
+  return showFilm(film, episodes, open);
 }
 
 function tile(title, big, ...rest) {
@@ -85,6 +91,7 @@ function title(name, about = '') {
 
 function spread(numbers) {
   if (numbers.median === null) return 'no finite value';
+  if (numbers.least === numbers.most) return `all ${shown(numbers.least)}`;
   return `${shown(numbers.least)} to ${shown(numbers.most)}, median ${shown(numbers.median)}`;
 }
 
@@ -97,7 +104,7 @@ function returnChart(episodes, open) {
     const bottom = height - 18;
     const [low, high] = most > least ? [least, most] : [(least ?? 0) - 1, (most ?? 0) + 1];
     drawValueAxis(context, low, high, left, width - margin, 6, bottom);
-    drawPlaceAxis(context, episodes.index[0], episodes.index[episodes.count - 1], left, width - margin, bottom);
+    drawPlaceAxis(context, episodes.index[0], episodes.index[episodes.count - 1], left, width - margin, bottom, true);
     const step = (width - margin - left) / Math.max(episodes.count - 1, 1);
     const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - 6);
     const size = episodes.count > 1500 ? 1.6 : episodes.count > 300 ? 2.2 : 3;
@@ -230,7 +237,7 @@ function ageChart(ages) {
     const [low, high] = [0, Math.max(...ages.map((age) => age.high)) || 1];
     const oldest = ages[ages.length - 1].to || 1;
     drawValueAxis(context, low, high, left, width - margin, 6, bottom);
-    drawPlaceAxis(context, 0, oldest, left, width - margin, bottom);
+    drawPlaceAxis(context, 0, oldest, left, width - margin, bottom, true);
     const x = (age) => left + (((age.from + age.to) / 2) / oldest) * (width - margin - left);
     const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - 6);
     context.fillStyle = colors['accent-fill'];
@@ -248,7 +255,8 @@ function ageChart(ages) {
   });
 }
 
-function settingsPanel(storage) {
-  const rows = storage.settings.map(([name, value]) => element('div', {}, element('dt', {}, name), element('dd.code', {}, value)));
-  return element('section.panel', {}, title(storage.kind, 'as it was created'), element('dl.settings', {}, ...rows));
+/** Names and values side by side. */
+function listPanel(name, about, pairs) {
+  const rows = pairs.map(([key, value]) => element('div', {}, element('dt', {}, key), element('dd.code', {}, value)));
+  return element('section.panel', {}, title(name, about), element('dl.settings', {}, ...rows));
 }

@@ -23,8 +23,8 @@ class Player {
     return !byId('player').hidden;
   }
 
-  /** Shows an episode. */
-  async open(at) {
+  /** Shows an episode, from a step on. */
+  async open(at, step = 0) {
     const { episodes } = this;
     this.pause();
     this.wanted = at;
@@ -38,6 +38,7 @@ class Player {
     this.before = episode.before;
     this.count = episode.steps + (episode.final ? 1 : 0);
     this.steps = episode.steps;
+    this.end = episodes.end[at];
     this.view = [0, this.count];
     byId('hint').hidden = true;
     byId('player').hidden = false;
@@ -52,7 +53,7 @@ class Player {
     this.list.select(at);
     byId('previous').disabled = this.list.beside(-1) < 0;
     byId('next').disabled = this.list.beside(1) < 0;
-    this.go(0);
+    this.go(step);
   }
 
   facts(at) {
@@ -115,6 +116,7 @@ class Player {
   go(step) {
     this.step = Math.min(Math.max(step, 0), this.count - 1);
     this.follow();
+    this.nameStep();
     for (const track of this.tracks) track.move(this.step);
     for (const picture of this.pictures) picture.show(this.step);
     const at = this.first + this.step;
@@ -122,6 +124,15 @@ class Player {
     byId('scrubber').value = this.step;
     byId('scrubber').setAttribute('aria-valuetext', is_final ? 'after the last step' : `step ${at}`);
     byId('step').textContent = is_final ? 'after the last step' : `step ${shown(at)} of ${shown(this.first + this.steps)}`;
+  }
+
+  /** Names the step in the address once the cursor rests: browsers allow no change for every step. */
+  nameStep() {
+    clearTimeout(this.naming);
+    const address = `#episodes/${this.wanted}/${this.step}`;
+    this.naming = setTimeout(() => {
+      if (location.hash.startsWith('#episodes/')) history.replaceState(null, '', address);
+    }, 300);
   }
 
   /** Keeps the cursor in view when it is a part of the episode. */

@@ -106,7 +106,12 @@ class Track {
 
   drawSteps(context, width, bottom) {
     const [from, to] = this.player.view;
-    const first = this.player.first;
+    const { first, steps, end } = this.player;
+    const last = this.place(steps - 0.5, width);
+    if (end && last >= LEFT && last <= width - RIGHT + 1) {
+      context.fillStyle = colors.ends[end];
+      context.fillRect(last - 1, 0, 2, bottom);
+    }
     context.fillStyle = colors.soft;
     context.textBaseline = 'top';
     for (const tick of ticks(from + first, to + first - 1, Math.max(2, (width - LEFT) / 90), true)) {

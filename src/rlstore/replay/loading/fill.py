@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlstore.engine.calls import warn_caller
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
+from rlstore.replay.loading.lanes import Lanes
 from rlstore.replay.loading.names import NOTHING
 from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Source
-from rlstore.replay.loading.steps import Steps
 
 
-def fill(source: Source, fields: StepFields, write: Callable[[Steps], None], most: int, bar: Bar) -> int:
+def fill(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
     """Write all episodes of a source; returns the transitions that were written.
 
     Args:
         source: The episodes. If they can be read twice, all are checked before the first is written.
         fields: What a step consists of.
-        write: Writes whole episodes.
-        most: The steps to write at a time, unless an episode has more.
+        lanes: Where they go.
         bar: Shows how far it is.
 
     Raises:
@@ -34,15 +31,19 @@ def fill(source: Source, fields: StepFields, write: Callable[[Steps], None], mos
         for given in bar.over(source.given(fields), "Storing", source.count):
             if not source.is_repeatable:
                 given.check()
-            for steps in given.pieces(most):
-                write(steps)
+            for steps in given.pieces(alone=lanes.takes_alone):
+                lanes.append(steps)
                 stored += steps.count
             episodes, lost = episodes + 1, lost + given.lost
     except InvalidInputError as error:
         told = f"The {episodes:,} episodes before it were stored, {stored:,} transitions."
         raise InvalidInputError(str(error).replace(NOTHING, told if stored else NOTHING)) from error
+    finally:
+        lanes.flush()
     if lost:
         warn_caller(_LOST.format(lost=lost, stored=stored), UserWarning)
+    if lanes.has_broken:
+        warn_caller(_BROKEN, UserWarning)
     return stored
 
 
@@ -51,4 +52,9 @@ _LOST = (
     "episode is not in arrays without next_observations, and nothing can be learnt from a step that was truncated "
     "without it; the step before is truncated instead. To store all, give next_observations or, of an episode, one "
     "observation more."
+)
+_BROKEN = (
+    "some next_observations are not the observations of the next steps, and no end was flagged there. The episodes "
+    "were taken to be cut off at those points: n-step targets and sequences stop there. If they should not, flag all "
+    "ends, and give observations and next_observations that were not normalized apart."
 )

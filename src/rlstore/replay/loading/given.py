@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,9 +14,11 @@ from rlstore.engine.rows.schema import Field, Structure
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import NOTHING
-from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, fitted, following_of, joined
+from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, held, is_held_as_it_is, joined
 
 _HOST = torch.device("cpu")
+# Of rows that are written at a time, where they are as they are held, and where they are converted.
+_READY_BYTES, _CONVERTED_BYTES = 1 << 30, 32 << 20
 
 
 class Given:
@@ -34,9 +37,6 @@ class Given:
             and its flags may be two values.
         refuses_nan: Refuse observations and actions that are NaN.
 
-    Attributes:
-        lost: Steps that are left out.
-
     Raises:
         InvalidInputError: If lengths differ, or an episode ends in the middle.
     """
@@ -45,16 +45,21 @@ class Given:
         self, values: Mapping[str, Any], fields: StepFields, what: str, *, is_episode: bool, refuses_nan: bool = True
     ) -> None:
         self._fields, self._what, self._is_episode, self._refuses_nan = fields, what, is_episode, refuses_nan
+        structure, leaves = fields.structure, fields.observations
         self._columns = [as_array(value, field.name) for field, value in _columns(values, fields)]
-        self._read_observations(values)
-        self._steps = self._count(values)
+        self._observations = _leaves(structure, leaves, values["observations"])
+        following, final = values.get("next_observations"), values.get("final_observations")
+        self._following = None if following is None else _leaves(fields.next_structure, leaves, following, "next_")
+        self._steps = self._count()
+        self._finals: list[Array] | None = None
+        if final is not None and following is None and not self._is_longer:
+            self._finals = _leaves(structure, leaves, final, "final_")
+            self._check_finals(self._finals)
         self.terminated, self.truncated = (self._flags(values, name) for name in ("terminated", "truncated"))
         if is_episode:
             self._check_end()
-        self._taken = self._leave_out() if self._following is None else None
-
-    def __len__(self) -> int:
-        return self._steps
+        self._lacks_finals = self._following is None and self._finals is None and not self._is_longer
+        self._taken = self._leave_out() if self._lacks_finals else None
 
     @property
     def lost(self) -> int:
@@ -63,49 +68,33 @@ class Given:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def _read_observations(self, values: Mapping[str, Any]) -> None:
-        """Take the leaves of the observations, and what follows each."""
-        structure, fields = self._fields.structure, self._fields.observations
-        observations, steps = _leaves(structure, fields, values["observations"]), _size(self._columns[1])
-        self._observations, self._following = observations, None
-        following, final = values.get("next_observations"), values.get("final_observations")
-        is_longer = self._is_episode and all(_size(leaf) == steps + 1 for leaf in observations)
-        if is_longer:
-            self._observations = [leaf[:-1] for leaf in observations]
-        if following is not None:
-            self._following = _leaves(self._fields.next_structure, fields, following, "next_")
-        elif is_longer:
-            self._following = [leaf[1:] for leaf in observations]
-        elif final is not None:
-            ends = _leaves(structure, fields, final, "final_")
-            self._following = [self._with_end(leaf, end) for leaf, end in zip(observations, ends, strict=True)]
-
-    def _with_end(self, leaf: Array, end: Array) -> Array:
-        """What follows each observation, up to the final one."""
-        if not _size(leaf) or leaf.shape[1:] != end.shape:
+    def _count(self) -> int:
+        """The number of steps, which all arrays have; of an episode there may be one more observation."""
+        steps = _size(self._columns[1])
+        self._is_longer = self._is_episode and all(_size(leaf) == steps + 1 for leaf in self._observations)
+        named = [(field.name, steps + 1 if self._is_longer else steps) for field in self._fields.observations]
+        if self._following is not None:
+            named += [(_following_of(field).name, steps) for field in self._fields.observations]
+        named += [(field.name, steps) for field in self._fields.columns]
+        sizes = [_size(value) for value in (*self._observations, *(self._following or ()), *self._columns)]
+        if not steps or any(size != needed for size, (_, needed) in zip(sizes, named, strict=True)):
+            told = ", ".join(f"{name} {size}" for size, (name, _) in zip(sizes, named, strict=True))
+            more = " (or one more, the last of them after the last step)" if self._is_episode else ""
             raise InvalidInputError(
-                f"{self._what} has final_observations {tuple(end.shape)} and observations {tuple(leaf.shape)}; the "
-                f"former are one observation, without an axis for steps. {NOTHING}"
+                f"{self._what} has arrays of unequal length: {told}; there has to be an entry for each step, and as "
+                f"many observations{more}. {NOTHING}"
+                if steps
+                else f"{self._what} has no steps. {NOTHING}"
             )
-        return joined(leaf[1:], end[None])
-
-    def _count(self, values: Mapping[str, Any]) -> int:
-        """The number of steps, which all arrays have."""
-        observed = [*self._observations, *(self._following or ())]
-        counts = {field.name: _size(value) for field, value in zip(self._fields.columns, self._columns, strict=True)}
-        names = [field.name for field in self._fields.observations]
-        names += [f"next_{name}" for name in names] if self._following is not None else []
-        counts = {**dict(zip(names, map(_size, observed), strict=True)), **counts}
-        steps = counts["rewards"]
-        if set(counts.values()) != {steps}:
-            more = " (or one more, the last of them the final observation)" if self._is_episode else ""
-            raise InvalidInputError(
-                f"{self._what} has arrays of unequal length: {counts}; each needs an entry for every step, and "
-                f"observations as many{more}. {NOTHING}"
-            )
-        if not steps:
-            raise InvalidInputError(f"{self._what} has no steps. {NOTHING}")
         return steps
+
+    def _check_finals(self, finals: list[Array]) -> None:
+        for leaf, final in zip(self._observations, finals, strict=True):
+            if leaf.shape[1:] != final.shape:
+                raise InvalidInputError(
+                    f"{self._what} has final_observations {tuple(final.shape)} and observations {tuple(leaf.shape)}; "
+                    f"the former are one observation, without an axis for steps. {NOTHING}"
+                )
 
     def _flags(self, values: Mapping[str, Any], name: str) -> Flags:
         """End flags ``[steps]``, 0 or 1; of an episode they may be one value, which is that of its last step."""
@@ -114,16 +103,18 @@ class Given:
             return np.zeros(self._steps, np.uint8)
         if self._is_episode and not _size(value):
             value = [False] * (self._steps - 1) + [value]
+        if getattr(value, "dtype", None) == np.bool_ and value.shape == (self._steps,):
+            return np.ascontiguousarray(value).view(np.uint8)
         field = Field(name, (), torch.uint8, "the rewards", is_flag=True)
-        flags: Flags = fitted(field, value, self._steps, _HOST).numpy()
+        flags: Flags = field.fit(value, self._steps, _HOST, self._steps).numpy()
         return flags
 
     def _check_end(self) -> None:
-        inside = np.flatnonzero((self.terminated | self.truncated)[:-1])
-        if len(inside):
+        ended = (self.terminated | self.truncated)[:-1]
+        if ended.any():
             raise InvalidInputError(
-                f"{self._what} has {self._steps} steps and ends after step {inside[0]}; give episodes one by one. "
-                f"Arrays with many of them are for from_arrays(). {NOTHING}"
+                f"{self._what} has {self._steps} steps and ends after step {int(ended.argmax())}; give episodes one by "
+                f"one. Arrays with many of them are for from_arrays(). {NOTHING}"
             )
 
     def _leave_out(self) -> Flags:
@@ -146,11 +137,12 @@ class Given:
         columns = list(zip(self._fields.columns, self._columns, strict=True))
         observed = list(zip(self._fields.observations, self._observations, strict=True))
         if self._following is not None:
-            after = map(following_of, self._fields.observations)
-            observed += zip(after, self._following, strict=True)
+            observed += zip(map(_following_of, self._fields.observations), self._following, strict=True)
+        if self._finals is not None:
+            observed += [(field, final[None]) for (field, _), final in zip(observed, self._finals, strict=True)]
         try:
             for field, value in (*columns, *observed):
-                _check(field, value, self._steps)
+                _check(field, value)
             for field, value in (*columns[:1], *observed) if self._refuses_nan else ():
                 _refuse_nan(field, value)
         except InvalidInputError as error:
@@ -158,57 +150,74 @@ class Given:
 
     # ---------------------------------------------------------------------------------------------- pieces
 
-    def lengths(self) -> list[int]:
-        """The transitions of each episode, as the end flags tell them; those without any are left out."""
-        stops = self._stops()
-        taken = np.ones(self._steps, np.int64) if self._taken is None else self._taken.astype(np.int64)
-        counts: list[int] = np.add.reduceat(taken, np.r_[0, stops[:-1]]).tolist()
-        return [count for count in counts if count]
-
-    def _stops(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """One past the last step of each episode."""
-        ended = self.terminated | self.truncated
-        if self._taken is not None:
-            ended |= 1 - self._taken
-        ended[-1] = 1
-        stops: np.ndarray[Any, np.dtype[np.int64]] = np.flatnonzero(ended) + 1
-        return stops
-
-    def pieces(self, most: int) -> Iterator[Steps]:
-        """Whole episodes, one after another: as many at a time as have ``most`` steps, and at least one."""
-        first, last = 0, 0
+    def pieces(self, *, alone: bool) -> Iterator[Steps]:
+        """Whole episodes, one after another: each ``alone``, or many at a time."""
+        if self._is_episode:
+            yield from self._piece(0, self._steps)
+            return
+        most, first, last = 1 if alone else self._most_at_once(), 0, 0
         for stop in self._stops().tolist():
-            if last > first and stop - first > most:
+            # Nothing follows the very last step: its episode is copied, and no more.
+            is_end = self._lacks_finals and stop == self._steps
+            if last > first and (stop - first > most or is_end):
                 yield from self._piece(first, last)
                 first = last
             last = stop
         yield from self._piece(first, last)
 
+    def _stops(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """One past the last step of each episode."""
+        ended = self.terminated | self.truncated
+        if self._taken is not None:
+            ended |= self._taken ^ 1
+        ended[-1] = 1
+        stops: np.ndarray[Any, np.dtype[np.int64]] = np.flatnonzero(ended.view(np.bool_)) + 1
+        return stops
+
+    def _most_at_once(self) -> int:
+        """The steps to write at a time: fewer where values are converted, in memory that is taken for it."""
+        named = [*zip(self._fields.observations, self._observations, strict=True)]
+        named += zip(self._fields.columns, self._columns, strict=True)
+        nbytes = sum(field.dtype.itemsize * math.prod(field.shape) for field, _ in named)
+        is_ready = all(is_held_as_it_is(field, value) for field, value in named)
+        return max((_READY_BYTES if is_ready else _CONVERTED_BYTES) // max(nbytes, 1), 1)
+
     def _piece(self, first: int, stop: int) -> Iterator[Steps]:
-        taken, lacks_finals = None, self._following is None
-        if self._following is not None:
-            following = [leaf[first:stop] for leaf in self._following]
-        else:
-            assert self._taken is not None
-            if stop == self._steps and not self._taken[-1]:
-                stop -= 1  # nothing follows it
-            if not self._taken[first:stop].any():
+        taken = None if self._taken is None else self._taken[first:stop]
+        if taken is not None and not taken.all():
+            if not taken.any():
                 return
-            taken = self._taken[first:stop]
-            following = [self._rest(leaf, first, stop) for leaf in self._observations]
+            if stop == self._steps and not taken[-1]:
+                stop, taken = stop - 1, taken[:-1]  # nothing follows it
+        observed = zip(self._fields.observations, range(len(self._observations)), strict=True)
+        pairs = [self._observed(field, index, first, stop) for field, index in observed]
+        columns = zip(self._fields.columns, self._columns, strict=True)
         yield Steps(
-            [leaf[first:stop] for leaf in self._observations],
-            following,
-            [column[first:stop] for column in self._columns],
+            [before for before, _ in pairs],
+            [after for _, after in pairs],
+            [held(field, column[first:stop]) for field, column in columns],
             self.terminated[first:stop],
             self.truncated[first:stop],
             None if taken is None or taken.all() else taken,
-            lacks_finals,
+            self._lacks_finals,
         )
 
-    def _rest(self, leaf: Array, first: int, stop: int) -> Array:
-        """The next entries; behind the last of all, that itself."""
-        return leaf[first + 1 : stop + 1] if stop < self._steps else joined(leaf[first + 1 :], leaf[-1:])
+    def _observed(self, field: Field, index: int, first: int, stop: int) -> tuple[Array, Array]:
+        """A leaf of the observations before and after some steps, in the same memory where they follow one another."""
+        leaf = self._observations[index]
+        if self._following is not None:
+            return held(field, leaf[first:stop]), held(field, self._following[index][first:stop])
+        if stop < len(leaf):
+            chain = leaf[first : stop + 1]
+        else:
+            chain = joined([leaf[first:], leaf[-1:] if self._finals is None else self._finals[index][None]])
+        chain = held(field, chain)
+        return chain[:-1], chain[1:]
+
+
+def _following_of(field: Field) -> Field:
+    """The field of the observations after each step."""
+    return Field("next_" + field.name, field.shape, field.dtype, field.origin)
 
 
 def _size(value: Any) -> int:
@@ -237,15 +246,24 @@ def _columns(values: Mapping[str, Any], fields: StepFields) -> Iterator[tuple[Fi
     return zip(fields.columns, given, strict=True)
 
 
-def _check(field: Field, value: Array, steps: int) -> None:
-    """Refuse a value that a field cannot hold; what is of its shape and dtype, and obeys no rule, is not looked at."""
-    is_ready = tuple(value.shape) == (steps, *field.shape) and _name(value.dtype) == _name(field.dtype)
-    if not is_ready or field.rule is not None:
-        fitted(field, value, steps, _HOST)
+def _check(field: Field, value: Array) -> None:
+    """Refuse a value that a field cannot hold. It is looked at only where that may depend on it."""
+    if field.rule is not None or not (is_held_as_it_is(field, value) or _is_rounded(field, value)):
+        # What is converted for it is not held all at once.
+        size = max(_CONVERTED_BYTES // max(field.dtype.itemsize * math.prod(field.shape), 1), 1)
+        for first in range(0, len(value), size):
+            part = value[first : first + size]
+            try:
+                field.fit(part, len(part), _HOST, len(part))
+            except InvalidInputError as error:
+                counted = f"counted from step {first:,}, " if first else ""
+                raise InvalidInputError(f"{counted}{error}") from error
 
 
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def _is_rounded(field: Field, value: Array) -> bool:
+    """Whether all of a value fits, if only because floats may be rounded."""
+    is_float = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
+    return is_float and field.dtype.is_floating_point and value.shape[1:] == field.shape
 
 
 def _refuse_nan(field: Field, value: Array) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from rlstore.engine.guard import Guard
-from rlstore.engine.rows.appender import Appender, Follower
+from rlstore.engine.rows.appender import WRITTEN_WITH_BREAK, Appender, Follower
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.loading.steps import Steps
 
+_TOGETHER_BYTES = 1 << 18  # short episodes are written together, until there are so many bytes of them
+
 
 class Lanes:
-    """Appends whole episodes, whose steps a kernel writes all at once.
+    """Appends whole episodes, many steps in one call of a kernel.
 
     An episode that a lane has begun is cut off before, and what was appended is afterwards: neither continues the
-    other.
+    other. The guard is free between two calls of the kernel.
 
     Args:
         ring: The ring.
@@ -25,6 +28,11 @@ class Lanes:
         appender: That of the storage: it knows what rows depend on, and counts steps.
         sampler: What draws from the ring.
         kept: Where finished episodes are written to disk; None if they are not.
+        counted: Called with the number of rows that were written.
+
+    Attributes:
+        takes_alone: Whether it takes episodes one by one.
+        has_broken: Whether the observations of an episode did not continue it.
     """
 
     def __init__(
@@ -35,34 +43,67 @@ class Lanes:
         appender: Appender,
         sampler: Follower,
         kept: KeptEpisodes | None,
+        counted: Callable[[int], None],
     ) -> None:
         self._ring, self._fields, self._guard, self._appender = ring, fields, guard, appender
-        self._sampler, self._kept = sampler, kept
+        self._sampler, self._kept, self._counted = sampler, kept, counted
         self._rows: list[int] = ring.held().tolist()
         self._parts: dict[int, Appender] = {}
+        self._waiting: dict[int, list[Steps]] = {}
+        self._bytes = dict.fromkeys(range(ring.lanes), 0)  # of what waits
         self._written = 0
-        row_bytes = max(ring.records.shape[2] + sum(ring.blocks[name][0, 0].nbytes for name in ring.apart), 1)
-        # One at a time where each goes to the lane with the fewest rows, or to the disk before it can be overwritten.
-        self.most = 1 if kept is not None or ring.lanes > 1 else max(_PIECE_BYTES // row_bytes, 1)
+        # Where each goes to the lane with the fewest rows, or to the disk before it can be overwritten.
+        self.takes_alone = kept is not None or ring.lanes > 1
+        self.has_broken = False
 
     def append(self, steps: Steps) -> None:
-        """Append whole episodes, for a caller that has the guard; all values fit, or nothing is written."""
-        lane = min(range(len(self._rows)), key=self._rows.__getitem__)
-        ring, part = self._ring, self._part(lane)
+        """Append whole episodes, which fit; they may wait for others until :meth:`flush`."""
+        lane = self._rows.index(min(self._rows))
+        self._rows[lane] += steps.count
+        waiting, nbytes = self._waiting.setdefault(lane, []), steps.nbytes
+        if waiting and (steps.lacks_finals != waiting[0].lacks_finals or nbytes > _TOGETHER_BYTES):
+            self._flush(lane)
+        waiting.append(steps)
+        self._bytes[lane] += nbytes
+        # Nothing may follow the end of an episode that no flag tells of.
+        if self._kept is not None or not steps.is_over or self._bytes[lane] > _TOGETHER_BYTES:
+            self._flush(lane)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        for lane in self._waiting:
+            self._flush(lane)
+
+    def _flush(self, lane: int) -> None:
+        waiting = self._waiting[lane]
+        if waiting:
+            steps = Steps.merged(waiting)
+            waiting.clear()
+            self._bytes[lane] = 0
+            with self._guard:
+                self._appender.require_open()
+                if self._appender.permit is not None:
+                    self._appender.permit()
+                self._write(self._part(lane), steps)
+
+    def _write(self, part: Appender, steps: Steps) -> None:
         part.ring.require_room(len(steps))
-        if ring.is_shared:
-            ring.settle_holds()  # a part of shared memory does not ask before it overwrites a row
+        if self._ring.is_shared:
+            self._ring.settle_holds()  # a part of shared memory does not ask before it overwrites a row
         if part.settle is not None:
             part.settle()
         part.ring.cut_off()
         self._follow()
-        fit = partial(steps.fit, self._fields, ring.device)
-        part.write_steps(steps.values(), len(steps), fit, resumed=True)
+        part.ring.make_room()  # else the kernel would look at all values before it asks for it
+        part.ring.require_episodes(steps.episodes)
+        tensors = partial(steps.tensors, self._ring.device)
+        outcome = part.write_steps(steps.values(), len(steps), tensors, resumed=True)
+        self.has_broken |= outcome == WRITTEN_WITH_BREAK
         part.ring.cut_off()
         self._follow()
-        self._rows[lane] += steps.count
         before, self._written = self._written, self._written + steps.count
-        self._appender.added += self._written // ring.lanes - before // ring.lanes
+        self._appender.added += self._written // self._ring.lanes - before // self._ring.lanes
+        self._counted(steps.count)
 
     def _part(self, lane: int) -> Appender:
         part = self._parts.get(lane)
@@ -77,8 +118,3 @@ class Lanes:
         self._sampler.follow()
         if self._kept is not None:
             self._kept.follow()
-
-
-_PIECE_BYTES = (
-    4 << 20
-)  # of rows that are written at a time: values of another dtype are converted in memory of their own

@@ -36,6 +36,10 @@ class Source(Protocol):
         """The spaces of observations and actions: those that it names, or that of its values."""
         ...
 
+    def steps(self) -> int:
+        """The steps of all episodes."""
+        ...
+
     def lengths(self) -> Iterable[int]:
         """The steps of each episode."""
         ...
@@ -64,6 +68,10 @@ class Arrays:
         """The spaces of their values."""
         return observation_space_of(self._arrays["observations"]), action_space_of([self._arrays["actions"]])
 
+    def steps(self) -> int:
+        """The steps of all episodes."""
+        return len(self._arrays["rewards"])
+
     def lengths(self) -> Iterable[int]:
         """The steps of each episode."""
         given = (self._arrays.get(name) for name in ("terminated", "truncated"))
@@ -91,17 +99,25 @@ class EpisodeList:
             )
         self._episodes: Iterable[Any] = episodes
         self._what, self.is_repeatable = what, not isinstance(episodes, Iterator)
+        is_held = isinstance(episodes, (list, tuple)) and not any(isinstance(part, Episode) for part in episodes)
+        self._known: list[Given] | None = [] if is_held else None  # of what the caller has in memory anyway
         self.count = int(getattr(episodes, "num_episodes", 0))
         if isinstance(episodes, Sequence):
             self.count = len(episodes)
 
     def given(self, fields: StepFields) -> Iterator[Given]:
         """The episodes, for a storage with these fields."""
+        if self._known:
+            yield from self._known
+            return
         for index, episode in enumerate(self._episodes):
             # What a storage holds was accepted once.
             what, is_new = f"episode {index}", not isinstance(episode, Episode)
             values = by_name(_as_mapping(episode), fields, what)
-            yield Given(values, fields, what, is_episode=True, refuses_nan=is_new)
+            given = Given(values, fields, what, is_episode=True, refuses_nan=is_new)
+            if self._known is not None:
+                self._known.append(given)
+            yield given
 
     def spaces(self) -> tuple[Any, Any]:
         """The spaces that it names, or those of its values."""
@@ -112,15 +128,15 @@ class EpisodeList:
             named[1] = action_space_of(episode["actions"] for episode in self._named())
         return named[0], named[1]
 
+    def steps(self) -> int:
+        """The steps of all episodes."""
+        steps = getattr(self._episodes, "num_steps", None)
+        return sum(self.lengths()) if steps is None else int(steps)
+
     def lengths(self) -> Iterable[int]:
         """The steps of each episode."""
         for episode in self._named():
             yield len(episode["rewards"])
-
-    @property
-    def num_steps(self) -> int:
-        """The steps of all episodes; 0 if it is not known without a look at each."""
-        return int(getattr(self._episodes, "num_steps", 0))
 
     def _named(self) -> Iterator[dict[str, Any]]:
         """The values of each episode by name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.rows.schema import Field, as_tensor
-from rlstore.engine.rows.step_fields import StepFields
 
 Array = Any  # a tensor or an array of numpy's, [steps, ...]
 Flags = np.ndarray[Any, np.dtype[np.uint8]]  # [steps], 0 or 1
@@ -18,12 +19,12 @@ Flags = np.ndarray[Any, np.dtype[np.uint8]]  # [steps], 0 or 1
 
 @dataclass
 class Steps:
-    """Whole episodes of one environment; each value is ``[steps, ...]``.
+    """Whole episodes of one environment; each value is ``[steps, ...]``, contiguous and of the dtype of its field.
 
     Attributes:
         observations: The leaves of the observations.
         following: Those of the observations after each step.
-        columns: All other fields, as :class:`StepFields` has them.
+        columns: All other fields, as :class:`~rlstore.engine.rows.step_fields.StepFields` has them.
         terminated: Where an episode terminated.
         truncated: Where it was truncated.
         taken: 0 for steps that are left out; None if none is.
@@ -36,8 +37,8 @@ class Steps:
     columns: list[Array]
     terminated: Flags
     truncated: Flags
-    taken: Flags | None = None
-    lacks_finals: bool = False
+    taken: Flags | None
+    lacks_finals: bool
 
     def __len__(self) -> int:
         return len(self.terminated)
@@ -47,43 +48,56 @@ class Steps:
         """The transitions that are not left out."""
         return len(self) if self.taken is None else int(np.count_nonzero(self.taken))
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the rows that they become."""
+        return sum(value.nbytes for value in (*self.observations, *self.columns))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is flagged as the end of an episode."""
+        return bool(self.terminated[-1] or self.truncated[-1])
+
+    @property
+    def episodes(self) -> int:
+        """The episodes that there are at most, unless observations do not continue one."""
+        return int(np.count_nonzero(self.terminated | self.truncated)) + 1
+
+    @staticmethod
+    def merged(parts: Sequence[Steps]) -> Steps:
+        """Several of a kind as one."""
+        if len(parts) == 1:
+            return parts[0]
+        first, taken = parts[0], None
+        if any(part.taken is not None for part in parts):
+            ones = [np.ones(len(part), np.uint8) if part.taken is None else part.taken for part in parts]
+            taken = np.concatenate(ones)
+        return Steps(
+            [joined(leaves) for leaves in zip(*(part.observations for part in parts), strict=True)],
+            [joined(leaves) for leaves in zip(*(part.following for part in parts), strict=True)],
+            [joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)],
+            np.concatenate([part.terminated for part in parts]),
+            np.concatenate([part.truncated for part in parts]),
+            taken,
+            first.lacks_finals,
+        )
+
+    def _values(self) -> tuple[Array | None, ...]:
+        """The values ``[steps, ...]`` in the order in which a kernel takes them."""
+        # With a final observation, no step that follows is taken for a reset.
+        finals = (*self.observations, self.terminated) if self.lacks_finals else (*self.following, None)
+        flags = (self.terminated, self.truncated, self.taken)
+        return (*self.observations, *self.following, *self.columns, *flags, *finals)
+
     def values(self) -> tuple[Any, ...]:
-        """The values as a kernel that writes one lane may be able to read them."""
-        return self._ordered([value[:, None] for value in (*self.observations, *self.following, *self.columns)])
+        """The values ``[steps, 1, ...]`` for a kernel that writes one lane."""
+        return tuple(None if value is None else value[:, None] for value in self._values())
 
-    def fit(self, fields: StepFields, device: torch.device) -> tuple[Tensor | None, ...]:
-        """The values as any kernel takes them.
-
-        Raises:
-            InvalidInputError: If one does not fit.
-        """
-        given = (*self.observations, *self.following, *self.columns)
-        named = (*fields.observations, *map(following_of, fields.observations), *fields.columns)
-        pairs = zip(named, given, strict=True)
-        values = self._ordered([fitted(field, value, len(self), device).unsqueeze(1) for field, value in pairs])
-        return tuple(None if value is None else torch.as_tensor(value, device=device) for value in values)
-
-    def _ordered(self, values: list[Any]) -> tuple[Any, ...]:
-        """The values and the flags ``[steps, 1]`` in the order in which a kernel takes them."""
-        leaves, ended = len(self.observations), self.terminated[:, None]
-        taken = None if self.taken is None else self.taken[:, None]
-        # With final observations, no step that follows is taken for a reset.
-        finals = [*values[:leaves], ended] if self.lacks_finals else [*values[leaves : 2 * leaves], None]
-        return (*values, ended, self.truncated[:, None], taken, *finals)
-
-
-def fitted(field: Field, value: Array, steps: int, device: torch.device) -> Tensor:
-    """A value of so many steps as the field holds it.
-
-    Raises:
-        InvalidInputError: If it does not fit.
-    """
-    return field.fit(value, steps, device, steps)
-
-
-def following_of(field: Field) -> Field:
-    """The field of the observations after each step."""
-    return replace(field, name="next_observations" + field.name.removeprefix("observations"))
+    def tensors(self, device: torch.device) -> tuple[Tensor | None, ...]:
+        """The same as tensors on a device."""
+        # The axis of the lane comes last: numpy gives it a stride of 0, which kernels do not take.
+        tensors = (None if value is None else as_tensor(value, "steps").to(device) for value in self._values())
+        return tuple(None if tensor is None else tensor.unsqueeze(1) for tensor in tensors)
 
 
 def as_array(value: Any, name: str) -> Array:
@@ -96,9 +110,39 @@ def as_array(value: Any, name: str) -> Array:
     return value if is_array else as_tensor(value, name)
 
 
-def joined(first: Array, second: Array) -> Array:
+def is_held_as_it_is(field: Field, value: Array) -> bool:
+    """Whether the memory of a value ``[steps, ...]`` is that of the rows that the field would hold."""
+    if value.shape[1:] != field.shape:
+        return False
+    if isinstance(value, np.ndarray):
+        return value.dtype == _numpy_dtype(field.dtype) and value.flags.c_contiguous
+    return bool(value.dtype == field.dtype and value.is_contiguous() and value.device.type == "cpu")
+
+
+@cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """The same dtype of numpy's; None if it has none."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
+
+
+def held(field: Field, value: Array) -> Array:
+    """A value ``[steps, ...]`` as the field holds it; of another dtype it is converted.
+
+    Raises:
+        InvalidInputError: If it does not fit.
+    """
+    if is_held_as_it_is(field, value):
+        return value
+    steps = len(value)
+    return field.fit(value, steps, torch.device("cpu"), steps, check_rule=False)
+
+
+def joined(parts: Sequence[Array]) -> Array:
     """One array after another."""
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return np.concatenate((first, second))
-    one, other = torch.as_tensor(first), torch.as_tensor(second)
-    return torch.cat((one, other.to(one.device)))
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    tensors = [as_tensor(part, "steps") for part in parts]
+    return torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
