@@ -67,7 +67,7 @@ quick-files:
 	@echo $(QUICK) > build/quick-files
 
 test: $(VENV)/ready
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture

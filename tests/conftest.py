@@ -27,10 +27,15 @@ settings.load_profile("rlstore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What two processes may run at once: whole files; and one Ray cluster at a time, which others would find."""
+    """What two processes may run at once: whole files; and one Ray cluster at a time, which others would find.
+
+    The tests with Ray take longest, and those of whole programs after them: they begin first, so that both processes
+    end at about the same time.
+    """
+    on_ray = {item: bool(re.search(r"(?<![a-z])ray(?![a-z])", item.nodeid.lower())) for item in items}
     for item in items:
-        on_ray = re.search(r"(?<![a-z])ray(?![a-z])", item.nodeid.lower())
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.as_posix()))
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray[item] else item.path.as_posix()))
+    items.sort(key=lambda item: (not on_ray[item], item.path.parent != Path(__file__).parent))
 
 
 def pytest_collection_finish() -> None:

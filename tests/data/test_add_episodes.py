@@ -128,11 +128,11 @@ def step(storage: Any, number: int, following: int, *, terminated: bool = False)
 
 def test_the_open_episode_is_cut_off_and_the_next_step_begins_another() -> None:
     storage = rlstore.ReplayStorage(FLAT.space, ACTIONS, storage_size=50, n_step=3)
-    step(storage, 1, 2)
+    step(storage, 1, number_of(0, 0))  # what is added would continue it,
     storage.add_episodes([{**episode_of(FLAT, 0, 2), "terminations": False, "truncations": False}])
-    step(storage, number_of(0, 2), 5)  # it would continue what was added, if that went on
+    step(storage, number_of(0, 2), 5)  # and this would continue what was added
     found = [(e.length, e.final_observations[0].item(), e.is_over) for e in storage.episodes()]
-    assert found == [(1, 2.0, True), (2, 102.0, True), (1, 5.0, False)]
+    assert found == [(1, 100.0, True), (2, 102.0, True), (1, 5.0, False)]
 
 
 def test_environments_that_were_given_nothing_go_on() -> None:

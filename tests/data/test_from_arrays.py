@@ -105,6 +105,14 @@ def test_an_episode_of_one_truncated_step_is_left_out() -> None:
     assert transitions(storage) == [(3, 30, 0.3, 4, 0, 1), (5, 50, 0.5, 5, 1, 0)]
 
 
+def test_a_termination_before_such_a_step_is_none_the_less() -> None:
+    arrays = {**D4RL, "terminals": np.array([0, 1, 0, 0, 0, 1], bool)}
+    with pytest.warns(UserWarning, match="1 of the steps given were left out"):
+        storage = ReplayStorage.from_arrays(arrays)
+    ends = [(row[0], *row[4:]) for row in transitions(storage)]
+    assert ends == [(1, 0, 0), (2, 1, 0), (4, 0, 0), (5, 0, 0), (6, 1, 0)]
+
+
 def test_an_open_end_is_cut_off() -> None:
     arrays = {name: value[3:] for name, value in D4RL.items()}
     arrays["terminals"] = np.zeros(3, bool)

@@ -151,7 +151,9 @@ def test_datasets_that_are_refused():
     with pytest.raises(FileNotFoundError, match="missing-v0"):
         read_minari("missing-v0")
     storage = ReplayStorage(spaces.Box(-9, 9, (4,)), spaces.Discrete(3), storage_size=9, num_envs=1, batch_size=2)
-    with pytest.raises(InvalidInputError, match=r"observations is \(2, 2\) float32; this storage holds \(2, 4\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"observations of a step are \(2,\) float32; this storage holds \(4,\)"
+    ):
         storage.add_episodes(read_minari("given-v0"))
     assert len(storage) == 0
 

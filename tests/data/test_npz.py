@@ -217,7 +217,7 @@ def test_a_nan_or_another_space_leaves_a_storage_as_it_was(tmp_path):
         ({"observations": broken}, "episode 2: observations.* is nan"),
         (
             {"observations": np.ones((12, 3), np.float32)},
-            r"observations is \(4, 3\) float32; this storage holds \(4, 2\)",
+            r"observations of a step are \(3,\) float32; this storage holds \(2,\)",
         ),
         ({"actions": np.full((12, 1), np.nan, np.float32)}, "actions.* is nan"),
     ):

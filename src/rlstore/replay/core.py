@@ -37,7 +37,7 @@ from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
 from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
-from rlstore.replay.loading.fill import fill
+from rlstore.replay.loading.fill import check, store
 from rlstore.replay.loading.lanes import Lanes
 from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Arrays, EpisodeList, Source, fitting_size
@@ -562,6 +562,12 @@ class ReplayCore(Storage):
             check_positive(cls.__name__, num_envs=num_envs)
             storage_size = source.steps() if num_envs == 1 else fitting_size(source.lengths(), num_envs)
         make: Any = cls
+        # Without spaces it takes no memory and no folder: data that are refused leave nothing behind.
+        apart = ("memory", "journal", "save_snapshot", *cls._folders)
+        options = {name: value for name, value in arguments.items() if name not in apart}
+        fields = make(None, None, storage_size=storage_size, **options)._fields
+        fields.read_spaces(observation_space, action_space)
+        check(source, fields, bar)
         storage: _AnyReplay = make(observation_space, action_space, storage_size=storage_size, **arguments)
         try:
             if len(storage):
@@ -569,7 +575,7 @@ class ReplayCore(Storage):
                     f"there is a {cls.__name__} in this folder, with {len(storage):,} transitions; open it without "
                     "data, and add_episodes() to it. Nothing was changed."
                 )
-            storage._load(source, bar)
+            storage._store(source, bar)
         except BaseException:
             storage.close()
             raise
@@ -603,14 +609,22 @@ class ReplayCore(Storage):
                 was.
             DoesNotFitError: (a MemoryError) if there is no memory for the next episode. Those before it were added.
         """
-        self._ring_of()
-        return self._load(EpisodeList(episodes, "add_episodes()"), Bar(shown=progress))
+        with self._guard:
+            self._ring_of()
+            self._require_no_writers()
+        source, bar = EpisodeList(episodes, "add_episodes()"), Bar(shown=progress)
+        check(source, self._fields, bar)
+        return self._store(source, bar)
 
-    def _load(self, source: Source, bar: Bar) -> int:
-        """Write the steps of a source; returns how many."""
+    def _store(self, source: Source, bar: Bar) -> int:
+        """Write the steps of a source, which were checked; returns how many."""
         parts = (self._ring_of(), self._fields, self._guard, self._appender, self._sampler, self._kept)
-        lanes = Lanes(*parts, self._count_without_wait)
-        return fill(source, self._fields, lanes, bar)
+        lanes = Lanes(*parts, self._require_no_writers, self._count_without_wait)
+        return store(source, self._fields, lanes, bar)
+
+    def _require_no_writers(self) -> None:
+        if self._sharing is not None:
+            self._sharing.require_no_writers()
 
     def _count_without_wait(self, rows: int) -> None:
         """Rows were added that a rate limit did not hold back."""
@@ -865,8 +879,7 @@ class ReplayCore(Storage):
         if self._rows is None:
             self.init_tensors({name: at_step(value, 0, steps, name) for name, value in new_data.items()})
         ring = self._ring_of()
-        if self._sharing is not None:
-            self._sharing.require_no_writers()
+        self._require_no_writers()
         data = {**new_data, "final_observations": new_data["next_observations"]}
         given, fit = steps_at_once(data, self._fields, steps, ring)
         ring.require_room(steps)

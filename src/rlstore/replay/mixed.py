@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
@@ -192,7 +191,7 @@ def _require_alike_batches(first: Any, second: Any) -> None:
 
 def _forms(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """The name and the form of each tensor of a field of a batch, without the axis of the batch."""
-    if isinstance(value, TensorDictBase):
+    if isinstance(value, Mapping):  # a TensorDict
         for key, leaf in value.items():
             yield from _forms(f'{name}["{key}"]', leaf)
     elif isinstance(value, tuple):

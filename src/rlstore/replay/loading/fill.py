@@ -1,4 +1,4 @@
-"""From what a caller gives into a storage: everything is checked, where it can be, before the first step is written."""
+"""From what a caller gives into a storage: all is checked, where it can be, before the first step is written."""
 
 from __future__ import annotations
 
@@ -11,11 +11,27 @@ from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Source
 
 
-def fill(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
-    """Write all episodes of a source; returns the transitions that were written.
+def check(source: Source, fields: StepFields, bar: Bar) -> None:
+    """Refuse episodes that do not fit; those that can be read only once are not looked at.
 
     Args:
-        source: The episodes. If they can be read twice, all are checked before the first is written.
+        source: The episodes.
+        fields: What a step consists of.
+        bar: Shows how far it is.
+
+    Raises:
+        InvalidInputError: If one does not fit.
+    """
+    if source.is_repeatable:
+        for _ in bar.over(source.given(fields, checked=True), "Checking", source.count):
+            pass
+
+
+def store(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
+    """Write all episodes of a source, which were checked; returns the transitions that were written.
+
+    Args:
+        source: The episodes. If they can be read only once, each is checked before it is written.
         fields: What a step consists of.
         lanes: Where they go.
         bar: Shows how far it is.
@@ -23,14 +39,9 @@ def fill(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
     Raises:
         InvalidInputError: If an episode does not fit; the message says what was written before.
     """
-    if source.is_repeatable:
-        for given in bar.over(source.given(fields), "Checking", source.count):
-            given.check()
     episodes = stored = lost = 0
     try:
-        for given in bar.over(source.given(fields), "Storing", source.count):
-            if not source.is_repeatable:
-                given.check()
+        for given in bar.over(source.given(fields, checked=not source.is_repeatable), "Storing", source.count):
             for steps in given.pieces(alone=lanes.takes_alone):
                 lanes.append(steps)
                 stored += steps.count

@@ -16,6 +16,7 @@ from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import NOTHING
 from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, held, is_held_as_it_is, joined
 
+_FLAGS = ("terminated", "truncated")
 _HOST = torch.device("cpu")
 # Of rows that are written at a time, where they are as they are held, and where they are converted.
 _READY_BYTES, _CONVERTED_BYTES = 1 << 30, 32 << 20
@@ -32,7 +33,6 @@ class Given:
     Args:
         values: The arrays, by the names of the vocabulary.
         fields: The fields of the storage.
-        what: What errors call them.
         is_episode: Whether it is a single episode: then there may be one more observation, or ``final_observations``,
             and its flags may be two values.
         refuses_nan: Refuse observations and actions that are NaN.
@@ -42,20 +42,20 @@ class Given:
     """
 
     def __init__(
-        self, values: Mapping[str, Any], fields: StepFields, what: str, *, is_episode: bool, refuses_nan: bool = True
+        self, values: Mapping[str, Any], fields: StepFields, *, is_episode: bool, refuses_nan: bool = True
     ) -> None:
-        self._fields, self._what, self._is_episode, self._refuses_nan = fields, what, is_episode, refuses_nan
+        self._fields, self._is_episode, self._refuses_nan = fields, is_episode, refuses_nan
         structure, leaves = fields.structure, fields.observations
         self._columns = [as_array(value, field.name) for field, value in _columns(values, fields)]
         self._observations = _leaves(structure, leaves, values["observations"])
         following, final = values.get("next_observations"), values.get("final_observations")
         self._following = None if following is None else _leaves(fields.next_structure, leaves, following, "next_")
-        self._steps = self._count()
+        self._steps = self._count(values)
         self._finals: list[Array] | None = None
         if final is not None and following is None and not self._is_longer:
             self._finals = _leaves(structure, leaves, final, "final_")
             self._check_finals(self._finals)
-        self.terminated, self.truncated = (self._flags(values, name) for name in ("terminated", "truncated"))
+        self.terminated, self.truncated = (self._flags(values, name) for name in _FLAGS)
         if is_episode:
             self._check_end()
         self._lacks_finals = self._following is None and self._finals is None and not self._is_longer
@@ -68,23 +68,26 @@ class Given:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def _count(self) -> int:
+    def _count(self, values: Mapping[str, Any]) -> int:
         """The number of steps, which all arrays have; of an episode there may be one more observation."""
-        steps = _size(self._columns[1])
+        fields, steps = self._fields, _size(self._columns[1])
         self._is_longer = self._is_episode and all(_size(leaf) == steps + 1 for leaf in self._observations)
-        named = [(field.name, steps + 1 if self._is_longer else steps) for field in self._fields.observations]
+        named = list(zip(fields.observations, self._observations, strict=True))
         if self._following is not None:
-            named += [(_following_of(field).name, steps) for field in self._fields.observations]
-        named += [(field.name, steps) for field in self._fields.columns]
-        sizes = [_size(value) for value in (*self._observations, *(self._following or ()), *self._columns)]
-        if not steps or any(size != needed for size, (_, needed) in zip(sizes, named, strict=True)):
-            told = ", ".join(f"{name} {size}" for size, (name, _) in zip(sizes, named, strict=True))
+            named += zip(map(_following_of, fields.observations), self._following, strict=True)
+        named += zip(fields.columns, self._columns, strict=True)
+        sizes = {field.name: _size(value) for field, value in named}
+        flags = {name: _size(values[name]) for name in _FLAGS if name in values}
+        sizes.update({name: size for name, size in flags.items() if size or not self._is_episode})
+        if not steps:
+            raise InvalidInputError(f"there are no steps: {_told(sizes)}. {NOTHING}")
+        observed = steps + 1 if self._is_longer else steps
+        needed = dict.fromkeys(list(sizes)[: len(fields.observations)], observed)
+        if any(size != needed.get(name, steps) for name, size in sizes.items()):
             more = " (or one more, the last of them after the last step)" if self._is_episode else ""
             raise InvalidInputError(
-                f"{self._what} has arrays of unequal length: {told}; there has to be an entry for each step, and as "
-                f"many observations{more}. {NOTHING}"
-                if steps
-                else f"{self._what} has no steps. {NOTHING}"
+                f"arrays of unequal length: {_told(sizes)}; there has to be an entry for each step, and as many "
+                f"observations{more}. {NOTHING}"
             )
         return steps
 
@@ -92,8 +95,8 @@ class Given:
         for leaf, final in zip(self._observations, finals, strict=True):
             if leaf.shape[1:] != final.shape:
                 raise InvalidInputError(
-                    f"{self._what} has final_observations {tuple(final.shape)} and observations {tuple(leaf.shape)}; "
-                    f"the former are one observation, without an axis for steps. {NOTHING}"
+                    f"final_observations are {tuple(final.shape)}, and observations {tuple(leaf.shape)}; the former "
+                    f"are one observation, without an axis for steps. {NOTHING}"
                 )
 
     def _flags(self, values: Mapping[str, Any], name: str) -> Flags:
@@ -113,8 +116,8 @@ class Given:
         ended = (self.terminated | self.truncated)[:-1]
         if ended.any():
             raise InvalidInputError(
-                f"{self._what} has {self._steps} steps and ends after step {int(ended.argmax())}; give episodes one by "
-                f"one. Arrays with many of them are for from_arrays(). {NOTHING}"
+                f"there are {self._steps} steps, and an end is flagged in step {int(ended.argmax())}; give episodes "
+                f"one by one. Arrays with many of them are for from_arrays(). {NOTHING}"
             )
 
     def _leave_out(self) -> Flags:
@@ -140,13 +143,10 @@ class Given:
             observed += zip(map(_following_of, self._fields.observations), self._following, strict=True)
         if self._finals is not None:
             observed += [(field, final[None]) for (field, _), final in zip(observed, self._finals, strict=True)]
-        try:
-            for field, value in (*columns, *observed):
-                _check(field, value)
-            for field, value in (*columns[:1], *observed) if self._refuses_nan else ():
-                _refuse_nan(field, value)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{self._what}: {error}") from error
+        for field, value in (*columns, *observed):
+            _check(field, value)
+        for field, value in (*columns[:1], *observed) if self._refuses_nan else ():
+            _refuse_nan(field, value)
 
     # ---------------------------------------------------------------------------------------------- pieces
 
@@ -184,11 +184,8 @@ class Given:
 
     def _piece(self, first: int, stop: int) -> Iterator[Steps]:
         taken = None if self._taken is None else self._taken[first:stop]
-        if taken is not None and not taken.all():
-            if not taken.any():
-                return
-            if stop == self._steps and not taken[-1]:
-                stop, taken = stop - 1, taken[:-1]  # nothing follows it
+        if taken is not None and not taken.any():
+            return
         observed = zip(self._fields.observations, range(len(self._observations)), strict=True)
         pairs = [self._observed(field, index, first, stop) for field, index in observed]
         columns = zip(self._fields.columns, self._columns, strict=True)
@@ -220,6 +217,10 @@ def _following_of(field: Field) -> Field:
     return Field("next_" + field.name, field.shape, field.dtype, field.origin)
 
 
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
 def _size(value: Any) -> int:
     """The entries of an array or a list; 0 of a single value."""
     shape = getattr(value, "shape", None)
@@ -248,6 +249,12 @@ def _columns(values: Mapping[str, Any], fields: StepFields) -> Iterator[tuple[Fi
 
 def _check(field: Field, value: Array) -> None:
     """Refuse a value that a field cannot hold. It is looked at only where that may depend on it."""
+    given, needed = tuple(value.shape[1:]), field.shape
+    if given != needed and {given, needed} != {(), (1,)}:
+        raise InvalidInputError(
+            f"{field.name} of a step are {given} {_name(value.dtype)}; this storage holds {needed} "
+            f"{_name(field.dtype)}, fixed by {field.origin}. {NOTHING}"
+        )
     if field.rule is not None or not (is_held_as_it_is(field, value) or _is_rounded(field, value)):
         # What is converted for it is not held all at once.
         size = max(_CONVERTED_BYTES // max(field.dtype.itemsize * math.prod(field.shape), 1), 1)
@@ -258,6 +265,10 @@ def _check(field: Field, value: Array) -> None:
             except InvalidInputError as error:
                 counted = f"counted from step {first:,}, " if first else ""
                 raise InvalidInputError(f"{counted}{error}") from error
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_rounded(field: Field, value: Array) -> bool:

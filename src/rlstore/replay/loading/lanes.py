@@ -28,6 +28,7 @@ class Lanes:
         appender: That of the storage: it knows what rows depend on, and counts steps.
         sampler: What draws from the ring.
         kept: Where finished episodes are written to disk; None if they are not.
+        permit: Raises if nothing may be added.
         counted: Called with the number of rows that were written.
 
     Attributes:
@@ -43,10 +44,11 @@ class Lanes:
         appender: Appender,
         sampler: Follower,
         kept: KeptEpisodes | None,
+        permit: Callable[[], None],
         counted: Callable[[int], None],
     ) -> None:
         self._ring, self._fields, self._guard, self._appender = ring, fields, guard, appender
-        self._sampler, self._kept, self._counted = sampler, kept, counted
+        self._sampler, self._kept, self._permit, self._counted = sampler, kept, permit, counted
         self._rows: list[int] = ring.held().tolist()
         self._parts: dict[int, Appender] = {}
         self._waiting: dict[int, list[Steps]] = {}
@@ -82,28 +84,35 @@ class Lanes:
             self._bytes[lane] = 0
             with self._guard:
                 self._appender.require_open()
-                if self._appender.permit is not None:
-                    self._appender.permit()
+                self._permit()
                 self._write(self._part(lane), steps)
 
     def _write(self, part: Appender, steps: Steps) -> None:
-        part.ring.require_room(len(steps))
+        ring = part.ring
+        ring.require_room(len(steps))
         if self._ring.is_shared:
             self._ring.settle_holds()  # a part of shared memory does not ask before it overwrites a row
         if part.settle is not None:
             part.settle()
-        part.ring.cut_off()
+        before, ended = int(ring.written), int(ring.after_end)
+        ring.cut_off()
         self._follow()
-        part.ring.make_room()  # else the kernel would look at all values before it asks for it
-        part.ring.require_episodes(steps.episodes)
-        tensors = partial(steps.tensors, self._ring.device)
+        ring.make_room()  # else the kernel would look at all values before it asks for it
+        ring.require_episodes(steps.episodes)
+        tensors = partial(steps.tensors, ring.device)
         outcome = part.write_steps(steps.values(), len(steps), tensors, resumed=True)
         self.has_broken |= outcome == WRITTEN_WITH_BREAK
-        part.ring.cut_off()
+        ring.cut_off()
+        if ended >= 0 and int(ring.written) - before < ring.kept:
+            ring.after_end.fill_(ended)  # a reset step that is still to come follows the episode that ended before
         self._follow()
-        before, self._written = self._written, self._written + steps.count
-        self._appender.added += self._written // self._ring.lanes - before // self._ring.lanes
-        self._counted(steps.count)
+        self._count(steps.count)
+
+    def _count(self, rows: int) -> None:
+        """So many rows were written."""
+        lanes, before, self._written = self._ring.lanes, self._written, self._written + rows
+        self._appender.added += self._written // lanes - before // lanes
+        self._counted(rows)
 
     def _part(self, lane: int) -> Appender:
         part = self._parts.get(lane)

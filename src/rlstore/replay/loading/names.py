@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rlstore.engine.calls import did_you_mean
@@ -21,46 +22,55 @@ _OBSERVED = ("next_observations", "final_observations")
 _IGNORED = ("infos", "metadata")
 _JOINED = ("done", "dones", "episode_ends", "ends")
 
-NO_ENDS = (
+_NO_ENDS = (
     f"no end flags: give {', '.join(TERMINATED[:-1])} or {TERMINATED[-1]}, True where an episode terminated, and "
     f"{', '.join(TRUNCATED[:-1])} or {TRUNCATED[-1]}, True where it was cut off. For data without ends give truncated "
     "with False everywhere"
 )
 
 
-def by_name(given: Any, fields: StepFields | None, what: str, advice: str = "") -> dict[str, Any]:
+def by_name(given: Any, fields: StepFields | None) -> dict[str, Any]:
     """The values of a mapping by the names of the vocabulary; those that are None are left out.
 
     Args:
         given: The mapping.
         fields: The fields of the storage; None if they are not known yet, and any name may be one of its own.
-        what: What errors call it: "the arrays", "an episode".
-        advice: What to give instead of something else.
 
     Raises:
         InvalidInputError: If it is no mapping, has names that are not known, has one twice, or lacks one.
     """
     if not isinstance(given, Mapping):
-        raise InvalidInputError(f"{what} is a {type(given).__name__}; give a dict of arrays.{advice} {NOTHING}")
+        raise InvalidInputError(f"it is a {type(given).__name__}; give a dict of arrays. {NOTHING}")
     found: dict[str, Any] = {}
-    known = (*_NEEDED, *_OBSERVED, *TERMINATED, *TRUNCATED, *(() if fields is None else fields.named))
+    own = () if fields is None else fields.named
+    known = (*_NEEDED, *_OBSERVED, *TERMINATED, *TRUNCATED, *own)
     for key in given:
         if _is_beside(key):
             continue
         if key not in known and (fields is not None or key in _JOINED):
-            raise _unknown(what, key, known, fields)
+            raise _unknown(key, known, fields)
         name, value = str(_SAME.get(key, key)), given[key]
         if value is None:
             continue
         if name in found:
-            raise InvalidInputError(f"{what} has {name!r} twice, once as {key!r}; give one of them. {NOTHING}")
+            raise InvalidInputError(f"{name!r} is there twice, once as {key!r}; give one of them. {NOTHING}")
         found[name] = value
-    missing = [name for name in (*_NEEDED, *(() if fields is None else fields.named)) if name not in found]
+    missing = [name for name in (*_NEEDED, *own) if name not in found]
     if missing:
-        raise InvalidInputError(f"{what} lacks {missing}; it has {list(given)}. {NOTHING}")
+        raise InvalidInputError(f"it lacks {missing}; it has {list(given)}. {NOTHING}")
     if "terminated" not in found and "truncated" not in found:
-        raise InvalidInputError(f"{what} has {NO_ENDS}. {NOTHING}")
+        raise InvalidInputError(f"there are {_NO_ENDS}. {NOTHING}")
     return found
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """Let errors say what they are about: "arrays", "episode 3"."""
+    try:
+        yield
+    except InvalidInputError as error:
+        told = str(error).replace(" of environment 0", "")  # as errors about a single step say
+        raise InvalidInputError(f"{what}: {told}") from error
 
 
 NOTHING = "Nothing was written."
@@ -70,7 +80,7 @@ def _is_beside(key: Any) -> bool:
     return isinstance(key, str) and key.partition("/")[0] in _IGNORED
 
 
-def _unknown(what: str, key: Any, known: tuple[str, ...], fields: StepFields | None) -> InvalidInputError:
+def _unknown(key: Any, known: tuple[str, ...], fields: StepFields | None) -> InvalidInputError:
     if key in _JOINED:
         hint = (
             " It does not tell whether an episode terminated (no value after it) or was truncated (bootstrap from the "
@@ -79,4 +89,4 @@ def _unknown(what: str, key: Any, known: tuple[str, ...], fields: StepFields | N
     else:
         own = [] if fields is None else list(fields.extra_names)
         hint = f"{did_you_mean(key, known)} Fields of your own are named in extra_fields, which has {own or 'none'}."
-    return InvalidInputError(f"{what} has {key!r}, which is not known; it takes {list(known)}.{hint} {NOTHING}")
+    return InvalidInputError(f"{key!r} is not known; it takes {list(known)}.{hint} {NOTHING}")

@@ -12,8 +12,9 @@ from rlstore.episodes import Episode
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import Space, action_space_of, observation_space_of
 from rlstore.replay.loading.given import Given
-from rlstore.replay.loading.names import NOTHING, by_name
+from rlstore.replay.loading.names import NOTHING, by_name, told_of
 
+_ARRAYS = "arrays"
 _NO_STEPS = f"there are no episodes. {NOTHING}"
 
 
@@ -28,8 +29,8 @@ class Source(Protocol):
     is_repeatable: bool
     count: int
 
-    def given(self, fields: StepFields) -> Iterator[Given]:
-        """All parts, for a storage with these fields."""
+    def given(self, fields: StepFields, *, checked: bool) -> Iterator[Given]:
+        """All parts, for a storage with these fields; with ``checked`` each after its values were."""
         ...
 
     def spaces(self) -> tuple[Any, Any]:
@@ -55,18 +56,23 @@ class Arrays:
     is_repeatable, count = True, 1
 
     def __init__(self, arrays: Any) -> None:
-        self._arrays = by_name(arrays, None, "arrays")
+        with told_of(_ARRAYS):
+            self._arrays = by_name(arrays, None)
         self._given: Given | None = None
 
-    def given(self, fields: StepFields) -> Iterator[Given]:
+    def given(self, fields: StepFields, *, checked: bool) -> Iterator[Given]:
         """The arrays, for a storage with these fields."""
-        if self._given is None:
-            self._given = Given(by_name(self._arrays, fields, "arrays"), fields, "arrays", is_episode=False)
+        with told_of(_ARRAYS):
+            if self._given is None:
+                self._given = Given(by_name(self._arrays, fields), fields, is_episode=False)
+            if checked:
+                self._given.check()
         yield self._given
 
     def spaces(self) -> tuple[Space, Space]:
         """The spaces of their values."""
-        return observation_space_of(self._arrays["observations"]), action_space_of([self._arrays["actions"]])
+        with told_of(_ARRAYS):
+            return observation_space_of(self._arrays["observations"]), action_space_of([self._arrays["actions"]])
 
     def steps(self) -> int:
         """The steps of all episodes."""
@@ -85,7 +91,7 @@ class EpisodeList:
     """Episodes, one after another.
 
     Args:
-        episodes: An iterable of mappings and of :class:`~rlstore.episodes.Episode`. A reader of a file has
+        episodes: An iterable of mappings and of :class:`~rlstore.Episode`. A reader of a file has
             ``observation_space``, ``action_space``, ``num_steps`` and ``num_episodes`` as well.
         what: Who takes them, for errors.
     """
@@ -105,16 +111,18 @@ class EpisodeList:
         if isinstance(episodes, Sequence):
             self.count = len(episodes)
 
-    def given(self, fields: StepFields) -> Iterator[Given]:
+    def given(self, fields: StepFields, *, checked: bool) -> Iterator[Given]:
         """The episodes, for a storage with these fields."""
         if self._known:
             yield from self._known
             return
         for index, episode in enumerate(self._episodes):
-            # What a storage holds was accepted once.
-            what, is_new = f"episode {index}", not isinstance(episode, Episode)
-            values = by_name(_as_mapping(episode), fields, what)
-            given = Given(values, fields, what, is_episode=True, refuses_nan=is_new)
+            with told_of(f"episode {index}"):
+                # What a storage holds was accepted once.
+                is_new, values = not isinstance(episode, Episode), by_name(_as_mapping(episode), fields)
+                given = Given(values, fields, is_episode=True, refuses_nan=is_new)
+                if checked:
+                    given.check()
             if self._known is not None:
                 self._known.append(given)
             yield given
@@ -147,7 +155,9 @@ class EpisodeList:
             )
         index = -1
         for index, episode in enumerate(self._episodes):
-            yield by_name(_as_mapping(episode), None, f"episode {index}")
+            with told_of(f"episode {index}"):
+                named = by_name(_as_mapping(episode), None)
+            yield named
         if index < 0:
             raise InvalidInputError(_NO_STEPS)
 
