@@ -98,9 +98,11 @@ def _wrapped(lead: str, text: str) -> list[str]:
 
 def _packages() -> Iterator[Finding]:
     """What rlstore requires, and what its extras for users do."""
+    told = set()  # a package may be in several extras
     for line in metadata.requires("rlstore") or ():
-        if (match := _REQUIREMENT.match(line)) and match[3] != "dev":
+        if (match := _REQUIREMENT.match(line)) and match[3] != "dev" and match[1] not in told:
             name, at_least, extra = match.groups()
+            told.add(name)
             yield _optional(name, at_least, extra) if extra else _required(name, at_least)
 
 

@@ -378,6 +378,8 @@ def test_what_is_no_source(source, message, tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(InvalidInputError, match="is a folder; give the name of a file"):
+        write_npz([GIVEN], tmp_path)
     with pytest.raises(InvalidInputError, match=r"there is no folder .*missing for a\.npz; create it"):
         write_npz([GIVEN], tmp_path / "missing" / "a.npz")
 

@@ -138,7 +138,7 @@ def test_an_episode_whose_beginning_was_overwritten_says_so(tmp_path):
     storage = filled(storage_size=2 * (STEPS - 1))
     page = page_of(storage, tmp_path)
     assert page.listed["whole"][:2] == [0, 0]
-    assert page.episode(0)["note"] == "Its first steps were overwritten; the steps that are held are counted."
+    assert page.episode(0)["note"] == "Its first steps are not held any more; those that are held are counted."
     assert page.episode(0)["arrays"][STATE][0, 0] == 1.0
 
 
@@ -180,10 +180,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     storage = filled()
     with pytest.raises(rlstore.InvalidInputError, match=r"title is 3; to_html\(\) needs a string, or None"):
         storage.to_html(tmp_path / "page.html", title=3)
+    with pytest.raises(rlstore.InvalidInputError, match=r"there is no folder .*none for page\.html; create it"):
+        storage.to_html(tmp_path / "none" / "page.html")
+    with pytest.raises(rlstore.InvalidInputError, match="is a folder; give the name of a file"):
+        storage.to_html(tmp_path)
     with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs"):
         storage.to_html(7)
-    with pytest.raises(OSError, match="missing"):
-        storage.to_html(tmp_path / "missing" / "page.html")
     assert (tmp_path / "page.html").read_text() == "before"
     storage.to_html(str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -113,6 +113,19 @@ def test_one_invalid_priority_changes_none(bad):
     assert all(torch.equal(s.priorities(s.held_rows()), old) for s, old in zip((online, offline), before, strict=True))
 
 
+@pytest.mark.parametrize("bad", [10**6, -(10**6)])
+def test_one_unknown_row_changes_no_priority_of_either_storage(bad):
+    online, offline = pair(PrioritizedReplayStorage)
+    mixed = MixedReplay(online, offline, batch_size=4)
+    rows = torch.cat([mixed.sample().rows, torch.tensor([bad])])
+    before = [s.priorities(s.held_rows()) for s in (online, offline)]
+    with pytest.raises(InvalidInputError, match=r"^o(n|ff)line.* never written.* No priority was changed"):
+        mixed.update(rows, [5.0] * 5)
+    with pytest.raises(InvalidInputError, match=r"finite .* No priority was changed"):
+        mixed.update(rows[:4], [5.0, 5.0, 5.0, 1e39])  # in float32 it is infinite
+    assert all(torch.equal(s.priorities(s.held_rows()), old) for s, old in zip((online, offline), before, strict=True))
+
+
 def test_sequences_are_joined_along_the_batch():
     arguments = {"sequence_length": 5, "hidden_shape": (2, 3), "num_envs": 2}
 

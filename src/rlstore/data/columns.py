@@ -51,6 +51,10 @@ def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str)
     Raises:
         InvalidInputError: If the caller named a column that is not there, or one that is needed is not found.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInputError(
+            f"columns is {given!r}; give a dict, as {{'observations': 'obs'}}, or None. Nothing was read."
+        )
     known = list(present)
     layout: dict[Path, str] = {}
     named = {_FIELDS.get(name, name): column for name, column in (given or {}).items()}

@@ -38,7 +38,15 @@ def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource
         ImportError: If Minari or h5py is not installed.
     """
     if isinstance(dataset, str):
-        dataset = required("minari", "read_minari()").load_dataset(dataset)
+        minari = required("minari", "read_minari()")
+        try:
+            dataset = minari.load_dataset(dataset)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"there is no dataset {dataset!r} in {minari.storage.get_dataset_path()}: "
+                "minari.download_dataset() gets one from Minari's server, and MINARI_DATASETS_PATH says where they "
+                "are. Nothing was read."
+            ) from error
     if not hasattr(dataset, "iterate_episodes"):
         raise InvalidInputError(
             f"read_minari() got a {type(dataset).__name__}; give the id of a dataset or a minari.MinariDataset. "

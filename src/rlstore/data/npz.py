@@ -95,6 +95,8 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
         DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
     """
     file = Path(check_path("write_npz()", "path", path, "a file"))
+    if file.is_dir():
+        raise InvalidInputError(f"{file} is a folder; give the name of a file. Nothing was written.")
     with workplace(file) as folder:
         with _Arrays(folder) as arrays:
             about = _collect(source, arrays, progress=progress)

@@ -99,7 +99,7 @@ def _excerpt(summary: Summary, episode: Episode, steps: int) -> Json:
             parts = [array_of(value), *([array_of(after[leaf])[np.newaxis]] if after else [])]
             shown.append(_field(fields[leaf], parts, subject, name))
     notes = [] if first == 0 else [f"The last {steps:,} of {episode.length:,} steps are shown."]
-    notes += [] if episode.is_whole else ["Its first steps were overwritten; the steps that are held are counted."]
+    notes += [] if episode.is_whole else ["Its first steps are not held any more; those that are held are counted."]
     before = 0.0
     if first and summary.episodes.listing.returns.dim() == 1:
         before = float(subject.steps.read(episode.rows[:first], ("rewards",))["rewards"].double().sum())

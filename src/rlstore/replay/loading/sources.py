@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ from rlstore.engine.rows.step_fields import StepFields
 from rlstore.episodes import Episode
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import Space, action_space_of, observation_space_of
-from rlstore.replay.loading.given import Given
+from rlstore.replay.loading.given import Given, size_of
 from rlstore.replay.loading.names import NOTHING, by_name, told_of
 
 _ARRAYS = "arrays"
@@ -58,6 +59,8 @@ class Arrays:
     def __init__(self, arrays: Any) -> None:
         with told_of(_ARRAYS):
             self._arrays = by_name(arrays, None)
+            if not size_of(self._arrays["rewards"]):
+                raise InvalidInputError(f"rewards have no steps; arrays are [steps, ...]. {NOTHING}")
         self._given: Given | None = None
 
     def given(self, fields: StepFields, *, checked: bool) -> Iterator[Given]:
@@ -97,11 +100,16 @@ class EpisodeList:
     """
 
     def __init__(self, episodes: Any, what: str) -> None:
-        if isinstance(episodes, Mapping) or not isinstance(episodes, Iterable):
+        if isinstance(episodes, Mapping) or not isinstance(episodes, (Iterable, PathLike)):
             flat = " Arrays with many episodes one after another are for from_arrays()."
             raise InvalidInputError(
                 f"{what} got a {type(episodes).__name__}; give a list of episodes, each a dict of arrays."
                 f"{flat if isinstance(episodes, Mapping) else ''} {NOTHING}"
+            )
+        if isinstance(episodes, (str, PathLike)):
+            raise InvalidInputError(
+                f"{what} got {str(episodes)!r}; open a file with a reader of rlstore.data first, as read_npz(path). "
+                f"{NOTHING}"
             )
         self._episodes: Iterable[Any] = episodes
         self._what, self.is_repeatable = what, not isinstance(episodes, Iterator)
