@@ -275,6 +275,34 @@ def test_a_file_that_is_none_or_missing(tmp_path):
         read_npz(3)
 
 
+@pytest.mark.parametrize("change", ["none", "no actions", "empty path", "wrong places"])
+def test_a_description_that_cannot_be_is_refused(tmp_path, change):
+    written(tmp_path / "a.npz")
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    about = json.loads(arrays["rlstore"].item())
+    columns = about["columns"]
+    about["columns"] = {
+        "none": [],
+        "no actions": [entry for entry in columns if entry[0] != ["actions"]],
+        "empty path": [*columns, [[], "rewards"]],
+        "wrong places": [
+            [["observations", 5], column] if path == ["observations"] else [path, column] for path, column in columns
+        ],
+    }[change]
+    np.savez(tmp_path / "a.npz", **{**arrays, "rlstore": np.array(json.dumps(about))})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged: its description cannot be read"):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_a_link_goes_on_to_be_one(tmp_path):
+    storage, content = written(tmp_path / "a.npz")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "elsewhere/b.npz")
+    write_npz(storage, tmp_path / "link.npz")
+    assert (tmp_path / "link.npz").is_symlink()
+    assert (tmp_path / "elsewhere/b.npz").read_bytes() == content
+
+
 def test_a_file_of_a_newer_version_is_refused(tmp_path):
     arrays = {**D4RL, "rlstore": np.array(json.dumps({"version": 2}))}
     np.savez(tmp_path / "a.npz", **arrays)

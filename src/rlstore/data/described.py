@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlstore.data.columns import Layout
+from rlstore.data.columns import Layout, leaves
+from rlstore.data.source import nested
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.errors import InvalidInputError, SnapshotError
 
 _VERSION = 1
+_NEEDED = ("observations", "actions", "rewards")
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, SnapshotError)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class Description:
                 {tuple(path): str(column) for path, column in content[name]}
                 for name in ("columns", "final_observations")
             )
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError, SnapshotError) as error:
+            missing = [field for field in _NEEDED if not leaves(layout, field)]
+            if missing:
+                raise LookupError(f"it has no column of {missing}")
+            nested(layout), nested(finals)  # which refuses paths that are none
+        except _DAMAGED as error:
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"{origin} is damaged: its description cannot be read ({error})") from error

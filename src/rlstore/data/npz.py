@@ -96,7 +96,7 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
         InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
         DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
     """
-    file = Path(check_path("write_npz()", "path", path, "a file"))
+    file = Path(check_path("write_npz()", "path", path, "a file")).resolve()
     with workplace(file) as folder:
         with _Arrays(folder) as arrays:
             about = _collect(source, arrays, progress=progress)

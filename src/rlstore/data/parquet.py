@@ -167,7 +167,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return dict(content)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{file} is damaged: {error}. Write or copy it again") from error
 
 

@@ -111,7 +111,10 @@ class TableSource(EpisodeSource):
         for rows in self._runs(set(self._layout.values())):
             self._check_run(rows, begin, seen)
             begin += _count(rows)
-            yield self._episode(rows, next(finals) if finals is not None else None)
+            final = None if finals is None else next(finals, None)
+            if finals is not None and final is None:
+                raise InvalidInputError(f"{self.origin} is damaged: it has fewer final observations than episodes")
+            yield self._episode(rows, final)
 
     # ------------------------------------------------------------------------------------------------ boundaries
 
