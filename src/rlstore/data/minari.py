@@ -147,10 +147,10 @@ def write_minari(
             "Nothing was written."
         )
     known = spaces_of(source)
-    chosen = (
-        _space("observation_space", known[0] if observation_space is None else observation_space),
-        _space("action_space", known[1] if action_space is None else action_space),
-    )
+    chosen = {
+        "observation_space": _space("observation_space", known[0] if observation_space is None else observation_space),
+        "action_space": _space("action_space", known[1] if action_space is None else action_space),
+    }
     folder = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
     if folder.exists():
         raise InvalidInputError(
@@ -162,7 +162,8 @@ def write_minari(
         for group in grouped(source, "write_minari()", progress=progress):
             buffers = [_buffer(minari, episode) for episode in group]
             if dataset is None:
-                dataset = _create(minari, dataset_id, buffers, chosen, metadata)
+                options = {**chosen, **_without_loss(minari, group[0]), **metadata}
+                dataset = _create(minari, dataset_id, buffers, options)
             else:
                 dataset.update_dataset_from_buffer(buffers)
     except BaseException:
@@ -179,15 +180,7 @@ def _space(name: str, space: Any) -> spaces.Space[Any]:
     return space
 
 
-def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any, Any], metadata: Any) -> Any:
-    options = {"observation_space": chosen[0], "action_space": chosen[1], **metadata}
-    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
-        options.setdefault("jpeg_encoding", False)
-    elif any(_may_be_image(space) for space in chosen):
-        raise InvalidInputError(
-            f"Minari {minari.__version__} keeps images as JPEG, which changes them; Minari 0.5.4, for Python 3.11 and "
-            "later, can keep them as they are. Write npz or Parquet. Nothing was written."
-        )
+def _create(minari: Any, dataset_id: str, buffers: list[Any], options: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".* set to None|env_spec is None", UserWarning)
         try:
@@ -196,11 +189,18 @@ def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any,
             raise InvalidInputError(f"Minari refuses to write {dataset_id!r}: {error} Nothing was written.") from error
 
 
-def _may_be_image(space: spaces.Space[Any]) -> bool:
-    parts = space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", None)
-    if parts is not None:
-        return any(map(_may_be_image, parts))
-    return space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)
+def _without_loss(minari: Any, episode: WrittenEpisode) -> dict[str, bool]:
+    """What makes Minari keep images as they are."""
+    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
+        return {"jpeg_encoding": False}
+    for path, array in episode.steps.items():
+        if array.dtype == np.uint8 and array.ndim > 1:
+            raise InvalidInputError(
+                f"{'/'.join(map(str, path))} is uint8 {array.shape[1:]}, which Minari {minari.__version__} keeps as "
+                "JPEG: that changes it. Minari 0.5.4, for Python 3.11 and later, does not; or write npz or Parquet. "
+                "Nothing was written."
+            )
+    return {}
 
 
 def _buffer(minari: Any, episode: WrittenEpisode) -> Any:
