@@ -27,7 +27,7 @@ from experience import (
 )
 from gymnasium import spaces
 
-from rlstore import InvalidInputError, ReplayStorage, RolloutStorage
+from rlstore import InvalidInputError, ReplayStorage, RolloutStorage, RowNotHeldError
 from rlstore.data import read_npz, read_parquet, write_npz, write_parquet
 
 
@@ -418,3 +418,14 @@ def test_a_progress_bar_counts_the_episodes(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     write_npz(read_npz(tmp_path / "a.npz"), tmp_path / "b.npz", progress=True)
     assert re.search(r"Writing .*100%", capsys.readouterr().out)
+
+
+def test_steps_that_are_overwritten_before_they_are_written(tmp_path):
+    storage = make("replay")
+    fill(storage, "replay")
+    listed = storage.episodes()
+    fill(storage, "replay", 4)
+    with pytest.raises(RowNotHeldError, match="is not held any more"):
+        write_npz(listed, tmp_path / "a.npz")
+    assert not list(tmp_path.iterdir())
+    write_npz(storage, tmp_path / "a.npz")
