@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
