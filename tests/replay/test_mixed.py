@@ -102,7 +102,7 @@ def test_priorities_go_to_the_storage_of_each_row():
     assert online.stale_updates == offline.stale_updates == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300, -1.0])
 def test_one_invalid_priority_changes_none(bad):
     online, offline = pair(PrioritizedReplayStorage)
     mixed = MixedReplay(online, offline, batch_size=4)
@@ -111,6 +111,19 @@ def test_one_invalid_priority_changes_none(bad):
     with pytest.raises(InvalidInputError, match=r"priority 3 of 4 \(row -\d+\) is .* No priority was changed"):
         mixed.update(rows, [5.0, 5.0, 5.0, bad])
     assert all(torch.equal(s.priorities(s.held_rows()), old) for s, old in zip((online, offline), before, strict=True))
+
+
+def test_a_row_that_offline_never_had_is_refused_and_what_was_changed_is_told():
+    online, offline = pair(PrioritizedReplayStorage)
+    mixed = MixedReplay(online, offline, batch_size=4)
+    row, before = int(online.held_rows()[0]), offline.priorities(offline.held_rows())
+    told = r"row 9999 .* was never written; .* Rows of offline are -1 - row in batches\. "
+    with pytest.raises(InvalidInputError, match=rf"{told}No priority was changed\.$"):
+        mixed.update([-10000], [5.0])
+    with pytest.raises(InvalidInputError, match=rf"{told}Those of online were changed\.$"):
+        mixed.update([row, -10000], [5.0, 5.0])
+    assert online.priorities([row]).item() == pytest.approx(5.0**online.alpha)
+    assert torch.equal(offline.priorities(offline.held_rows()), before)
 
 
 def test_sequences_are_joined_along_the_batch():

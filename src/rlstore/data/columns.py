@@ -9,8 +9,8 @@ from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import TERMINATED, TRUNCATED
 
-# By field the name of a column; for observations with names a dict of them.
-GivenColumns = Mapping[str, "str | Mapping[str, str]"]
+# By field the name of a column; for observations with names a dict of them; None for a field that no column is.
+GivenColumns = Mapping[str, "str | Mapping[str, str] | None"]
 # The column of each field. A path begins with the name of the field; a part of nested observations has a longer one.
 Layout = Mapping[Path, str]
 
@@ -55,7 +55,8 @@ def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str)
     layout: dict[Path, str] = {}
     named = {_FIELDS.get(name, name): column for name, column in (given or {}).items()}
     for field, column in named.items():
-        layout.update(_given(field, column, known, origin))
+        if column is not None:
+            layout.update(_given(field, column, known, origin))
     for field in _NAMES:
         if field not in named:
             layout.update(_found(field, known))

@@ -14,6 +14,7 @@ from rlstore.errors import InvalidCallError, InvalidInputError
 
 _Batch = TypeVar("_Batch", bound=tuple[Any, ...])
 _Served = TypeVar("_Served", bound=tuple[Any, ...], covariant=True)
+_UNCHANGED, _CHANGED = "No priority was changed.", "Those of online were changed."
 _SETTINGS = ("n_step", "discount", "sequence_length", "burn_in")  # that have to be the same
 
 
@@ -107,8 +108,8 @@ class MixedReplay(Generic[_Batch]):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``, in the storages that the rows are of.
 
-        Either all are set or, if one is invalid, none. Storages that draw uniformly ignore it. On CUDA the host waits
-        for the device.
+        If one is no priority, none is set. A row that ``offline`` never had is refused after those of ``online`` were
+        set, and the message says so. Storages that draw uniformly ignore it. On CUDA the host waits for the device.
 
         Args:
             *args: ``rows`` of batches, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
@@ -123,7 +124,7 @@ class MixedReplay(Generic[_Batch]):
                 f"priorities are {tuple(priorities.shape)} for {len(rows)} rows; give one for each. No priority was "
                 "changed."
             )
-        invalid = (~(values.isfinite() & (values >= 0))).nonzero().flatten().tolist()
+        invalid = (~(values.float().isfinite() & (values >= 0))).nonzero().flatten().tolist()
         if invalid:
             raise InvalidInputError(
                 f"priority {invalid[0]} of {len(rows)} (row {int(rows[invalid[0]])}) is {values[invalid[0]].item()}; "
@@ -133,7 +134,14 @@ class MixedReplay(Generic[_Batch]):
         if bool(own.any()):
             self.online.update(rows[own], values[own.to(values.device)])
         if not bool(own.all()):
-            self.offline.update(-1 - rows[~own], values[~own.to(values.device)])
+            self._update_offline(-1 - rows[~own], values[~own.to(values.device)], has_changed=bool(own.any()))
+
+    def _update_offline(self, rows: Tensor, priorities: Tensor, *, has_changed: bool) -> None:
+        try:
+            self.offline.update(rows, priorities)
+        except InvalidInputError as error:
+            told = f"Rows of offline are -1 - row in batches. {_CHANGED if has_changed else _UNCHANGED}"
+            raise InvalidInputError(str(error).replace(_UNCHANGED, told)) from error
 
 
 def _names(batch: Any) -> tuple[str, ...]:
