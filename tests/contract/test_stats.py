@@ -542,6 +542,8 @@ def test_of_the_newest_observations_those_are_counted_that_are_not_finite(monkey
     assert storage.stats()["nonfinite_observations"] == 2
     monkeypatch.setattr(measures, "_NEWEST_NUMBERS", 1)
     assert storage.stats()["nonfinite_observations"] == 1
+    storage.reset()
+    assert storage.stats()["nonfinite_observations"] == 0  # though the memory has them still
 
 
 def test_whole_numbers_are_always_finite():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from experience import (
 )
 from gymnasium import spaces
 
-from rlstore import InvalidInputError, ReplayStorage, RolloutStorage
+from rlstore import InvalidInputError, ReplayStorage, RolloutStorage, RowNotHeldError
 from rlstore.data import read_npz, read_parquet, write_npz, write_parquet
 
 
@@ -320,6 +321,36 @@ def test_a_file_that_is_none_or_missing(tmp_path):
         read_npz(3)
 
 
+@pytest.mark.parametrize("change", ["none", "no actions", "empty path", "wrong places"])
+def test_a_description_that_cannot_be_is_refused(tmp_path, change):
+    written(tmp_path / "a.npz")
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    about = json.loads(arrays["rlstore"].item())
+    del about["crc32"]
+    columns = about["columns"]
+    about["columns"] = {
+        "none": [],
+        "no actions": [entry for entry in columns if entry[0] != ["actions"]],
+        "empty path": [*columns, [[], "rewards"]],
+        "wrong places": [
+            [["observations", 5], column] if path == ["observations"] else [path, column] for path, column in columns
+        ],
+    }[change]
+    about["crc32"] = zlib.crc32(json.dumps(about).encode())
+    np.savez(tmp_path / "a.npz", **{**arrays, "rlstore": np.array(json.dumps(about))})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged: its description cannot be read"):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_a_link_goes_on_to_be_one(tmp_path):
+    storage, content = written(tmp_path / "a.npz")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "elsewhere/b.npz")
+    write_npz(storage, tmp_path / "link.npz")
+    assert (tmp_path / "link.npz").is_symlink()
+    assert (tmp_path / "elsewhere/b.npz").read_bytes() == content
+
+
 def test_a_file_of_a_newer_version_is_refused(tmp_path):
     arrays = {**D4RL, "rlstore": np.array(json.dumps({"version": 2}))}
     np.savez(tmp_path / "a.npz", **arrays)
@@ -389,3 +420,14 @@ def test_a_progress_bar_counts_the_episodes(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     write_npz(read_npz(tmp_path / "a.npz"), tmp_path / "b.npz", progress=True)
     assert re.search(r"Writing .*100%", capsys.readouterr().out)
+
+
+def test_steps_that_are_overwritten_before_they_are_written(tmp_path):
+    storage = make("replay")
+    fill(storage, "replay")
+    listed = storage.episodes()
+    fill(storage, "replay", 4)
+    with pytest.raises(RowNotHeldError, match="is not held any more"):
+        write_npz(listed, tmp_path / "a.npz")
+    assert not list(tmp_path.iterdir())
+    write_npz(storage, tmp_path / "a.npz")

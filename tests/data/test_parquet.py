@@ -26,6 +26,7 @@ from gymnasium import spaces
 
 from rlstore import InvalidInputError, ReplayStorage
 from rlstore.data import read_npz, read_parquet, write_npz, write_parquet
+from rlstore.data.arrow import as_column
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -326,6 +327,23 @@ def written(folder):
     fill(storage, "prioritized")
     write_parquet(storage, folder)
     return storage, [folder / name for name in ("data/chunk-000/file-000.parquet", "meta/final_observations.parquet")]
+
+
+@pytest.mark.parametrize("name", ["rlstore", "info"])
+def test_lists_in_lists_without_end_are_refused(tmp_path, name):
+    written(tmp_path / "a")
+    (tmp_path / f"a/meta/{name}.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidInputError, match=rf"{name}\.json is damaged"):
+        read_parquet(tmp_path / "a")
+
+
+def test_columns_with_more_numbers_than_places_in_lists_are_written_in_parts(tmp_path, monkeypatch):
+    storage = make("replay of images")
+    fill(storage, "replay of images")
+    monkeypatch.setattr("rlstore.data.arrow._MOST_NUMBERS", 20)  # three images of six numbers
+    assert as_column(np.zeros((7, 2, 3), np.uint8)).num_chunks == 3
+    write_parquet(storage, tmp_path / "a")
+    assert_same(list(read_parquet(tmp_path / "a")), episodes("replay of images"))
 
 
 def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path):

@@ -115,6 +115,18 @@ def test_of_a_long_episode_the_last_steps_are_shown_and_the_rest_is_counted(tmp_
     assert episode["before"] == pytest.approx(0.03 + 0.04 + 0.05)
 
 
+def test_nan_before_the_steps_that_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(excerpts, "_MOST_STEPS", 2)
+    storage = rlstore.ReplayStorage(
+        gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2), storage_size=10, allow_nonfinite_rewards=True
+    )
+    for reward in (math.nan, 1.0, 2.0):
+        storage.add([0.0], 1, reward, False, False, {}, [0.0])
+    episode = page_of(storage, tmp_path).episode(0)
+    assert (episode["first"], episode["before"]) == (1, None)
+    assert episode["arrays"]["rewards"][:, 0].tolist() == [1.0, 2.0]
+
+
 def test_an_episode_that_is_too_large_is_cut_until_it_is_not(tmp_path, monkeypatch):
     whole = page_of(filled(), tmp_path)
     monkeypatch.setattr(excerpts, "_LARGEST", 10**9)  # each has less than a byte

@@ -102,7 +102,7 @@ def test_priorities_go_to_the_storage_of_each_row():
     assert online.stale_updates == offline.stale_updates == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300, -1.0])
 def test_one_invalid_priority_changes_none(bad):
     online, offline = pair(PrioritizedReplayStorage)
     mixed = MixedReplay(online, offline, batch_size=4)

@@ -12,6 +12,8 @@ from rlstore.data.source import Array, Form, required
 from rlstore.data.table import CHUNK_BYTES, Rows
 from rlstore.errors import InvalidInputError
 
+# In one piece of a column: the places in lists are int32.
+_MOST_NUMBERS = (1 << 31) - 1
 # Some columns in batches of so many rows: record batches or tables.
 ReadBatches = Callable[[Sequence[str], int], Iterator[Any]]
 
@@ -20,6 +22,9 @@ def as_column(array: Array) -> Any:
     """An array ``[rows, ...]`` as a column: of single numbers, also ``[rows, 1]``, as LeRobot has them, or of lists."""
     pa = required("pyarrow", "Parquet")
     count, shape = len(array), array.shape[1:]
+    most = max(_MOST_NUMBERS // max(int(np.prod(shape)), 1), 1)
+    if count > most:
+        return pa.chunked_array([as_column(array[first : first + most]) for first in range(0, count, most)])
     column = pa.array(np.ascontiguousarray(array).reshape(-1))
     if shape in ((), (1,)):
         return column

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlstore.data.columns import EPISODE, GivenColumns, Layout, find_layout, leaves
+from rlstore.data.source import nested
 from rlstore.data.table import Ends, Finals, Table, TableSource
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.errors import InvalidInputError, SnapshotError
 
 _VERSION = 1
+_NEEDED = ("observations", "actions", "rewards")
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, SnapshotError)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ class Description:
                 {tuple(path): str(column) for path, column in content[name]}
                 for name in ("columns", "final_observations")
             )
+            missing = [field for field in _NEEDED if not leaves(layout, field)]
+            if missing or (finals and EPISODE not in finals):
+                raise LookupError(f"it has no column of {missing or EPISODE[1]}")
+            nested(layout)  # which refuses paths that are none
             num_finals = int(content["num_final_observations"])
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError, SnapshotError) as error:
+        except _DAMAGED as error:
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"{origin} is damaged: its description cannot be read ({error})") from error

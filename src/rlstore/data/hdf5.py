@@ -12,7 +12,7 @@ from typing import Any
 from rlstore.data.columns import GivenColumns, Layout
 from rlstore.data.described import source_of
 from rlstore.data.source import EpisodeSource, required
-from rlstore.data.table import CHUNK_BYTES, Ends, Rows
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.engine.checks import check_path
 from rlstore.errors import InvalidInputError
 
@@ -77,12 +77,7 @@ class _Hdf5Table:
                     "Nothing was read."
                 )
         counts = {column: self._heads[column][0][0] for column in layout.values()}
-        if len(set(counts.values())) > 1:
-            raise InvalidInputError(
-                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
-                "Nothing was read."
-            )
-        self.num_rows = next(iter(counts.values()))
+        self.num_rows = common_length(counts, self.origin)
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about 4 MiB."""

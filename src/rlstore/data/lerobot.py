@@ -147,7 +147,7 @@ def read_info(file: FilePath) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
         features = {str(name): dict(feature) for name, feature in content["features"].items()}
         return {**content, "features": features}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(f"{file} is damaged ({error}). Write or copy it again") from error
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,11 +108,8 @@ class _MinariSource(EpisodeSource):
 def _steps_of(info: Any, count: int) -> Any:
     if isinstance(info, Mapping):
         parts = {key: _steps_of(part, count) for key, part in info.items()}
-        return (
-            tuple(parts[str(i)] for i in range(len(parts)))
-            if parts.keys() == set(map(str, range(len(parts))))
-            else parts
-        )
+        places = [str(place) for place in range(len(parts))]  # of a tuple
+        return tuple(parts[place] for place in places) if parts.keys() == set(places) else parts
     return info[1:] if len(info) == count + 1 else info
 
 
@@ -149,22 +147,12 @@ def write_minari(
     """
     minari = required("minari", "write_minari()")
     required("h5py", "write_minari()")
-    if not isinstance(dataset_id, str) or not _VERSION.search(dataset_id):
-        raise InvalidInputError(
-            f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
-            "Nothing was written."
-        )
     known = spaces_of(source)
     chosen = {
         "observation_space": _space("observation_space", known[0] if observation_space is None else observation_space),
         "action_space": _space("action_space", known[1] if action_space is None else action_space),
     }
-    folder = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
-    if folder.exists():
-        raise InvalidInputError(
-            f"there is a dataset {dataset_id!r}, and Minari replaces none: give another version, or call "
-            f"minari.delete_dataset({dataset_id!r}) before. Nothing was written."
-        )
+    folder = _new_folder(dataset_id)
     try:
         dataset = None
         for group in grouped(source, "write_minari()", progress=progress):
@@ -178,6 +166,22 @@ def write_minari(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return dataset
+
+
+def _new_folder(dataset_id: object) -> Path:
+    """Where Minari keeps a dataset of this id, which is not there yet."""
+    if not isinstance(dataset_id, str) or not _VERSION.search(dataset_id):
+        raise InvalidInputError(
+            f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
+            "Nothing was written."
+        )
+    folder: Path = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
+    if folder.exists():
+        raise InvalidInputError(
+            f"there is a dataset {dataset_id!r}, and Minari replaces none: give another version, or call "
+            f"minari.delete_dataset({dataset_id!r}) before. Nothing was written."
+        )
+    return folder
 
 
 def _space(name: str, space: Any) -> spaces.Space[Any]:

@@ -36,7 +36,7 @@ from rlstore.data.columns import EPISODE, GivenColumns, Layout
 from rlstore.data.described import Description, source_of
 from rlstore.data.replaced import sync, workplace
 from rlstore.data.source import Array, EpisodeSource, Form
-from rlstore.data.table import CHUNK_BYTES, Ends, Rows
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.data.written import spaces_of, written_episodes
 from rlstore.engine.checks import check_path
 from rlstore.engine.rows.schema import Path as FieldPath
@@ -94,7 +94,7 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
         InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
         DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
     """
-    file = Path(check_path("write_npz()", "path", path, "a file"))
+    file = Path(check_path("write_npz()", "path", path, "a file")).resolve()
     if file.is_dir():
         raise InvalidInputError(f"{file} is a folder; give the name of a file. Nothing was written.")
     with workplace(file) as folder:
@@ -219,12 +219,7 @@ class _NpzTable:
             counts[f"the sum of {_LENGTHS}"] = int(lengths.sum())
             if (lengths < 1).any():
                 raise InvalidInputError(f"{self.origin} is damaged: {_LENGTHS} has an episode without steps")
-        if len(set(counts.values())) > 1:
-            raise InvalidInputError(
-                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
-                "Nothing was read."
-            )
-        self.num_rows = self.num_rows or next(iter(counts.values()))
+        self.num_rows = self.num_rows or common_length(counts, self.origin)
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about 4 MiB."""

@@ -246,6 +246,20 @@ class TableSource(EpisodeSource):
         return ends["terminated"], ends["truncated"]
 
 
+def common_length(counts: Mapping[str, int], origin: str) -> int:
+    """The number of entries that all columns have.
+
+    Raises:
+        InvalidInputError: If they differ in it.
+    """
+    if len(set(counts.values())) > 1:
+        raise InvalidInputError(
+            f"the arrays of {origin} differ in length: {dict(counts)}. Each needs one entry for each step. "
+            "Nothing was read."
+        )
+    return next(iter(counts.values()))
+
+
 def _count(rows: Rows) -> int:
     return len(next(iter(rows.values())))
 

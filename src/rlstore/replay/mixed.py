@@ -112,8 +112,8 @@ class MixedReplay(Generic[_Batch]):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``, in the storages that the rows are of.
 
-        Either all are set or, if one is invalid, none. Storages that draw uniformly ignore it. On CUDA the host waits
-        for the device.
+        Either all are set or, if a priority is invalid or a row was never written, none. Storages that draw uniformly
+        ignore it. On CUDA the host waits for the device.
 
         Args:
             *args: ``rows`` of batches, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or

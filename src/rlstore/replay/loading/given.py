@@ -14,7 +14,7 @@ from rlstore.engine.rows.schema import Field, Structure
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import NOTHING
-from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, held, is_held_as_it_is, joined
+from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, as_numpy, held, is_held_as_it_is, joined
 
 _FLAGS = ("terminated", "truncated")
 _HOST = torch.device("cpu")
@@ -280,7 +280,7 @@ def _is_rounded(field: Field, value: Array) -> bool:
 def _refuse_nan(field: Field, value: Array) -> None:
     if not _has_nan(value):
         return
-    place = np.argwhere(np.isnan(np.asarray(value)))[0].tolist()
+    place = np.argwhere(np.isnan(as_numpy(value)))[0].tolist()
     raise InvalidInputError(
         f"{field.name}{place} is nan, and so would be all parameters of a network that learns from it. Leave the "
         f"episode out, or give a number instead. {NOTHING}"

@@ -14,6 +14,7 @@ from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import Space, action_space_of, observation_space_of
 from rlstore.replay.loading.given import Given, size_of
 from rlstore.replay.loading.names import NOTHING, by_name, told_of
+from rlstore.replay.loading.steps import as_numpy
 
 _ARRAYS = "arrays"
 _NO_STEPS = f"there are no episodes. {NOTHING}"
@@ -84,7 +85,7 @@ class Arrays:
     def lengths(self) -> Iterable[int]:
         """The steps of each episode."""
         given = (self._arrays.get(name) for name in ("terminated", "truncated"))
-        ended = np.logical_or.reduce([np.asarray(flags).reshape(-1) != 0 for flags in given if flags is not None])
+        ended = np.logical_or.reduce([as_numpy(flags).reshape(-1) != 0 for flags in given if flags is not None])
         stops = np.unique(np.r_[np.flatnonzero(ended) + 1, len(ended)])
         lengths: list[int] = np.diff(stops, prepend=0).tolist()
         return lengths
