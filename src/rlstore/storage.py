@@ -319,7 +319,7 @@ class Storage(ABC):
         from rlstore.look.page import write_page
         from rlstore.look.subject import of_storage
 
-        target = check_path("to_html()", "path", path)
+        target = check_path("to_html()", "path", path, "a file")
         if title is not None and not isinstance(title, str):
             raise InvalidInputError(f"title is {title!r}; to_html() needs a string, or None. Nothing was written.")
         write_page(of_storage(self, title), target)

@@ -342,6 +342,14 @@ def test_a_description_that_cannot_be_is_refused(tmp_path, change):
         read_npz(tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize(("shape", "kind"), [((10**12,), "<U10"), ((), "<U99999999"), ((), "<f8"), ((), "<U9")])
+def test_a_description_that_would_fill_the_memory_is_none(tmp_path, shape, kind):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("rlstore.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": kind, "fortran_order": False, "shape": shape})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged or not complete"):
+        read_npz(tmp_path / "a.npz")
+
+
 def test_a_link_goes_on_to_be_one(tmp_path):
     storage, content = written(tmp_path / "a.npz")
     (tmp_path / "elsewhere").mkdir()

@@ -192,7 +192,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     storage = filled()
     with pytest.raises(rlstore.InvalidInputError, match=r"title is 3; to_html\(\) needs a string, or None"):
         storage.to_html(tmp_path / "page.html", title=3)
-    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs"):
+    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs the path of a file"):
         storage.to_html(7)
     with pytest.raises(OSError, match="missing"):
         storage.to_html(tmp_path / "missing" / "page.html")

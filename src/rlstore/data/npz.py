@@ -46,6 +46,7 @@ _LENGTHS, _ABOUT = "episode_lengths", "rlstore"
 _FINALS, _FINAL_EPISODES = "final_observations", "final_episodes"
 _OTHERS = {"terminated": "terminations", "truncated": "truncations"}
 _COPIED = 1 << 20
+_MOST_TEXT = 64 << 20  # bytes of the description, in which bounds of spaces may be arrays
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, LookupError, RuntimeError)
 
 
@@ -192,8 +193,7 @@ class _NpzTable:
                 name = entry.filename.removesuffix(".npy")
                 if name == _ABOUT:
                     with archive.open(entry) as member:
-                        text = np.lib.format.read_array(member, allow_pickle=False).item()
-                    self.description = Description.of(text, self.origin)
+                        self.description = Description.of(_read_text(member), self.origin)
                 elif entry.filename.endswith(".npy"):
                     with archive.open(entry) as member:
                         self._heads[name] = _read_head(member, entry.file_size)
@@ -290,6 +290,15 @@ class _Head:
                 raise EOFError("an array ends too early")
             left = left[taken:]
         return entries.astype(entries.dtype.newbyteorder("="), copy=False)
+
+
+def _read_text(member: IO[bytes]) -> str:
+    """The text that a member holds, whose size is looked at before it is taken into memory."""
+    np.lib.format.read_magic(member)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    if shape or dtype.kind != "U" or dtype.itemsize > _MOST_TEXT:
+        raise ValueError(f"{_ABOUT} is {dtype} {shape}; a text is needed")
+    return str(np.frombuffer(member.read(dtype.itemsize), dtype)[0])
 
 
 def _read_head(member: IO[bytes], nbytes: int) -> _Head:
