@@ -236,6 +236,8 @@ REFUSED = {
     "a flag for each entry": ({"terminals": np.zeros((12, 2))}, {}, r"terminals of .* holds float64 \(2,\)"),
     "no such column": ({}, {"columns": {"rewards": "reward"}}, "has no column 'reward'. Did you mean 'rewards'?"),
     "a column that is none": ({}, {"columns": {"rewards": 3}}, r"columns\['rewards'\] is 3"),
+    "columns that are no dict": ({}, {"columns": "obs"}, "columns is 'obs'; give a dict"),
+    "rewards that are no number": ({}, {"rewards": "none"}, "rewards is 'none'"),
     "another end": ({}, {"ends": "done"}, "ends is 'done'; it has to be 'terminated' or 'truncated'"),
     "half of the next observations": ({"next_observations/a": np.ones(12)}, {}, "each needs one"),
     "no steps": ({name: array[:0] for name, array in D4RL.items() if array.ndim}, {}, "has no steps"),
@@ -339,6 +341,14 @@ def test_a_description_that_cannot_be_is_refused(tmp_path, change):
     about["crc32"] = zlib.crc32(json.dumps(about).encode())
     np.savez(tmp_path / "a.npz", **{**arrays, "rlstore": np.array(json.dumps(about))})
     with pytest.raises(InvalidInputError, match=r"a\.npz is damaged: its description cannot be read"):
+        read_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((10**12,), "<U10"), ((), "<U99999999"), ((), "<f8"), ((), "<U9")])
+def test_a_description_that_would_fill_the_memory_is_none(tmp_path, shape, kind):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("rlstore.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": kind, "fortran_order": False, "shape": shape})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged or not complete"):
         read_npz(tmp_path / "a.npz")
 
 

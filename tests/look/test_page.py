@@ -196,7 +196,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         storage.to_html(tmp_path / "none" / "page.html")
     with pytest.raises(rlstore.InvalidInputError, match="is a folder; give the name of a file"):
         storage.to_html(tmp_path)
-    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs"):
+    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs the path of a file"):
         storage.to_html(7)
     assert (tmp_path / "page.html").read_text() == "before"
     storage.to_html(str(tmp_path / "page.html"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rlstore.engine.calls import did_you_mean
 from rlstore.engine.rows.schema import Path
@@ -40,6 +41,15 @@ def leaves(layout: Mapping[Path, str], field: str) -> dict[Path, str]:
     return {path[1:]: column for path, column in layout.items() if path[0] == field}
 
 
+def checked_columns(columns: Any) -> GivenColumns:
+    """The columns that a caller named, by field."""
+    if columns is not None and not isinstance(columns, Mapping):
+        raise InvalidInputError(
+            f"columns is {columns!r}; give a dict, as {{'observations': 'obs'}}, or None. Nothing was read."
+        )
+    return columns or {}
+
+
 def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str) -> Layout:
     """The columns of a file by their names.
 
@@ -51,13 +61,9 @@ def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str)
     Raises:
         InvalidInputError: If the caller named a column that is not there, or one that is needed is not found.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise InvalidInputError(
-            f"columns is {given!r}; give a dict, as {{'observations': 'obs'}}, or None. Nothing was read."
-        )
     known = list(present)
     layout: dict[Path, str] = {}
-    named = {_FIELDS.get(name, name): column for name, column in (given or {}).items()}
+    named = {_FIELDS.get(name, name): column for name, column in checked_columns(given).items()}
     for field, column in named.items():
         if column is not None:
             layout.update(_given(field, column, known, origin))

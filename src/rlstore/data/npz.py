@@ -32,7 +32,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from rlstore.data.columns import EPISODE, GivenColumns, Layout
+from rlstore.data.columns import EPISODE, GivenColumns, Layout, checked_columns
 from rlstore.data.described import Description, source_of
 from rlstore.data.replaced import sync, workplace
 from rlstore.data.source import Array, EpisodeSource, Form
@@ -46,6 +46,7 @@ _LENGTHS, _ABOUT = "episode_lengths", "rlstore"
 _FINALS, _FINAL_EPISODES = "final_observations", "final_episodes"
 _OTHERS = {"terminated": "terminations", "truncated": "truncations"}
 _COPIED = 1 << 20
+_MOST_TEXT = 64 << 20  # bytes of the description, in which bounds of spaces may be arrays
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, LookupError, RuntimeError)
 
 
@@ -75,7 +76,7 @@ def read_npz(
     table = _NpzTable(Path(check_path("read_npz()", "path", path, "a file")))
     about = table.description
     if _LENGTHS in table.columns and (about is None or columns is not None):
-        columns = {"episodes": _LENGTHS, **(columns or {})}
+        columns = {"episodes": _LENGTHS, **checked_columns(columns)}
     return source_of(table, table, about, columns, ends, rewards)
 
 
@@ -194,8 +195,7 @@ class _NpzTable:
                 name = entry.filename.removesuffix(".npy")
                 if name == _ABOUT:
                     with archive.open(entry) as member:
-                        text = np.lib.format.read_array(member, allow_pickle=False).item()
-                    self.description = Description.of(text, self.origin)
+                        self.description = Description.of(_read_text(member), self.origin)
                 elif entry.filename.endswith(".npy"):
                     with archive.open(entry) as member:
                         self._heads[name] = _read_head(member, entry.file_size)
@@ -292,6 +292,15 @@ class _Head:
                 raise EOFError("an array ends too early")
             left = left[taken:]
         return entries.astype(entries.dtype.newbyteorder("="), copy=False)
+
+
+def _read_text(member: IO[bytes]) -> str:
+    """The text that a member holds, whose size is looked at before it is taken into memory."""
+    np.lib.format.read_magic(member)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    if shape or dtype.kind != "U" or dtype.itemsize > _MOST_TEXT:
+        raise ValueError(f"{_ABOUT} is {dtype} {shape}; a text is needed")
+    return str(np.frombuffer(member.read(dtype.itemsize), dtype)[0])
 
 
 def _read_head(member: IO[bytes], nbytes: int) -> _Head:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rlstore.data.columns import DONE, EPISODE, FLAGS, NUMBER, Layout, leaves
 from rlstore.data.source import Array, EpisodeSource, GivenEpisode, nested
+from rlstore.engine.checks import check_number
 from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import action_space_of, observation_space_of
@@ -87,6 +88,8 @@ class TableSource(EpisodeSource):
     ) -> None:
         if ends not in ("terminated", "truncated"):
             raise InvalidInputError(f"ends is {ends!r}; it has to be 'terminated' or 'truncated'. Nothing was read.")
+        if rewards is not None:
+            check_number("the source of episodes", rewards=rewards)
         if ("rewards",) not in layout and rewards is None:
             raise InvalidInputError(
                 f"{table.origin} has no column of rewards. Name it, columns={{'rewards': ...}}; or, of demonstrations "
