@@ -153,6 +153,7 @@ def _reading(file: Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, InvalidInputError):
         raise
     except (pa.ArrowException, OSError) as error:
+        reason = str(error).rstrip(".")
         raise InvalidInputError(
-            f"{file} is damaged or not complete, or no Parquet file: {error}. Write or copy it again"
+            f"{file} is damaged or not complete, or no Parquet file: {reason}. Write or copy it again"
         ) from error
