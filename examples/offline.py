@@ -188,7 +188,8 @@ def train(updates: int, seed: int = 0, online_share: float = 0.0, dataset: Path 
 def main() -> None:
     """Read the command line, train, and report."""
     parser = arguments(__doc__, steps=8_000)
-    parser.add_argument("--dataset", type=Path, help="file (.npz) that examples/sac.py wrote; made first if not given")
+    made = "file (.npz) that examples/sac.py wrote; without it one is made first, which takes most of the time"
+    parser.add_argument("--dataset", type=Path, help=made)
     parser.add_argument("--online-share", type=float, default=0.0, help="of each batch (default: %(default)s)")
     options = parser.parse_args()
     report(train(options.steps, options.seed, options.online_share, options.dataset), options.out)

@@ -22,7 +22,10 @@ from rlstore.engine.memory.backing import Backing
 
 STEPS, ENVS = 6, 10
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),  # that there is such a mode
+]
 
 
 def rollout(device: str) -> RolloutStorage:

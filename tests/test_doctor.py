@@ -115,6 +115,12 @@ def test_optional_packages_may_be_missing(versions):
     assert not finding("ray").is_broken
 
 
+def test_a_package_of_several_extras_is_listed_once(monkeypatch):
+    needs = ['rich>=13; extra == "data"', 'pyarrow>=15; extra == "data"', 'rich>=13; extra == "examples"']
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: needs)
+    assert [each.name for each in doctor._packages()] == ["rich", "pyarrow"]
+
+
 def test_packages_for_development_are_not_examined():
     assert "ruff" not in {each.name for each in examine()}
 

@@ -73,7 +73,7 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         report = verify(path.absolute())
     except OSError as error:
-        parser.exit(2, f"rlstore: {path} cannot be read: {error}\n")
+        parser.exit(2, f"rlstore: {path} cannot be read: {error.strerror or error}\n")
     finally:
         torch.set_num_threads(threads)
     if report is None:

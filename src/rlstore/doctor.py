@@ -97,10 +97,12 @@ def _wrapped(lead: str, text: str) -> list[str]:
 
 
 def _packages() -> Iterator[Finding]:
-    """What rlstore requires, and what its extras for users do."""
+    """What rlstore requires, and what its extras for users do, each once."""
+    seen: set[str] = set()
     for line in metadata.requires("rlstore") or ():
-        if (match := _REQUIREMENT.match(line)) and match[3] != "dev":
+        if (match := _REQUIREMENT.match(line)) and match[3] != "dev" and match[1] not in seen:
             name, at_least, extra = match.groups()
+            seen.add(name)
             yield _optional(name, at_least, extra) if extra else _required(name, at_least)
 
 

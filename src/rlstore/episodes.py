@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from operator import index as as_index
 from typing import Any, NamedTuple, Protocol, overload
 
@@ -13,6 +15,8 @@ from torch import Tensor
 from rlstore.engine.calls import did_you_mean
 from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidInputError, RowNotHeldError
+
+_NEXT = "next_observations"
 
 
 class Listing(NamedTuple):
@@ -286,6 +290,27 @@ class Episode:
         how = " and ".join(ends) or ("broken off" if self.is_over else "goes on")
         part, steps = "" if self.is_whole else "the last ", "step" if self.length == 1 else "steps"
         return f"Episode(env {self.env}, {part}{self.length:,} {steps}, return {self.total_return}, {how})"
+
+
+def read_together(episodes: Iterable[Episode]) -> Iterator[tuple[list[Episode], dict[str, Any]]]:
+    """All fields of some episodes, those of one storage in one read: of short ones much faster than each for itself.
+
+    Args:
+        episodes: The episodes.
+
+    Yields:
+        Episodes of one storage, and their fields as ``episode[name]`` has them, of one episode after another. If
+        ``final_observations`` are among them, they have one entry for each episode.
+    """
+    for steps, of_one in groupby(episodes, attrgetter("_steps")):
+        group = list(of_one)
+        rows = torch.cat([episode.rows for episode in group])
+        fields = steps.read(rows, [name for name in steps.names if name not in (_NEXT, "terminated", "truncated")])
+        fields = {name: value.squeeze(-1) if name in steps.scalars else value for name, value in fields.items()}
+        if _NEXT in steps.names:
+            last = rows[torch.tensor([len(episode) for episode in group]).cumsum(0) - 1]
+            fields["final_observations"] = steps.read(last, (_NEXT,))[_NEXT]
+        yield group, fields
 
 
 def check_names(names: Sequence[str], known: Sequence[str]) -> None:

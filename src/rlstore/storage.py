@@ -60,7 +60,7 @@ from rlstore.engine.disk.snapshot import (
     restore_generator,
 )
 from rlstore.engine.guard import new_guard
-from rlstore.engine.measures import Measures, Most, Number, flat, on_host
+from rlstore.engine.measures import Measures, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
@@ -319,7 +319,7 @@ class Storage(ABC):
         from rlstore.look.page import write_page
         from rlstore.look.subject import of_storage
 
-        target = check_path("to_html()", "path", path)
+        target = check_path("to_html()", "path", path, "a file")
         if title is not None and not isinstance(title, str):
             raise InvalidInputError(f"title is {title!r}; to_html() needs a string, or None. Nothing was written.")
         write_page(of_storage(self, title), target)
@@ -353,9 +353,14 @@ class Storage(ABC):
     def stats(self) -> dict[str, int | float]:
         """Numbers of the storage for a logger: how full it is, what came in and went out, returns, waits, losses.
 
-        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them. None is
-        NaN or infinite: what is not known, as a mean return before an episode is over, is left out. Every reward that
-        is held is read; a CUDA device is waited for once.
+        All are of one moment, and a name means the same in every storage; the page *A look inside* lists them::
+
+            for name, value in storage.stats().items():
+                writer.add_scalar(f"replay/{name}", value, step)
+
+        Returns:
+            Plain numbers by name. None is NaN or infinite: what is not known, as a mean return before an episode is
+            over, is left out. Every reward that is held is read for it; a CUDA device is waited for once.
         """
         return flat(self._measured())
 
@@ -364,9 +369,7 @@ class Storage(ABC):
         with self._guarding():
             measures = self._measure()
             if self._journal is not None:
-                seconds, inserts = self._journal.lag
-                behind = cast("Number", measures["inserts"]) - inserts
-                measures.update(journal_lag_seconds=Most(seconds), journal_lag_inserts=behind)
+                measures.update(self._journal.measure(cast("Number", measures["inserts"])))
         return on_host(measures)
 
     def _measure(self) -> Measures:

@@ -62,7 +62,7 @@ def episode_numbers(lanes: list[Lane], capacity: int) -> dict[str, float]:
     return {
         "episodes": len(held),
         "episodes_open": sum(end is OPEN for end, _, _ in held),
-        "episodes_cut_off": sum(end == BROKEN and end is not OPEN for end, _, _ in held),
+        "episodes_broken": sum(end == BROKEN and end is not OPEN for end, _, _ in held),
         "episodes_terminated": sum(bool((end or 0) & 1) for end, _, _ in held),
         "episodes_truncated": sum(bool((end or 0) & 2) for end, _, _ in held),
         "episodes_complete": len(complete),

@@ -6,8 +6,10 @@ import copy
 import math
 import multiprocessing
 import random
+import re
 import warnings
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,7 +188,7 @@ def test_priorities_draws_and_stale_updates_are_those_of_the_rows_that_are_held(
         }
         assert_equal(played.storage.stats(), expected)
     assert played.stale > 5
-    assert expected["draws_never"] > 0 < expected["episodes_cut_off"]
+    assert expected["draws_never"] > 0 < expected["episodes_broken"]
 
 
 @pytest.mark.parametrize("name", ["sequences", "sequences by priority"])
@@ -540,6 +542,8 @@ def test_of_the_newest_observations_those_are_counted_that_are_not_finite(monkey
     assert storage.stats()["nonfinite_observations"] == 2
     monkeypatch.setattr(measures, "_NEWEST_NUMBERS", 1)
     assert storage.stats()["nonfinite_observations"] == 1
+    storage.reset()
+    assert storage.stats()["nonfinite_observations"] == 0  # though the memory has them still
 
 
 def test_whole_numbers_are_always_finite():
@@ -729,3 +733,71 @@ def test_a_storage_that_was_overwritten_while_it_was_looked_at_is_looked_at_agai
     assert storage.stats()["return_mean"] == 3.0
     assert next(lapped, "asked twice") == "asked twice"
     storage.close()
+
+
+# ---------------------------------------------------------------------------------------------------- other classes
+
+
+class Own(Storage):
+    """As a user of the original base wrote it: nothing but the ten methods."""
+
+    create_factory = init_tensors = get_all_buffer_data = insert_data_slice = insert_transition = None
+    before_gradients = after_gradients = generate_batches = reset = update_storage_parameter = None
+
+    def __init__(self):
+        pass
+
+
+def test_a_class_of_a_user_is_told_what_to_implement():
+    with pytest.raises(NotImplementedError, match=r"Own has no stats\(\). Implement it: it returns a dict of numbers"):
+        Own().stats()
+
+
+def test_an_event_file_of_tensorboard_holds_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    played, told = Played(make("prioritized", sample_info=True)), {}
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in range(6, 12):
+            for _ in range(step):
+                played.add()
+            played.draw()
+            told[step] = played.storage.stats()
+            for name, value in played.storage.stats().items():
+                writer.add_scalar(f"replay/{name}", value, step)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {tag.removeprefix("replay/") for tag in events.Tags()["scalars"]} == told[11].keys()
+    for tag in events.Tags()["scalars"]:
+        name = tag.removeprefix("replay/")
+        found = {event.step: event.value for event in events.Scalars(tag)}
+        expected = {step: numbers[name] for step, numbers in told.items() if name in numbers}
+        assert found == pytest.approx(expected, rel=1e-6), name  # an event is a float32
+    assert len(told[11]) > 25
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "look.md"
+
+
+def test_every_number_is_in_the_documentation():
+    section = PAGE.read_text().split("## Numbers: stats()")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    documented = set()
+    for row in rows:
+        names = re.findall(r"`([\w.]+)`", row)
+        stem = names[0].rpartition("_")[0]
+        documented |= {name.replace("...", stem) for name in names}
+    told = {"invalid_rewards", "invalid_actions"}  # on CUDA alone
+    limit = RateLimit(min_size=1)
+    played = Played(make("prioritized", sample_info=True, rate_limit=limit))
+    for _ in range(20):
+        played.add()
+    told |= played.storage.stats().keys()
+    storage = hand_off()
+    with storage.actor() as actor:
+        play_rollout(actor, 0)
+    told |= storage.stats().keys()
+    told |= RolloutStorage.from_spaces(BOX, ACTIONS, 2, 3).stats().keys()
+    told |= {"journal_lag_seconds", "journal_lag_inserts"}  # tested above
+    assert documented == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -202,6 +203,20 @@ def test_arrays_of_every_kind(kind: str) -> None:
         arrays[name] = value
     box = {"shape": (1,), "dtype": "float32", "type": "Box"}
     assert transitions(ReplayStorage.from_arrays(arrays, box, box)) == expected
+
+
+def test_numbers_that_numpy_does_not_have() -> None:
+    arrays: dict[str, Any] = {
+        **D4RL,
+        "next_observations": torch.as_tensor(FOLLOWING).bfloat16(),
+        "observations": torch.as_tensor(D4RL["observations"]).bfloat16(),
+    }
+    storage = ReplayStorage.from_arrays(arrays)
+    assert storage.observation_space.dtype == np.float32
+    assert storage[storage.held_rows()]["observations"].flatten().equal(arrays["observations"].float().flatten())
+    arrays["observations"][2] = math.nan
+    with pytest.raises(rlstore.InvalidInputError, match=r"observations\[2(, 0)?\] is nan"):
+        ReplayStorage.from_arrays(arrays)
 
 
 def test_all_steps_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import gymnasium
@@ -28,6 +29,10 @@ from minari.data_collector import EpisodeBuffer
 
 from rlstore import InvalidInputError, ReplayStorage
 from rlstore.data import read_minari, write_minari
+
+# Minari before 0.5.4, which is the last one for Python 3.10.
+LOSES_IMAGES = "jpeg_encoding" not in inspect.signature(minari.create_dataset_from_buffers).parameters
+WITH_IMAGES = ("replay of a nest", "replay of images", "sequence")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +63,7 @@ def own_fields(name):
     return (*(EXTRA if "extra_fields" in options else ()), *(("hidden_states",) if "hidden_shape" in options else ()))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if not (LOSES_IMAGES and name in WITH_IMAGES)])
 def test_every_class_is_read_back_and_holds_the_same_again(name):
     storage = make(name)
     fill(storage, name)
@@ -72,6 +77,7 @@ def test_every_class_is_read_back_and_holds_the_same_again(name):
     assert_same(without_row_ids(copied(name, source)), without_row_ids(storage))
 
 
+@pytest.mark.skipif(LOSES_IMAGES, reason="Minari 0.5.4")
 def test_images_are_kept_as_they_are():
     """Minari's own way is JPEG, which changes them."""
     rng = np.random.default_rng(0)
@@ -89,10 +95,8 @@ def test_minari_before_its_images_without_loss(monkeypatch):
         return create(dataset_id, buffer, observation_space=observation_space, action_space=action_space)
 
     monkeypatch.setattr(minari, "create_dataset_from_buffers", old)
-    storage = make("replay of a nest")
-    fill(storage, "replay of a nest")
-    with pytest.raises(InvalidInputError, match=r"keeps images as JPEG, which changes them.*Write npz or Parquet"):
-        write_minari(storage, "nest-v0")
+    with pytest.raises(InvalidInputError, match=r"images is uint8 \(40,\), which Minari .* JPEG: that changes it"):
+        write_minari([{**GIVEN, "images": np.ones((2, 40), np.uint8)}], "images-v0", **SPACES)
     write_minari([GIVEN], "vectors-v0", **SPACES)
 
 
@@ -185,7 +189,7 @@ def test_a_damaged_file_leaves_a_storage_as_it_was(folder):
         ("given-v0", [], {}, "got no episode"),
         ("given-v0", [GIVEN], {"action_space": None}, "action_space is None; Minari needs a Gymnasium space"),
         ("given-v0", [GIVEN, {**GIVEN, "rewards": np.ones(2, np.float16)}], {}, "rewards is float16"),
-        ("given-v0", [{**GIVEN, "observations": OBSERVED[:2]}], {}, "has no final observation"),
+        ("given-v0", [GIVEN, {**GIVEN, "observations": OBSERVED[:2]}], {}, "has no final observation"),
     ],
 )
 def test_what_cannot_be_written_leaves_nothing(name, given, changes, message, folder):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
+import torch
 from experience import (
     BOX,
     D4RL,
@@ -25,8 +27,8 @@ from experience import (
 )
 from gymnasium import spaces
 
-from rlstore import InvalidInputError, ReplayStorage, RolloutStorage
-from rlstore.data import read_npz, write_npz
+from rlstore import InvalidInputError, ReplayStorage, RolloutStorage, RowNotHeldError
+from rlstore.data import read_npz, read_parquet, write_npz, write_parquet
 
 
 def test_the_expected_episodes_are_those_of_the_storage():
@@ -86,25 +88,47 @@ def test_spaces_are_taken_from_the_arrays_where_only_episodes_were_given(tmp_pat
     assert (source.observation_space, source.action_space) == (BOX, spaces.Discrete(5, start=-1))
 
 
-def test_rollouts_are_written_without_final_observations(tmp_path):
+@pytest.mark.parametrize(("write", "read"), [(write_npz, read_npz), (write_parquet, read_parquet)])
+def test_rollouts_only_know_the_final_observations_of_episodes_that_go_on(write, read, tmp_path):
     storage = RolloutStorage.from_spaces(BOX, spaces.Discrete(3), num_envs=2, num_steps=4, autoreset="SameStep")
     for step in range(4):
         ids = np.arange(2) + 2 * step
-        ends = {"terminated": ids == 2, "truncated": ids == 5}
-        storage.add(
-            observations=np.stack([ids, -ids], -1).astype(np.float32),
-            actions=ids % 3,
-            rewards=ids / 2,
-            values=ids / 4,
-            log_probs=-ids / 8,
-            **({**ends, "final_values": np.zeros(2)} if step == 2 else ends),
-        )
-    write_npz(storage, tmp_path / "a.npz")
-    found = list(read_npz(tmp_path / "a.npz"))
+        sample = {
+            "observations": np.stack([ids, -ids], -1).astype(np.float32),
+            "actions": ids % 3,
+            "rewards": ids / 2,
+            "terminated": ids == 2,
+            "truncated": ids == 5,
+            "values": ids / 4,
+            "log_probs": -ids / 8,
+            "next_observations": np.stack([ids + 2, -ids - 2], -1).astype(np.float32),
+        }
+        storage.insert_transition({name: torch.as_tensor(value) for name, value in sample.items()})
+    assert [episode.is_over for episode in storage.episodes()] == [True, True, False, False]
+    write(storage, tmp_path / "a")
+    found = list(read(tmp_path / "a"))
     assert [episode["rewards"].tolist() for episode in found] == [[0, 1], [0.5, 1.5, 2.5], [2, 3], [3.5]]
+    assert [episode["values"].tolist() for episode in found] == [[0, 0.5], [0.25, 0.75, 1.25], [1, 1.5], [1.75]]
     assert [episode["terminated"].any() for episode in found] == [True, False, False, False]
     assert [episode["truncated"].any() for episode in found] == [False, True, False, False]
-    assert not any("final_observations" in episode for episode in found)
+    finals = [episode["final_observations"].tolist() if "final_observations" in episode else None for episode in found]
+    assert finals == [None, None, [8, -8], [9, -9]]
+
+
+def test_episodes_of_several_storages_and_of_a_caller_in_one_file(tmp_path):
+    """Where only some have a final observation."""
+    names, given = ["replay", "n-step", "replay"], []
+    for name in names:
+        storage = make(name)
+        fill(storage, name)
+        given += [*storage.episodes()[:2], {**episodes(name)[2], "final_observations": None}, storage.episodes()[3]]
+    write_npz(given, tmp_path / "a.npz")
+    expected = [episode for name in names for episode in episodes(name)[:4]]
+    for place in (2, 6, 10):
+        del expected[place]["final_observations"]
+    assert_same(list(read_npz(tmp_path / "a.npz")), expected)
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["final_episodes"].tolist() == [0, 1, 3, 4, 5, 7, 8, 9, 11]
 
 
 # ------------------------------------------------------------------------------------------------ files of others
@@ -171,6 +195,28 @@ def test_big_endian_arrays_are_read_as_numbers(tmp_path):
     assert_same(next(iter(read_npz(tmp_path / "a.npz")))["rewards"], D4RL["rewards"][:4])
 
 
+@pytest.mark.parametrize("column", ["observations/state", "observations/camera/left"])
+def test_a_part_of_the_observations_keeps_its_final_observations(column, tmp_path):
+    storage = make("replay of a nest")
+    fill(storage, "replay of a nest")
+    write_npz(storage, tmp_path / "a.npz")
+    found = list(read_npz(tmp_path / "a.npz", {"observations": {"seen": column}, "costs": "costs"}))
+    for episode, expected in zip(found, episodes("replay of a nest"), strict=True):
+        for name in ("observations", "final_observations"):
+            part = expected[name]["state"] if column.endswith("state") else expected[name]["camera"]["left"]
+            assert_same(episode[name], {"seen": part})
+        for name in ("actions", "rewards", "terminated", "truncated", "costs"):
+            assert_same(episode[name], expected[name])
+        assert "contacts" not in episode
+
+
+def test_a_column_that_only_has_the_name_of_a_field(tmp_path):
+    np.savez(tmp_path / "a.npz", **D4RL, episode=np.arange(3))
+    with pytest.raises(InvalidInputError, match="differ in length"):
+        read_npz(tmp_path / "a.npz")
+    assert read_npz(tmp_path / "a.npz", {"episode": None}).num_episodes == 3
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED = {
@@ -190,6 +236,8 @@ REFUSED = {
     "a flag for each entry": ({"terminals": np.zeros((12, 2))}, {}, r"terminals of .* holds float64 \(2,\)"),
     "no such column": ({}, {"columns": {"rewards": "reward"}}, "has no column 'reward'. Did you mean 'rewards'?"),
     "a column that is none": ({}, {"columns": {"rewards": 3}}, r"columns\['rewards'\] is 3"),
+    "columns that are no dict": ({}, {"columns": "obs"}, "columns is 'obs'; give a dict"),
+    "rewards that are no number": ({}, {"rewards": "none"}, "rewards is 'none'"),
     "another end": ({}, {"ends": "done"}, "ends is 'done'; it has to be 'terminated' or 'truncated'"),
     "half of the next observations": ({"next_observations/a": np.ones(12)}, {}, "each needs one"),
     "no steps": ({name: array[:0] for name, array in D4RL.items() if array.ndim}, {}, "has no steps"),
@@ -275,6 +323,44 @@ def test_a_file_that_is_none_or_missing(tmp_path):
         read_npz(3)
 
 
+@pytest.mark.parametrize("change", ["none", "no actions", "empty path", "wrong places"])
+def test_a_description_that_cannot_be_is_refused(tmp_path, change):
+    written(tmp_path / "a.npz")
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    about = json.loads(arrays["rlstore"].item())
+    del about["crc32"]
+    columns = about["columns"]
+    about["columns"] = {
+        "none": [],
+        "no actions": [entry for entry in columns if entry[0] != ["actions"]],
+        "empty path": [*columns, [[], "rewards"]],
+        "wrong places": [
+            [["observations", 5], column] if path == ["observations"] else [path, column] for path, column in columns
+        ],
+    }[change]
+    about["crc32"] = zlib.crc32(json.dumps(about).encode())
+    np.savez(tmp_path / "a.npz", **{**arrays, "rlstore": np.array(json.dumps(about))})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged: its description cannot be read"):
+        read_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((10**12,), "<U10"), ((), "<U99999999"), ((), "<f8"), ((), "<U9")])
+def test_a_description_that_would_fill_the_memory_is_none(tmp_path, shape, kind):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("rlstore.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": kind, "fortran_order": False, "shape": shape})
+    with pytest.raises(InvalidInputError, match=r"a\.npz is damaged or not complete"):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_a_link_goes_on_to_be_one(tmp_path):
+    storage, content = written(tmp_path / "a.npz")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.npz").symlink_to(tmp_path / "elsewhere/b.npz")
+    write_npz(storage, tmp_path / "link.npz")
+    assert (tmp_path / "link.npz").is_symlink()
+    assert (tmp_path / "elsewhere/b.npz").read_bytes() == content
+
+
 def test_a_file_of_a_newer_version_is_refused(tmp_path):
     arrays = {**D4RL, "rlstore": np.array(json.dumps({"version": 2}))}
     np.savez(tmp_path / "a.npz", **arrays)
@@ -291,13 +377,21 @@ GIVEN = {"observations": np.ones((3, 2)), "actions": np.ones(2), "rewards": np.o
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": None}, "episode 1 has no rewards"),
-        ({"rewards": np.ones(3)}, "rewards of episode 1 is not"),
+        ({"rewards": None}, r"episode 1: it lacks \['rewards'\]"),
+        ({"rewards": np.ones(3)}, r"episode 1: rewards is not \[2, ...\]"),
         ({"actions": np.ones((2, 4))}, r"actions is float64 \(4,\) in episode 1, and float64 \(\) in those before it"),
         ({"rewards": np.ones(2, np.float32)}, "rewards is float32 .* in episode 1, and float64"),
         ({"costs": np.ones(2)}, "costs is float64 .* in episode 1, and missing in those before it"),
-        ({"observations": np.ones((2, 2))}, "final_observations is missing in episode 1"),
-        ({"actions": ["a", "b"]}, "actions is <U1; files hold numbers"),
+        ({"terminated": [True, False]}, "episode 1: it ends before its last step"),
+        (
+            {"observations": np.ones((2, 2)), "final_observations": np.ones(3)},
+            r"it is float64 \(3,\) in final_observations of episode 1, and float64 \(2,\) in its observations",
+        ),
+        (
+            {"observations": np.ones((2, 2)), "final_observations": {"a": np.ones(2)}},
+            "it is missing in final_observations of episode 1",
+        ),
+        ({"actions": ["a", "b"]}, "episode 1: actions is <U1; files hold numbers"),
     ],
 )
 def test_episodes_that_differ_leave_the_old_file(changes, message, tmp_path):
@@ -325,6 +419,8 @@ def test_what_is_no_source(source, message, tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(InvalidInputError, match="is a folder; give the name of a file"):
+        write_npz([GIVEN], tmp_path)
     with pytest.raises(InvalidInputError, match=r"there is no folder .*missing for a\.npz; create it"):
         write_npz([GIVEN], tmp_path / "missing" / "a.npz")
 
@@ -334,3 +430,14 @@ def test_a_progress_bar_counts_the_episodes(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     write_npz(read_npz(tmp_path / "a.npz"), tmp_path / "b.npz", progress=True)
     assert re.search(r"Writing .*100%", capsys.readouterr().out)
+
+
+def test_steps_that_are_overwritten_before_they_are_written(tmp_path):
+    storage = make("replay")
+    fill(storage, "replay")
+    listed = storage.episodes()
+    fill(storage, "replay", 4)
+    with pytest.raises(RowNotHeldError, match="is not held any more"):
+        write_npz(listed, tmp_path / "a.npz")
+    assert not list(tmp_path.iterdir())
+    write_npz(storage, tmp_path / "a.npz")

@@ -26,6 +26,7 @@ from gymnasium import spaces
 
 from rlstore import InvalidInputError, ReplayStorage
 from rlstore.data import read_npz, read_parquet, write_npz, write_parquet
+from rlstore.data.arrow import as_column
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -135,6 +136,7 @@ def lerobot(folder, changes=None, features=None, info=None):
     (folder / "meta").mkdir()
     pq.write_table(pa.table(columns), folder / "data/chunk-000/file-000.parquet")
     known = {name: {"dtype": "float32", "shape": [1], "names": None} for name in columns}
+    known |= {"observation.state": {"dtype": "float32", "shape": [2]}, "action": {"dtype": "float32", "shape": [3]}}
     known["observation.images.top"] = {"dtype": "video", "shape": [480, 640, 3], "names": None}
     content = {"codebase_version": "v3.0", "total_frames": 9, "fps": 10, "features": {**known, **(features or {})}}
     (folder / "meta/info.json").write_text(json.dumps({**content, **(info or {})}))
@@ -193,7 +195,8 @@ def test_several_observations_are_a_nest_and_extra_fields_are_named(tmp_path):
 
 def test_a_vector_of_one_number_stays_a_vector(tmp_path):
     numbers = pa.array(IDS / 2, pa.float32())
-    lerobot(tmp_path / "a", {"observation.state": numbers, "action": numbers})
+    columns, one = ("observation.state", "action"), {"dtype": "float32", "shape": [1]}
+    lerobot(tmp_path / "a", dict.fromkeys(columns, numbers), dict.fromkeys(columns, one))
     source = read_parquet(tmp_path / "a", STATE)
     first, _ = source
     assert_same(first["actions"], np.array([[0], [0.5], [1], [1.5]], np.float32))
@@ -308,12 +311,13 @@ def test_a_dataset_that_lacks_files_is_refused(tmp_path):
     with pytest.raises(InvalidInputError, match=r"is not complete: meta/info\.json .* 20 steps, and its files have 9"):
         read_parquet(folder, STATE)
     assert read_parquet(folder / "data", STATE).num_steps == 9
-    (folder / "meta/info.json").write_text("{")
-    with pytest.raises(InvalidInputError, match=r"info\.json is damaged"):
-        read_parquet(folder, STATE)
     shutil.rmtree(folder / "data")
     with pytest.raises(InvalidInputError, match="holds no Parquet files"):
         read_parquet(folder, STATE)
+    for text in ("{", "[]", "{}", '{"features": 3}', '{"features": {"action": 3}}'):
+        (folder / "meta/info.json").write_text(text)
+        with pytest.raises(InvalidInputError, match=r"info\.json is damaged"):
+            read_parquet(folder, STATE)
     with pytest.raises(FileNotFoundError):
         read_parquet(tmp_path / "b")
 
@@ -323,6 +327,23 @@ def written(folder):
     fill(storage, "prioritized")
     write_parquet(storage, folder)
     return storage, [folder / name for name in ("data/chunk-000/file-000.parquet", "meta/final_observations.parquet")]
+
+
+@pytest.mark.parametrize("name", ["rlstore", "info"])
+def test_lists_in_lists_without_end_are_refused(tmp_path, name):
+    written(tmp_path / "a")
+    (tmp_path / f"a/meta/{name}.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidInputError, match=rf"{name}\.json is damaged"):
+        read_parquet(tmp_path / "a")
+
+
+def test_columns_with_more_numbers_than_places_in_lists_are_written_in_parts(tmp_path, monkeypatch):
+    storage = make("replay of images")
+    fill(storage, "replay of images")
+    monkeypatch.setattr("rlstore.data.arrow._MOST_NUMBERS", 20)  # three images of six numbers
+    assert as_column(np.zeros((7, 2, 3), np.uint8)).num_chunks == 3
+    write_parquet(storage, tmp_path / "a")
+    assert_same(list(read_parquet(tmp_path / "a")), episodes("replay of images"))
 
 
 def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path):
@@ -337,6 +358,21 @@ def test_a_file_that_was_cut_short_is_refused_when_it_is_opened(tmp_path):
         file.write_bytes(content)
     assert_same(held(storage), before)
     assert_same(list(read_parquet(tmp_path / "a")), episodes("prioritized"))
+
+
+def test_final_observations_that_are_not_those_of_the_episodes(tmp_path):
+    written(tmp_path / "a")
+    file = tmp_path / "a/meta/final_observations.parquet"
+    whole = pq.read_table(file)
+    pq.write_table(whole.slice(1), file)
+    with pytest.raises(
+        InvalidInputError,
+        match=r"is damaged: it has 7 final observations and was written with 8",
+    ):
+        list(read_parquet(tmp_path / "a"))
+    pq.write_table(whole.drop_columns(["observation.state"]), file)
+    with pytest.raises(InvalidInputError, match=r"is damaged: observation\.state is missing"):
+        read_parquet(tmp_path / "a")
 
 
 def test_a_changed_value_is_found(tmp_path):

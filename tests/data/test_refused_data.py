@@ -41,7 +41,7 @@ EPISODES: dict[str, tuple[Any, str]] = {
     "no rewards": (without("rewards"), r"lacks \['rewards'\]"),
     "no extra field": (without("costs"), r"lacks \['costs'\]"),
     "no end flags": (NO_FLAGS, "no end flags: give terminated, terminations, terminals or terminateds.*truncated with"),
-    "an end twice": ({**GOOD, "timeouts": GOOD["truncations"]}, "'truncated' is there twice, once as 'timeouts'"),
+    "an end twice": ({**GOOD, "timeouts": GOOD["truncations"]}, "'truncations' and 'timeouts' are the same flags"),
     "dones": (
         {**NO_FLAGS, "dones": GOOD["truncations"]},
         "'dones' is not known.*does not tell whether an episode terminated",
@@ -52,7 +52,14 @@ EPISODES: dict[str, tuple[Any, str]] = {
     ),
     "a flag that is nan": ({**GOOD, "terminations": [0.0, np.nan, 0.0, 1.0]}, "terminated is nan at 1 of 4 entries"),
     "unknown name": ({**GOOD, "reward": GOOD["rewards"]}, r"'reward' is not known.* mean 'rewards'\?"),
-    "unknown extra": ({**GOOD, "cost": GOOD["costs"]}, r"'cost' is not known.* mean 'costs'\?.*which has \['costs'\]"),
+    "unknown extra": (
+        {**GOOD, "cost": GOOD["costs"]},
+        r"'cost' is not known.* mean 'costs'\?.*storage has \['costs'\]",
+    ),
+    "misspelt flags": (
+        {"terminal" if name == "truncations" else name: v for name, v in GOOD.items() if name != "terminations"},
+        r"'terminal' is not known.* mean 'terminals'\?",
+    ),
     "not a name": ({**GOOD, 3: 1}, "3 is not known"),
     "nan observation": (changed("observations", (2, 1), np.nan), r"observations\[2, 1\] is nan"),
     "nan final": ({**GOOD, "observations": GOOD["observations"][:-1], "final_observations": [0, np.nan]}, r"is nan"),
@@ -86,6 +93,21 @@ def filled() -> Any:
     storage.add(both, [1, 1], [0.0, 0.0], [False] * 2, [False] * 2, {}, both + 1, costs=[1.0, 1.0])
     storage.update(storage.held_rows()[:3], torch.tensor([3.0, 1.0, 2.0]))
     return storage
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"observation": [[0.0]], "actions": [0], "rewards": [0.0], "terminals": [1]}, r"mean 'observations'\?"),
+        ({"observations": [[0.0]], "actions": [0], "rewards": [0.0], "terminal": [1]}, r"mean 'terminals'\?"),
+        ({"observations": [[0.0]], "actions": [0], "rewards": 1.0, "terminals": [1]}, "rewards have no steps"),
+        ({"observations": [], "actions": [], "rewards": [], "terminals": []}, "rewards have no steps"),
+        ("data.npz", "is a str; give a dict of arrays"),
+    ],
+)
+def test_arrays_without_spaces_say_what_is_wrong(given: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{message}.*Nothing was written"):
+        ReplayStorage.from_arrays(given)
 
 
 @pytest.mark.parametrize("name", EPISODES)
@@ -123,7 +145,7 @@ def test_no_storage_is_made_of_bad_data(name: str, tmp_path: Any) -> None:
         (GOOD, r"add_episodes\(\) got a dict; give a list of episodes.*from_arrays\(\)"),
         (7, r"add_episodes\(\) got a int; give a list of episodes"),
         (None, r"add_episodes\(\) got a NoneType"),
-        ("text", "episode 0: it is a str; give a dict of arrays"),
+        ("text", r"got 'text'; open a file with a reader of rlstore\.data"),
     ],
 )
 def test_what_is_no_list_of_episodes(given: Any, message: str) -> None:

@@ -219,7 +219,7 @@ def test_what_is_no_folder_of_rlstore(capsys, tmp_path):
     (tmp_path / "file").write_text("text")
     for name, problem in (
         ("empty", "is not a folder that rlstore has written, and has none in it"),
-        ("file", "cannot be read: Not a directory"),
+        ("file", "cannot be read: Not a directory. It shows folders; files of experience are read with rlstore.data"),
         ("nowhere", "cannot be read: No such file or directory"),
     ):
         status, out, err = shown(capsys, tmp_path / name)
@@ -262,7 +262,7 @@ def test_a_class_that_is_not_imported_is_named(capsys, tmp_path):
 def test_a_page_that_cannot_be_written(capsys, tmp_path):
     filled().save(tmp_path / "saved")
     (tmp_path / "folder.html").mkdir()
-    for target, problem in (("no/page.html", "there is no folder"), ("folder.html", "Is a directory")):
+    for target, problem in (("no/page.html", "there is no folder"), ("folder.html", "it is a folder")):
         status, out, err = shown(capsys, tmp_path / "saved", "--html", tmp_path / target)
         assert (status, out) == (2, "")
         assert f"{tmp_path / target} cannot be written: {problem}" in err

@@ -115,6 +115,18 @@ def test_of_a_long_episode_the_last_steps_are_shown_and_the_rest_is_counted(tmp_
     assert episode["before"] == pytest.approx(0.03 + 0.04 + 0.05)
 
 
+def test_nan_before_the_steps_that_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(excerpts, "_MOST_STEPS", 2)
+    storage = rlstore.ReplayStorage(
+        gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2), storage_size=10, allow_nonfinite_rewards=True
+    )
+    for reward in (math.nan, 1.0, 2.0):
+        storage.add([0.0], 1, reward, False, False, {}, [0.0])
+    episode = page_of(storage, tmp_path).episode(0)
+    assert (episode["first"], episode["before"]) == (1, None)
+    assert episode["arrays"]["rewards"][:, 0].tolist() == [1.0, 2.0]
+
+
 def test_an_episode_that_is_too_large_is_cut_until_it_is_not(tmp_path, monkeypatch):
     whole = page_of(filled(), tmp_path)
     monkeypatch.setattr(excerpts, "_LARGEST", 10**9)  # each has less than a byte
@@ -138,7 +150,7 @@ def test_an_episode_whose_beginning_was_overwritten_says_so(tmp_path):
     storage = filled(storage_size=2 * (STEPS - 1))
     page = page_of(storage, tmp_path)
     assert page.listed["whole"][:2] == [0, 0]
-    assert page.episode(0)["note"] == "Its first steps were overwritten; the steps that are held are counted."
+    assert page.episode(0)["note"] == "Its first steps are not held any more; those that are held are counted."
     assert page.episode(0)["arrays"][STATE][0, 0] == 1.0
 
 
@@ -180,10 +192,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     storage = filled()
     with pytest.raises(rlstore.InvalidInputError, match=r"title is 3; to_html\(\) needs a string, or None"):
         storage.to_html(tmp_path / "page.html", title=3)
-    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs"):
+    with pytest.raises(rlstore.InvalidInputError, match=r"there is no folder .*none for page\.html; create it"):
+        storage.to_html(tmp_path / "none" / "page.html")
+    with pytest.raises(rlstore.InvalidInputError, match="is a folder; give the name of a file"):
+        storage.to_html(tmp_path)
+    with pytest.raises(rlstore.InvalidInputError, match=r"path is 7; to_html\(\) needs the path of a file"):
         storage.to_html(7)
-    with pytest.raises(OSError, match="missing"):
-        storage.to_html(tmp_path / "missing" / "page.html")
     assert (tmp_path / "page.html").read_text() == "before"
     storage.to_html(str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

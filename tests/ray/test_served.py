@@ -62,6 +62,21 @@ def test_everything_that_was_written_is_there_once(filled):
     assert "360 transitions inserted, 360 held" in str(report)
 
 
+def test_the_numbers_are_those_of_both_shards_together(filled):
+    found, parts = filled.stats(), filled.each("stats")
+    counted = ("capacity", "bytes", "episodes", "episodes_open", "nonfinite_rewards", "dropped_batches")
+    assert {name: found[name] for name in counted} == {name: sum(part[name] for part in parts) for name in counted}
+    assert found["priority_max"] == max(part["priority_max"] for part in parts)
+    held = [part["transitions"] for part in parts]
+    for name in ("priority_mean", "row_age_mean"):
+        whole = sum(part[name] * count for part, count in zip(parts, held, strict=True)) / sum(held)
+        assert found[name] == pytest.approx(whole)
+    assert (found["transitions"], found["inserts"], found["shards"], found["shards_down"]) == (360, 360, 2, 0)
+    assert (found["lost_in_flight"], found["writers"], found["fill"]) == (0, 0, 360 / found["capacity"])
+    assert found["journal_lag_inserts"] == 360
+    assert found["journal_lag_seconds"] > 0
+
+
 def test_batches_are_whole_rows_in_tensors_of_their_own(filled):
     with filled.learner(32, prefetch=3) as learner:
         batches = [next(learner) for _ in range(6)]

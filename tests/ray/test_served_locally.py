@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from concurrent.futures import Future
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from ray_local import serve_locally
-from ray_play import held_ids, id_of, prioritized, step_of, uniform
+from ray_play import ACTIONS, OBSERVATIONS, held_ids, id_of, prioritized, step_of, uniform
 
-from rlstore import PeerLostError, ReplayStorage
+from rlstore import PeerLostError, RateLimit, ReplayStorage, Storage, WaitTimeoutError
 from rlstore.ray import ledger as ledger_module
 from rlstore.ray import shard as shard_module
 from rlstore.ray import writer as writer_module
@@ -267,3 +268,115 @@ def test_an_actor_gives_first_priorities(monkeypatch):
     (shard,) = (actor._target for actor in served._connection.shards)
     storage = shard._storage
     assert storage.priorities(torch.arange(24)).tolist() == pytest.approx(np.repeat([1, 2, 3, 4, 5, 5], 4).tolist())
+
+
+def measured(served):
+    """What stats() has to be of two shards that answer, from the numbers of each."""
+    parts = served.each("stats")
+    complete = [part["episodes_complete"] for part in parts]
+    held = [part["transitions"] for part in parts]
+
+    def mean(name, counts):
+        return sum(part[name] * count for part, count in zip(parts, counts, strict=True) if count) / sum(counts)
+
+    summed = [
+        *("transitions", "capacity", "bytes", "inserts", "samples", "nonfinite_rewards", "nonfinite_observations"),
+        *("episodes", "episodes_open", "episodes_terminated", "episodes_truncated", "episodes_broken"),
+        *("episodes_complete", "draws_never", "dropped_batches", "lost_writers", "stale_updates"),
+    ]
+    inserts, samples = (sum(part[name] for part in parts) for name in ("inserts", "samples"))
+    return {
+        **{name: sum(part[name] for part in parts) for name in summed},
+        "fill": sum(held) / sum(part["capacity"] for part in parts),
+        "samples_per_insert": samples / inserts,
+        **{f"{name}_mean": mean(f"{name}_mean", complete) for name in ("return", "length")},
+        **{f"{name}_mean": mean(f"{name}_mean", held) for name in ("row_age", "draws", "priority")},
+        **{
+            f"{name}_{end}": choose(part[f"{name}_{end}"] for part in parts)
+            for name in ("return", "length", "priority")
+            for end, choose in (("min", min), ("max", max))
+        },
+        "row_age_max": max(part["row_age_max"] for part in parts),
+        "draws_max": max(part["draws_max"] for part in parts),
+    }
+
+
+def test_numbers_of_shards_are_joined_to_those_of_one_storage(monkeypatch):
+    served = serve_locally(monkeypatch, prioritized(num_envs=4, sample_info=True), 2)
+    one, other = two_writers(served)
+    for step in range(8):
+        one.add(step_of(0, step, 4, ends=step in (3, 4)))
+    for step in range(5):
+        other.add(step_of(1, step, 4, ends=step == 4))
+    one.flush()
+    other.flush()
+    with served.learner(16, prefetch=1, seed=0) as learner:
+        rows = next(learner)["rows"]
+        learner.update(rows, torch.arange(1.0, 17.0))
+        rows[:3, 2] -= 1  # a life before this one
+        learner.update(rows[:3], torch.ones(3))
+        learner.flush()
+    report = served.report()
+    expected = {
+        **measured(served),
+        "stale_updates": 3,
+        "shards": 2,
+        "shards_down": 0,
+        "writers": 2,
+        "restarts": 0,
+        "lost_in_shards": 0,
+        "lost_in_flight": 0,
+        "lost_updates": 0,
+    }
+    found = served.stats()
+    assert found == pytest.approx(expected)
+    # Both have four environments: episodes of 4 and of 1 steps here, of 5 there.
+    assert (found["inserts"], found["samples"], found["length_mean"]) == (52, report.sampled, 40 / 12)
+    assert report.sampled >= 16
+
+
+def test_of_a_dead_shard_what_is_known_is_told(monkeypatch):
+    served = serve_locally(monkeypatch, uniform(num_envs=4), 2)
+    writers = two_writers(served)
+    for writer in writers:
+        add_steps(writer, range(3))
+    served.each("__len__")  # with a heartbeat
+    dead = served._connection.shards[1]._target
+    dead.describe = dead.measure = lambda: PeerLostError("gone")
+    found = served.stats()
+    assert found["capacity"] == 4000
+    assert [found[name] for name in ("transitions", "inserts", "shards", "shards_down")] == [12, 24, 2, 1]
+
+
+def test_waits_for_permits_are_told_while_there_is_a_limit(monkeypatch):
+    served = serve_locally(monkeypatch, uniform(num_envs=4), 1)
+    ledger = served._connection.ledger._target
+    ticks = count()
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 4))
+    assert "sample_waits" not in served.stats()
+    ledger._state.limit = RateLimit(min_size=8)
+    with pytest.raises(WaitTimeoutError):
+        asyncio.run(ledger.permit_sample(4, 1, 0.0))
+    add_steps(served.writer(batch_steps=1), range(2))
+    found = served.stats()
+    names = ("sample_waits", "sample_wait_seconds", "insert_waits", "insert_wait_seconds")
+    assert [found[name] for name in names] == [1, 0.25, 0, 0.0]
+
+
+class OwnStorage(ReplayStorage):
+    """As a user's own class, it cannot tell any numbers."""
+
+    _measure = Storage._measure
+
+
+def test_a_class_that_has_no_numbers_is_counted(monkeypatch, tmp_path):
+    factory = OwnStorage.create_factory(4000, OBSERVATIONS, ACTIONS, 4)
+    served = serve_locally(monkeypatch, factory, 1, journal=str(tmp_path), interval=3600.0)
+    add_steps(served.writer(batch_steps=1), range(2))
+    found = served.stats()
+    assert found.pop("journal_lag_seconds") > 0
+    assert found == {
+        "transitions": 8, "inserts": 8, "samples": 0, "samples_per_insert": 0.0, "stale_updates": 0,
+        "journal_lag_inserts": 8, "shards": 1, "shards_down": 0, "writers": 1, "restarts": 0,
+        "lost_in_shards": 0, "lost_in_flight": 0, "lost_updates": 0,
+    }  # fmt: skip

@@ -102,7 +102,7 @@ def test_priorities_go_to_the_storage_of_each_row():
     assert online.stale_updates == offline.stale_updates == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300, -1.0])
 def test_one_invalid_priority_changes_none(bad):
     online, offline = pair(PrioritizedReplayStorage)
     mixed = MixedReplay(online, offline, batch_size=4)
@@ -110,6 +110,19 @@ def test_one_invalid_priority_changes_none(bad):
     before = [s.priorities(s.held_rows()) for s in (online, offline)]
     with pytest.raises(InvalidInputError, match=r"priority 3 of 4 \(row -\d+\) is .* No priority was changed"):
         mixed.update(rows, [5.0, 5.0, 5.0, bad])
+    assert all(torch.equal(s.priorities(s.held_rows()), old) for s, old in zip((online, offline), before, strict=True))
+
+
+@pytest.mark.parametrize("bad", [10**6, -(10**6)])
+def test_one_unknown_row_changes_no_priority_of_either_storage(bad):
+    online, offline = pair(PrioritizedReplayStorage)
+    mixed = MixedReplay(online, offline, batch_size=4)
+    rows = torch.cat([mixed.sample().rows, torch.tensor([bad])])
+    before = [s.priorities(s.held_rows()) for s in (online, offline)]
+    with pytest.raises(InvalidInputError, match=r"^o(n|ff)line.* never written.* No priority was changed"):
+        mixed.update(rows, [5.0] * 5)
+    with pytest.raises(InvalidInputError, match=r"finite .* No priority was changed"):
+        mixed.update(rows[:4], [5.0, 5.0, 5.0, 1e39])  # in float32 it is infinite
     assert all(torch.equal(s.priorities(s.held_rows()), old) for s, old in zip((online, offline), before, strict=True))
 
 

@@ -10,19 +10,21 @@ import numpy as np
 from rlstore.data.columns import EPISODE, Layout
 from rlstore.data.source import Array, Form, required
 from rlstore.data.table import CHUNK_BYTES, Rows
-from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 
+# In one piece of a column: the places in lists are int32.
+_MOST_NUMBERS = (1 << 31) - 1
 # Some columns in batches of so many rows: record batches or tables.
 ReadBatches = Callable[[Sequence[str], int], Iterator[Any]]
-# The final observation of each episode, by the path of each leaf.
-ReadFinals = Callable[[], Iterator[dict[Path, Array]]]
 
 
 def as_column(array: Array) -> Any:
     """An array ``[rows, ...]`` as a column: of single numbers, also ``[rows, 1]``, as LeRobot has them, or of lists."""
     pa = required("pyarrow", "Parquet")
     count, shape = len(array), array.shape[1:]
+    most = max(_MOST_NUMBERS // max(int(np.prod(shape)), 1), 1)
+    if count > most:
+        return pa.chunked_array([as_column(array[first : first + most]) for first in range(0, count, most)])
     column = pa.array(np.ascontiguousarray(array).reshape(-1))
     if shape in ((), (1,)):
         return column
@@ -86,9 +88,7 @@ class ArrowTable:
         num_rows: How many rows it has.
         batches: Reads some columns.
         refused: By name why columns cannot be read; those whose type cannot are found by their types.
-        spaces: The spaces of observations and actions; None for those that are not known.
         shapes: By column the shape of a row, where the column does not tell: ``(1,)`` for single numbers.
-        finals: Reads the final observations; None if there are none.
     """
 
     def __init__(
@@ -98,12 +98,9 @@ class ArrowTable:
         num_rows: int,
         batches: ReadBatches,
         refused: Mapping[str, str] | None = None,
-        spaces: tuple[Any, Any] = (None, None),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
-        finals: ReadFinals | None = None,
     ) -> None:
-        self.origin, self.num_rows, self.spaces = origin, num_rows, spaces
-        self.has_finals, self._finals = finals is not None, finals
+        self.origin, self.num_rows = origin, num_rows
         self._batches, self._shapes = batches, shapes or {}
         self._refused = {field.name: why for field in schema if (why := why_not(field.type))} | dict(refused or {})
         self.columns: Sequence[str] = [*schema.names, *(name for name in self._refused if name not in schema.names)]
@@ -111,6 +108,8 @@ class ArrowTable:
     def require(self, layout: Layout) -> None:
         """Refuse a layout with columns that cannot be read, by their names."""
         for path, column in layout.items():
+            if column not in self.columns:
+                raise InvalidInputError(f"{self.origin} is damaged: {column} is missing. Nothing was read.")
             if why := self._refused.get(column, "") if path != EPISODE else "":
                 rest = [name for name in self.columns if name not in self._refused]
                 raise InvalidInputError(
@@ -134,10 +133,6 @@ class ArrowTable:
                         f"{name} of {self.origin} is {form[name]} in some rows and {known[name]} in others"
                     )
             yield rows
-
-    def read_finals(self) -> Iterator[dict[Path, Array]]:
-        """The final observation of each episode, in their order, by the path of each leaf."""
-        return iter(()) if self._finals is None else self._finals()
 
     def _array(self, column: Any, name: str) -> Array:
         if hasattr(column, "combine_chunks"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rlstore.engine.calls import did_you_mean
 from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import TERMINATED, TRUNCATED
 
-# By field the name of a column; for observations with names a dict of them.
-GivenColumns = Mapping[str, "str | Mapping[str, str]"]
+# By field the name of a column; for observations with names a dict of them; None for a field that no column is.
+GivenColumns = Mapping[str, "str | Mapping[str, str] | None"]
 # The column of each field. A path begins with the name of the field; a part of nested observations has a longer one.
 Layout = Mapping[Path, str]
 
@@ -40,6 +41,15 @@ def leaves(layout: Mapping[Path, str], field: str) -> dict[Path, str]:
     return {path[1:]: column for path, column in layout.items() if path[0] == field}
 
 
+def checked_columns(columns: Any) -> GivenColumns:
+    """The columns that a caller named, by field."""
+    if columns is not None and not isinstance(columns, Mapping):
+        raise InvalidInputError(
+            f"columns is {columns!r}; give a dict, as {{'observations': 'obs'}}, or None. Nothing was read."
+        )
+    return columns or {}
+
+
 def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str) -> Layout:
     """The columns of a file by their names.
 
@@ -53,9 +63,10 @@ def find_layout(present: Iterable[str], given: GivenColumns | None, origin: str)
     """
     known = list(present)
     layout: dict[Path, str] = {}
-    named = {_FIELDS.get(name, name): column for name, column in (given or {}).items()}
+    named = {_FIELDS.get(name, name): column for name, column in checked_columns(given).items()}
     for field, column in named.items():
-        layout.update(_given(field, column, known, origin))
+        if column is not None:
+            layout.update(_given(field, column, known, origin))
     for field in _NAMES:
         if field not in named:
             layout.update(_found(field, known))

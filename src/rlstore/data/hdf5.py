@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlstore.data.columns import GivenColumns, Layout, find_layout
-from rlstore.data.source import Array, EpisodeSource, required
-from rlstore.data.table import CHUNK_BYTES, Ends, Rows, TableSource
+from rlstore.data.columns import GivenColumns, Layout
+from rlstore.data.described import source_of
+from rlstore.data.source import EpisodeSource, required
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.engine.checks import check_path
-from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
 
@@ -40,9 +40,7 @@ def read_hdf5(
         ImportError: If h5py is not installed.
     """
     table = _Hdf5Table(Path(check_path("read_hdf5()", "path", path, "a file")))
-    layout = find_layout(table.columns, columns, table.origin)
-    table.require(layout)
-    return TableSource(table, layout, ends, rewards)
+    return source_of(table, None, None, columns, ends, rewards)
 
 
 class _Hdf5Table:
@@ -52,7 +50,7 @@ class _Hdf5Table:
         file: The file.
     """
 
-    spaces, has_finals, num_rows = (None, None), False, 0
+    num_rows = 0
 
     def __init__(self, file: Path) -> None:
         self._h5py = required("h5py", "read_hdf5()")
@@ -79,12 +77,7 @@ class _Hdf5Table:
                     "Nothing was read."
                 )
         counts = {column: self._heads[column][0][0] for column in layout.values()}
-        if len(set(counts.values())) > 1:
-            raise InvalidInputError(
-                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
-                "Nothing was read."
-            )
-        self.num_rows = next(iter(counts.values()))
+        self.num_rows = common_length(counts, self.origin)
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about 4 MiB."""
@@ -93,10 +86,6 @@ class _Hdf5Table:
         with self._opened() as arrays:
             for begin in range(0, self.num_rows, size):
                 yield {column: arrays[column][begin : begin + size] for column in columns}
-
-    def read_finals(self) -> Iterator[dict[FieldPath, Array]]:
-        """There are none."""
-        return iter(())
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
 from rlstore.data.source import Array, required
 from rlstore.engine.rows.schema import Path
+from rlstore.errors import InvalidInputError
 
 INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data"
 FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -133,3 +135,26 @@ def tasks(task: str) -> Any:
     }
     table = pa.table({"task_index": np.zeros(1, np.int64), "task": [task]})
     return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+
+
+def read_info(file: FilePath) -> dict[str, Any]:
+    """``meta/info.json`` of a dataset, with its ``features``.
+
+    Raises:
+        InvalidInputError: If it is none.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        features = {str(name): dict(feature) for name, feature in content["features"].items()}
+        return {**content, "features": features}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(f"{file} is damaged ({error}). Write or copy it again") from error
+
+
+def vectors(info: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The columns of single numbers that are vectors of one: LeRobot keeps both alike."""
+    return {
+        name: (1,)
+        for name, feature in info["features"].items()
+        if name.startswith(("observation", "action")) and list(feature.get("shape", ())) == [1]
+    }

@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,15 @@ def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource
         ImportError: If Minari or h5py is not installed.
     """
     if isinstance(dataset, str):
-        dataset = required("minari", "read_minari()").load_dataset(dataset)
+        minari = required("minari", "read_minari()")
+        try:
+            dataset = minari.load_dataset(dataset)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"there is no dataset {dataset!r} in {minari.storage.get_dataset_path()}: "
+                "minari.download_dataset() gets one from Minari's server, and MINARI_DATASETS_PATH says where they "
+                "are. Nothing was read."
+            ) from error
     if not hasattr(dataset, "iterate_episodes"):
         raise InvalidInputError(
             f"read_minari() got a {type(dataset).__name__}; give the id of a dataset or a minari.MinariDataset. "
@@ -99,11 +108,8 @@ class _MinariSource(EpisodeSource):
 def _steps_of(info: Any, count: int) -> Any:
     if isinstance(info, Mapping):
         parts = {key: _steps_of(part, count) for key, part in info.items()}
-        return (
-            tuple(parts[str(i)] for i in range(len(parts)))
-            if parts.keys() == set(map(str, range(len(parts))))
-            else parts
-        )
+        places = [str(place) for place in range(len(parts))]  # of a tuple
+        return tuple(parts[place] for place in places) if parts.keys() == set(places) else parts
     return info[1:] if len(info) == count + 1 else info
 
 
@@ -141,34 +147,41 @@ def write_minari(
     """
     minari = required("minari", "write_minari()")
     required("h5py", "write_minari()")
-    if not isinstance(dataset_id, str) or not _VERSION.search(dataset_id):
-        raise InvalidInputError(
-            f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
-            "Nothing was written."
-        )
     known = spaces_of(source)
-    chosen = (
-        _space("observation_space", known[0] if observation_space is None else observation_space),
-        _space("action_space", known[1] if action_space is None else action_space),
-    )
-    folder = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
-    if folder.exists():
-        raise InvalidInputError(
-            f"there is a dataset {dataset_id!r}, and Minari replaces none: give another version, or call "
-            f"minari.delete_dataset({dataset_id!r}) before. Nothing was written."
-        )
+    chosen = {
+        "observation_space": _space("observation_space", known[0] if observation_space is None else observation_space),
+        "action_space": _space("action_space", known[1] if action_space is None else action_space),
+    }
+    folder = _new_folder(dataset_id)
     try:
         dataset = None
         for group in grouped(source, "write_minari()", progress=progress):
             buffers = [_buffer(minari, episode) for episode in group]
             if dataset is None:
-                dataset = _create(minari, dataset_id, buffers, chosen, metadata)
+                options = {**chosen, **_without_loss(minari, group[0]), **metadata}
+                dataset = _create(minari, dataset_id, buffers, options)
             else:
                 dataset.update_dataset_from_buffer(buffers)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return dataset
+
+
+def _new_folder(dataset_id: object) -> Path:
+    """Where Minari keeps a dataset of this id, which is not there yet."""
+    if not isinstance(dataset_id, str) or not _VERSION.search(dataset_id):
+        raise InvalidInputError(
+            f"dataset_id is {dataset_id!r}; Minari needs a name with a version, as 'cartpole/random-v0'. "
+            "Nothing was written."
+        )
+    folder: Path = required("minari.storage", "write_minari()").get_dataset_path(dataset_id)
+    if folder.exists():
+        raise InvalidInputError(
+            f"there is a dataset {dataset_id!r}, and Minari replaces none: give another version, or call "
+            f"minari.delete_dataset({dataset_id!r}) before. Nothing was written."
+        )
+    return folder
 
 
 def _space(name: str, space: Any) -> spaces.Space[Any]:
@@ -179,15 +192,7 @@ def _space(name: str, space: Any) -> spaces.Space[Any]:
     return space
 
 
-def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any, Any], metadata: Any) -> Any:
-    options = {"observation_space": chosen[0], "action_space": chosen[1], **metadata}
-    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
-        options.setdefault("jpeg_encoding", False)
-    elif any(_may_be_image(space) for space in chosen):
-        raise InvalidInputError(
-            f"Minari {minari.__version__} keeps images as JPEG, which changes them; Minari 0.5.4, for Python 3.11 and "
-            "later, can keep them as they are. Write npz or Parquet. Nothing was written."
-        )
+def _create(minari: Any, dataset_id: str, buffers: list[Any], options: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".* set to None|env_spec is None", UserWarning)
         try:
@@ -196,11 +201,18 @@ def _create(minari: Any, dataset_id: str, buffers: list[Any], chosen: tuple[Any,
             raise InvalidInputError(f"Minari refuses to write {dataset_id!r}: {error} Nothing was written.") from error
 
 
-def _may_be_image(space: spaces.Space[Any]) -> bool:
-    parts = space.spaces.values() if isinstance(space, spaces.Dict) else getattr(space, "spaces", None)
-    if parts is not None:
-        return any(map(_may_be_image, parts))
-    return space.dtype == np.uint8 and len(space.shape or ()) in (2, 3)
+def _without_loss(minari: Any, episode: WrittenEpisode) -> dict[str, bool]:
+    """What makes Minari keep images as they are."""
+    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
+        return {"jpeg_encoding": False}
+    for path, array in episode.steps.items():
+        if array.dtype == np.uint8 and array.ndim > 1:
+            raise InvalidInputError(
+                f"{'/'.join(map(str, path))} is uint8 {array.shape[1:]}, which Minari {minari.__version__} keeps as "
+                "JPEG: that changes it. Minari 0.5.4, for Python 3.11 and later, does not; or write npz or Parquet. "
+                "Nothing was written."
+            )
+    return {}
 
 
 def _buffer(minari: Any, episode: WrittenEpisode) -> Any:

@@ -10,8 +10,8 @@
 ``truncations``         bool ``[N]``
 extra fields            by their names, ``[N, ...]``
 ``episode_lengths``     int64 ``[E]``: how many steps each episode has
-``final_observations``  ``[E, ...]``: the observation after the last step of each episode, nested likewise; not in the
-                        file if the storage does not keep them
+``final_observations``  ``[E, ...]``: the observation after the last step of each episode, nested likewise
+``final_episodes``      int64 ``[E]``: the numbers of the episodes that these are of; rollouts do not know all of them
 ``rlstore``             the spaces and the names, as JSON
 ======================= ================================================================================================
 """
@@ -32,20 +32,22 @@ from typing import IO, Any
 
 import numpy as np
 
-from rlstore.data.columns import EPISODE, GivenColumns, Layout, find_layout
-from rlstore.data.described import Description
+from rlstore.data.columns import EPISODE, GivenColumns, Layout, checked_columns
+from rlstore.data.described import Description, source_of
 from rlstore.data.replaced import sync, workplace
 from rlstore.data.source import Array, EpisodeSource, Form
-from rlstore.data.table import CHUNK_BYTES, Ends, Rows, TableSource
+from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.data.written import spaces_of, written_episodes
 from rlstore.engine.checks import check_path
 from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
-_LENGTHS, _FINALS, _ABOUT = "episode_lengths", "final_observations", "rlstore"
+_LENGTHS, _ABOUT = "episode_lengths", "rlstore"
+_FINALS, _FINAL_EPISODES = "final_observations", "final_episodes"
 _OTHERS = {"terminated": "terminations", "truncated": "truncations"}
 _COPIED = 1 << 20
-_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError, RuntimeError)
+_MOST_TEXT = 64 << 20  # bytes of the description, in which bounds of spaces may be arrays
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, LookupError, RuntimeError)
 
 
 def read_npz(
@@ -73,12 +75,9 @@ def read_npz(
     """
     table = _NpzTable(Path(check_path("read_npz()", "path", path, "a file")))
     about = table.description
-    layout = (
-        about.layout if about is not None and columns is None else find_layout(table.columns, columns, table.origin)
-    )
-    layout = {**layout, EPISODE: _LENGTHS} if _LENGTHS in table.columns else layout
-    table.require(layout)
-    return TableSource(table, layout, ends, rewards)
+    if _LENGTHS in table.columns and (about is None or columns is not None):
+        columns = {"episodes": _LENGTHS, **checked_columns(columns)}
+    return source_of(table, table, about, columns, ends, rewards)
 
 
 def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = False) -> None:
@@ -96,15 +95,18 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
         InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
         DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
     """
-    file = Path(check_path("write_npz()", "path", path, "a file"))
+    file = Path(check_path("write_npz()", "path", path, "a file")).resolve()
+    if file.is_dir():
+        raise InvalidInputError(f"{file} is a folder; give the name of a file. Nothing was written.")
     with workplace(file) as folder:
         with _Arrays(folder) as arrays:
             about = _collect(source, arrays, progress=progress)
             new = folder / "new.npz"
             with zipfile.ZipFile(new, "w") as archive:
-                arrays.write_to(archive)
+                # It comes first: if the list of members is damaged, it is known which are missing.
                 with archive.open(f"{_ABOUT}.npy", "w") as member:
                     np.lib.format.write_array(member, np.array(about.as_json()))
+                arrays.write_to(archive)
         sync(new)
         os.replace(new, file)
         sync(file.parent)
@@ -114,18 +116,22 @@ def _collect(source: Any, arrays: _Arrays, *, progress: bool) -> Description:
     """The arrays of all episodes."""
     layout: dict[FieldPath, str] = {}
     finals: dict[FieldPath, str] = {}
-    for episode in written_episodes(source, "write_npz()", progress=progress):
+    num_finals = 0
+    for number, episode in enumerate(written_episodes(source, "write_npz()", progress=progress)):
         layout = {field: _name(_OTHERS.get(str(field[0]), field[0]), *field[1:]) for field in episode.steps}
-        finals = {leaf: _name(_FINALS, *leaf) for leaf in episode.final}
         for field, column in layout.items():
             arrays.append(column, episode.steps[field])
-        for leaf, column in finals.items():
-            arrays.append(column, episode.final[leaf][None])
+        if episode.final:
+            ends = {**episode.final, EPISODE: np.array(number)}
+            finals = {leaf: _FINAL_EPISODES if leaf == EPISODE else _name(_FINALS, *leaf) for leaf in ends}
+            for leaf, value in ends.items():
+                arrays.append(finals[leaf], value[None])
+            num_finals += 1
         arrays.append(_LENGTHS, np.array([len(episode)]))
     names = (*layout.values(), *finals.values(), _LENGTHS, _ABOUT)
     if len(set(names)) < len(names):
         raise InvalidInputError(f"two arrays would have the same name: {sorted(names)}. Nothing was written.")
-    return Description(spaces_of(source), layout, finals)
+    return Description(spaces_of(source), {**layout, EPISODE: _LENGTHS}, finals, num_finals)
 
 
 def _name(*parts: str | int) -> str:
@@ -189,24 +195,20 @@ class _NpzTable:
                 name = entry.filename.removesuffix(".npy")
                 if name == _ABOUT:
                     with archive.open(entry) as member:
-                        text = np.lib.format.read_array(member, allow_pickle=False).item()
-                    self.description = Description.of(text, self.origin)
+                        self.description = Description.of(_read_text(member), self.origin)
                 elif entry.filename.endswith(".npy"):
                     with archive.open(entry) as member:
                         self._heads[name] = _read_head(member, entry.file_size)
-        about = self.description
-        self.spaces = (None, None) if about is None else about.spaces
-        self._finals: Layout = {} if about is None else about.finals
-        self.has_finals, self.num_rows = bool(self._finals), 0
+        self.num_rows = 0
         self.columns: Sequence[str] = list(self._heads)
 
     def require(self, layout: Layout) -> None:
-        """Take the number of rows from the columns that are read.
+        """Take the number of rows from the columns of a layout, unless it is that of final observations.
 
         Raises:
             InvalidInputError: If they differ in it, or one of them cannot be read.
         """
-        for column in (*layout.values(), *self._finals.values()):
+        for column in layout.values():
             if column not in self._heads:
                 raise InvalidInputError(f"{self.origin} is damaged: {column} is missing. Nothing was read.")
             if problem := self._heads[column].problem:
@@ -215,33 +217,20 @@ class _NpzTable:
         if _LENGTHS in layout.values():
             lengths = self._lengths()
             counts[f"the sum of {_LENGTHS}"] = int(lengths.sum())
-            finals = {self._heads[column].count for column in self._finals.values()}
-            if (lengths < 1).any() or finals - {len(lengths)}:
-                raise InvalidInputError(f"{self.origin} is damaged: {_LENGTHS} are not those of its episodes")
-        if len(set(counts.values())) > 1:
-            raise InvalidInputError(
-                f"the arrays of {self.origin} differ in length: {counts}. Each needs one entry for each step. "
-                "Nothing was read."
-            )
-        self.num_rows = next(iter(counts.values()))
+            if (lengths < 1).any():
+                raise InvalidInputError(f"{self.origin} is damaged: {_LENGTHS} has an episode without steps")
+        self.num_rows = self.num_rows or common_length(counts, self.origin)
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about 4 MiB."""
         arrays = [column for column in columns if column != _LENGTHS]
         stops = np.cumsum(self._lengths()) if _LENGTHS in columns else None
         begin = 0
-        for rows, count in self._chunks(arrays, self.num_rows):
+        for rows, count in self._chunks(arrays, self._heads[arrays[0]].count if arrays else self.num_rows):
             if stops is not None:
                 rows[_LENGTHS] = np.searchsorted(stops, np.arange(begin, begin + count), "right")
             begin += count
             yield rows
-
-    def read_finals(self) -> Iterator[dict[FieldPath, Array]]:
-        """The final observation of each episode, in their order, by the path of each leaf."""
-        columns = list(self._finals.values())
-        for rows, count in self._chunks(columns, self._heads[columns[0]].count):
-            for place in range(count):
-                yield {leaf: rows[column][place, ...] for leaf, column in self._finals.items()}
 
     def _chunks(self, columns: Collection[str], total: int) -> Iterator[tuple[Rows, int]]:
         heads = {column: self._heads[column] for column in columns}
@@ -303,6 +292,15 @@ class _Head:
                 raise EOFError("an array ends too early")
             left = left[taken:]
         return entries.astype(entries.dtype.newbyteorder("="), copy=False)
+
+
+def _read_text(member: IO[bytes]) -> str:
+    """The text that a member holds, whose size is looked at before it is taken into memory."""
+    np.lib.format.read_magic(member)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    if shape or dtype.kind != "U" or dtype.itemsize > _MOST_TEXT:
+        raise ValueError(f"{_ABOUT} is {dtype} {shape}; a text is needed")
+    return str(np.frombuffer(member.read(dtype.itemsize), dtype)[0])
 
 
 def _read_head(member: IO[bytes], nbytes: int) -> _Head:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import rlstore.data.lerobot as lerobot
-from rlstore.data.arrow import ArrowTable, ReadBatches, ReadFinals
-from rlstore.data.columns import GivenColumns, Layout, find_layout
-from rlstore.data.described import Description
+from rlstore.data.arrow import ArrowTable, ReadBatches
+from rlstore.data.columns import GivenColumns
+from rlstore.data.described import Description, source_of
 from rlstore.data.parquet_writer import ABOUT, FINALS
-from rlstore.data.source import Array, EpisodeSource, required
-from rlstore.data.table import Ends, TableSource
+from rlstore.data.source import EpisodeSource, required
+from rlstore.data.table import Ends
 from rlstore.engine.checks import check_path
-from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
 _READ_BYTES = 1 << 20
@@ -58,13 +56,19 @@ def read_parquet(
     """
     required("pyarrow.parquet", "read_parquet()")
     if hasattr(source, "with_format"):
-        table, layout = _of_hugging_face(source), None
-    else:
-        table, layout = _of_files(Path(check_path("read_parquet()", "source", source, "a file or a folder")))
-    if columns is not None or layout is None:
-        layout = find_layout(table.columns, columns, table.origin)
-    table.require(layout)
-    return TableSource(table, layout, ends, rewards)
+        return source_of(_of_hugging_face(source), None, None, columns, ends, rewards)
+    path = Path(check_path("read_parquet()", "source", source, "a file or a folder"))
+    if not (path / ABOUT).is_file():
+        table = _of_lerobot(path) if (path / lerobot.INFO).is_file() else _of_files(path, "**/*.parquet")
+        return source_of(table, None, None, columns, ends, rewards)
+    about = Description.of((path / ABOUT).read_text(encoding="utf-8"), str(path / ABOUT))
+    finals = _of_files(path / FINALS, shapes=about.shapes) if about.finals else None
+    if finals is not None and finals.num_rows != about.num_finals:
+        raise InvalidInputError(
+            f"{path / FINALS} is damaged: it has {finals.num_rows} final observations and was written with "
+            f"{about.num_finals}. Write or copy it again"
+        )
+    return source_of(_of_lerobot(path, about.shapes), finals, about, columns, ends, rewards)
 
 
 def _of_hugging_face(dataset: Any) -> ArrowTable:
@@ -81,41 +85,32 @@ def _of_hugging_face(dataset: Any) -> ArrowTable:
     return ArrowTable(f"the {type(dataset).__name__}", dataset.features.arrow_schema, dataset.num_rows, batches)
 
 
-def _of_files(path: Path) -> tuple[ArrowTable, Layout | None]:
-    """A folder or a file, and the layout, if it was written by :func:`write_parquet`."""
-    is_lerobot = (path / lerobot.INFO).is_file()
-    pattern = f"{lerobot.DATA}/*/*.parquet" if is_lerobot else "**/*.parquet"
+def _of_files(
+    path: Path,
+    pattern: str = "",
+    refused: Mapping[str, str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> ArrowTable:
+    """A file, or the files of a folder whose names are of a pattern."""
     files = sorted(path.glob(pattern)) if path.is_dir() else [path]
     if not files:
         raise InvalidInputError(f"{path} holds no Parquet files ({pattern}). Nothing was read.")
     schema, rows = _schema(files)
-    if not is_lerobot:
-        return ArrowTable(str(path), schema, rows, _batches(files)), None
-    info = _json(path / lerobot.INFO)
-    features = info.get("features", {})
-    if info.get("total_frames", rows) != rows:
+    return ArrowTable(str(path), schema, rows, _batches(files), refused, shapes)
+
+
+def _of_lerobot(path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> ArrowTable:
+    """The folder of a dataset of LeRobot; ``shapes`` are known of those that we wrote."""
+    info = lerobot.read_info(path / lerobot.INFO)
+    videos = [name for name, feature in info["features"].items() if feature.get("dtype") == "video"]
+    why = dict.fromkeys(videos, "is a video, whose frames are in other files and are not decoded here")
+    table = _of_files(path, f"{lerobot.DATA}/*/*.parquet", why, lerobot.vectors(info) if shapes is None else shapes)
+    if info.get("total_frames", table.num_rows) != table.num_rows:
         raise InvalidInputError(
             f"{path} is not complete: {lerobot.INFO} says that there are {info['total_frames']} steps, and its files "
-            f"have {rows}. Copy the rest, or read the files alone: {path / lerobot.DATA}. Nothing was read."
+            f"have {table.num_rows}. Copy the rest, or read the files alone: {path / lerobot.DATA}. Nothing was read."
         )
-    if (path / ABOUT).is_file():
-        about = Description.of((path / ABOUT).read_text(encoding="utf-8"), str(path / ABOUT))
-        finals = _finals(path / FINALS, about) if about.finals else None
-        return ArrowTable(
-            str(path), schema, rows, _batches(files), {}, about.spaces, about.shapes, finals
-        ), about.layout
-    videos = {
-        name: "is a video, whose frames are in other files and are not decoded here"
-        for name, feature in features.items()
-        if feature.get("dtype") == "video"
-    }
-    # LeRobot keeps vectors of one number as single numbers.
-    vectors: dict[str, tuple[int, ...]] = {
-        field.name: (1,)
-        for field in schema
-        if field.name.startswith(("observation", "action")) and not field.type.num_fields
-    }
-    return ArrowTable(str(path), schema, rows, _batches(files), videos, shapes=vectors), None
+    return table
 
 
 def _schema(files: Sequence[Path]) -> tuple[Any, int]:
@@ -158,27 +153,7 @@ def _reading(file: Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, InvalidInputError):
         raise
     except (pa.ArrowException, OSError) as error:
+        reason = str(error).rstrip(".")
         raise InvalidInputError(
-            f"{file} is damaged or not complete, or no Parquet file: {error}. Write or copy it again"
+            f"{file} is damaged or not complete, or no Parquet file: {reason}. Write or copy it again"
         ) from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return dict(content)
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(f"{file} is damaged: {error}. Write or copy it again") from error
-
-
-def _finals(file: Path, about: Description) -> ReadFinals:
-    """The final observations that :func:`write_parquet` wrote, one after another."""
-    schema, rows = _schema([file])
-    table = ArrowTable(str(file), schema, rows, _batches([file]), shapes=about.shapes)
-
-    def finals() -> Iterator[dict[FieldPath, Array]]:
-        for rows in table.read(set(about.finals.values())):
-            for place in range(len(next(iter(rows.values())))):
-                yield {leaf: rows[column][place, ...] for leaf, column in about.finals.items()}
-
-    return finals

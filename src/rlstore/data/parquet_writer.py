@@ -17,7 +17,7 @@ import numpy as np
 
 import rlstore.data.lerobot as lerobot
 from rlstore.data.arrow import as_column
-from rlstore.data.columns import EPISODE, NUMBER
+from rlstore.data.columns import EPISODE, NUMBER, leaves
 from rlstore.data.described import Description
 from rlstore.data.replaced import sync, workplace
 from rlstore.data.source import Array, required
@@ -88,7 +88,7 @@ class _Writer:
     def __init__(self, folder: Path, fps: int, task: str) -> None:
         self._folder, self._fps, self._task = folder, fps, task
         self._open: dict[str, Any] = {}
-        self._episodes = self._steps = self._file = self._file_bytes = 0
+        self._num_finals = self._episodes = self._steps = self._file = self._file_bytes = 0
         self._layout: dict[FieldPath, str] = {}
         self._finals: dict[FieldPath, str] = {}
         self._features: dict[str, Any] = {}
@@ -116,9 +116,11 @@ class _Writer:
         about = lerobot.about_episodes(lengths, self._episodes, self._steps, self._file, self._task)
         self._append(f"{lerobot.DATA}/{lerobot.FILE.format(**place)}", steps)
         self._append(lerobot.EPISODES.format(chunk_index=0, file_index=0), about)
-        if self._finals:
-            finals = {column: np.stack([e.final[leaf] for e in group]) for leaf, column in self._finals.items()}
-            self._append(FINALS, {lerobot.EPISODE: about[lerobot.EPISODE], **finals})
+        ended = {number: e.final for number, e in enumerate(group, self._episodes) if e.final}
+        if ended:
+            finals = {name: np.stack([final[leaf] for final in ended.values()]) for leaf, name in self._finals.items()}
+            self._append(FINALS, {lerobot.EPISODE: np.array(list(ended)), **finals})
+            self._num_finals += len(ended)
         self._episodes, self._steps = self._episodes + len(group), self._steps + sum(lengths)
         self._file_bytes += sum(column.nbytes for column in steps.values())
         if self._file_bytes >= lerobot.FILE_BYTES:
@@ -128,7 +130,7 @@ class _Writer:
     def _name(self, episode: WrittenEpisode) -> None:
         """Give each field its column."""
         self._layout = {path: lerobot.column_of(path) for path in episode.steps}
-        self._finals = {leaf: lerobot.column_of(("observations", *leaf)) for leaf in episode.final}
+        self._finals = leaves(self._layout, "observations")
         self._shapes = {column: episode.steps[path].shape[1:] for path, column in self._layout.items()}
         if len(set(self._layout.values())) < len(self._layout):
             raise InvalidInputError(
@@ -150,8 +152,9 @@ class _Writer:
         """Write what describes the dataset, when all rows are written."""
         pq = required("pyarrow.parquet", "Parquet")
         layout = {**self._layout, EPISODE: lerobot.EPISODE, NUMBER: lerobot.NUMBER}
+        finals = {**self._finals, EPISODE: lerobot.EPISODE} if self._num_finals else {}
         texts = {
-            ABOUT: Description(spaces, layout, self._finals, self._shapes).as_json(),
+            ABOUT: Description(spaces, layout, finals, self._num_finals, self._shapes).as_json(),
             lerobot.INFO: json.dumps(lerobot.info(self._features, self._episodes, self._steps, self._fps), indent=4),
             "README.md": lerobot.CARD,
         }

@@ -51,7 +51,7 @@ class EpisodeSource(ABC):
     def __iter__(self) -> Iterator[GivenEpisode]: ...
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.origin}: {self.num_steps:,} steps)"
+        return f"EpisodeSource({self.origin}: {self.num_steps:,} steps)"
 
 
 def required(module: str, owner: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 
 from rlstore.data.columns import DONE, EPISODE, FLAGS, NUMBER, Layout, leaves
 from rlstore.data.source import Array, EpisodeSource, GivenEpisode, nested
+from rlstore.engine.checks import check_number
 from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import action_space_of, observation_space_of
@@ -29,26 +31,38 @@ class Table(Protocol):
         origin: What errors call it.
         columns: The names of its columns.
         num_rows: How many rows there are.
-        has_finals: Whether it has the final observation of each episode apart from the rows.
     """
 
     origin: str
     columns: Sequence[str]
     num_rows: int
-    has_finals: bool
 
-    @property
-    def spaces(self) -> tuple[Any, Any]:
-        """The spaces of observations and actions; None for those that it does not have."""
+    def require(self, layout: Layout) -> None:
+        """Refuse a layout with columns that cannot be read, by their names."""
         ...
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about :data:`CHUNK_BYTES`: each an array ``[rows, ...]``."""
         ...
 
-    def read_finals(self) -> Iterator[dict[Path, Array]]:
-        """The final observation of each episode, in their order, by the path of each leaf."""
-        ...
+
+@dataclass(frozen=True)
+class Finals:
+    """The final observations of episodes, apart from their steps.
+
+    Attributes:
+        table: A table with a row for each episode that has one, in their order.
+        layout: The column of each leaf of the observations, by its path in them, and of the number of the episode.
+    """
+
+    table: Table
+    layout: Layout
+
+    def __iter__(self) -> Iterator[tuple[int, dict[Path, Array]]]:
+        leaves = {path: column for path, column in self.layout.items() if path != EPISODE}
+        for rows in self.table.read(set(self.layout.values())):
+            for place, number in enumerate(rows[self.layout[EPISODE]].tolist()):
+                yield number, {path: rows[column][place, ...] for path, column in leaves.items()}
 
 
 class TableSource(EpisodeSource):
@@ -57,13 +71,25 @@ class TableSource(EpisodeSource):
     Args:
         table: The table.
         layout: Which of its columns are what.
+        finals: The final observations; None if they are not known, or in ``next_observations``.
+        spaces: The spaces of observations and actions; None for those to be taken from the values.
         ends: How an episode ended of which it only tells where.
         rewards: The reward of each step, where it has none.
     """
 
-    def __init__(self, table: Table, layout: Layout, ends: Ends = "terminated", rewards: float | None = None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        layout: Layout,
+        finals: Finals | None,
+        spaces: tuple[Any, Any],
+        ends: Ends,
+        rewards: float | None,
+    ) -> None:
         if ends not in ("terminated", "truncated"):
             raise InvalidInputError(f"ends is {ends!r}; it has to be 'terminated' or 'truncated'. Nothing was read.")
+        if rewards is not None:
+            check_number("the source of episodes", rewards=rewards)
         if ("rewards",) not in layout and rewards is None:
             raise InvalidInputError(
                 f"{table.origin} has no column of rewards. Name it, columns={{'rewards': ...}}; or, of demonstrations "
@@ -79,18 +105,19 @@ class TableSource(EpisodeSource):
         if not table.num_rows:
             raise InvalidInputError(f"{table.origin} has no steps. Nothing was read.")
         self.origin, self.num_steps = table.origin, table.num_rows
-        self._table, self._layout, self._ends, self._rewards = table, layout, ends, rewards
+        self._table, self._layout, self._finals, self._spaces = table, layout, finals, spaces
+        self._ends, self._rewards = ends, rewards
 
     @cached_property
     def observation_space(self) -> Any:
         """The space of its observations: as the file has it, else one that holds all values of their dtype."""
-        known = self._table.spaces[0]
+        known = self._spaces[0]
         return observation_space_of(next(iter(self))["observations"]) if known is None else known
 
     @cached_property
     def action_space(self) -> Any:
         """The space of its actions, likewise; of whole numbers one that holds those in the file."""
-        known, column = self._table.spaces[1], self._layout[("actions",)]
+        known, column = self._spaces[1], self._layout[("actions",)]
         return action_space_of(rows[column] for rows in self._table.read((column,))) if known is None else known
 
     @cached_property
@@ -105,13 +132,16 @@ class TableSource(EpisodeSource):
         return sum(1 for _ in self._runs(columns))
 
     def __iter__(self) -> Iterator[GivenEpisode]:
-        finals = self._table.read_finals() if self._table.has_finals else None
+        finals = iter(self._finals or ())
+        last, final = next(finals, (-1, {}))
         seen: set[Any] = set()
         begin = 0
-        for rows in self._runs(set(self._layout.values())):
+        for number, rows in enumerate(self._runs(set(self._layout.values()))):
             self._check_run(rows, begin, seen)
             begin += _count(rows)
-            yield self._episode(rows, next(finals) if finals is not None else None)
+            yield self._episode(rows, final if number == last else {})
+            if number == last:
+                last, final = next(finals, (-1, {}))
 
     # ------------------------------------------------------------------------------------------------ boundaries
 
@@ -191,7 +221,7 @@ class TableSource(EpisodeSource):
 
     # ------------------------------------------------------------------------------------------------ one episode
 
-    def _episode(self, rows: Rows, final: Mapping[Path, Array] | None) -> GivenEpisode:
+    def _episode(self, rows: Rows, final: Mapping[Path, Array]) -> GivenEpisode:
         """The arrays of an episode."""
         steps = {
             path: rows[column] for path, column in self._layout.items() if path[0] not in ("", "next_observations")
@@ -201,7 +231,7 @@ class TableSource(EpisodeSource):
         steps[("terminated",)], steps[("truncated",)] = self._ends_of(rows)
         if self._following:
             final = {path: rows[column][-1, ...] for path, column in self._following.items()}
-        finals = {("final_observations", *path): leaf for path, leaf in (final or {}).items()}
+        finals = {("final_observations", *path): leaf for path, leaf in final.items()}
         return nested({**steps, **finals})  # type: ignore[no-any-return]
 
     def _ends_of(self, rows: Rows) -> tuple[Array, Array]:
@@ -217,6 +247,20 @@ class TableSource(EpisodeSource):
         elif not told and EPISODE in layout:
             ends[self._ends][-1] = True
         return ends["terminated"], ends["truncated"]
+
+
+def common_length(counts: Mapping[str, int], origin: str) -> int:
+    """The number of entries that all columns have.
+
+    Raises:
+        InvalidInputError: If they differ in it.
+    """
+    if len(set(counts.values())) > 1:
+        raise InvalidInputError(
+            f"the arrays of {origin} differ in length: {dict(counts)}. Each needs one entry for each step. "
+            "Nothing was read."
+        )
+    return next(iter(counts.values()))
 
 
 def _count(rows: Rows) -> int:

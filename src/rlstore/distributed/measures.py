@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlstore.distributed.held_steps import SlotSteps, fragments_of
 from rlstore.distributed.memory import RolloutMemory
-from rlstore.engine.measures import Measures, episodes, newest_steps, nonfinite, spread
+from rlstore.engine.measures import Measures, Most, episodes, newest_steps, nonfinite, spread
 from rlstore.engine.processes.handoff import Handoff
 from rlstore.engine.processes.slots import State
 
@@ -27,7 +27,7 @@ def measured_rollouts(memory: RolloutMemory, steps: SlotSteps) -> Measures:
         **spread("reported_return", reported[:, 1:].flatten(), ended.flatten()),
         **spread("policy_lag", lags, torch.ones_like(lags, dtype=torch.bool)),
         **nonfinite(rewards[:, 1:], [leaf[:, :-1] for leaf in seen], memory.steps),
-        "policy_version": memory.handoff.published,
+        "policy_version": Most(memory.handoff.published),
     }
 
 

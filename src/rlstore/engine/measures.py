@@ -112,7 +112,7 @@ def episodes(
         **spread("length", lengths, complete),
     }
     if is_over is not None:
-        measures["episodes_cut_off"] = (is_held & is_over & ~ended).count_nonzero()
+        measures["episodes_broken"] = (is_held & is_over & ~ended).count_nonzero()
     if returns.numel() == len(returns):
         totals = returns.flatten()
         measures.update(spread("return", totals, complete & totals.isfinite()))

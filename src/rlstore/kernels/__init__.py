@@ -6,15 +6,10 @@ have a native version, on CUDA most have one in Triton; all have the signature o
 What processes do with words of shared memory (:class:`SlotTable`, :class:`Limiter`, ``exchange_word`` ...) is no
 operation on tensors: it exists in C++ alone. So do :class:`Guard`, the lock of a storage, :class:`OutputPool`, memory
 that serves again once no tensor uses it, :class:`RowReader`, which takes the values of a row from an object's
-<<<<<<< HEAD
-attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory,
-``restore_tables``, which reads what came from a disk, ``crc32``, the same checksum as that of zlib, and
-``instruction_set``, which names the version of the C++ that this CPU runs.
-=======
 attributes, ``is_in_memory``, which is False for a tensor that has elements but no memory, ``join_flags``, which reads
 the two end flags of a step, ``count_readable`` and ``kind_of``, which look at tensors in less time than Python,
-``restore_tables``, which reads what came from a disk, and ``crc32``, the same checksum as that of zlib.
->>>>>>> main
+``restore_tables``, which reads what came from a disk, ``crc32``, the same checksum as that of zlib, and
+``instruction_set``, which names the version of the C++ that this CPU runs.
 """
 
 from __future__ import annotations

@@ -27,11 +27,14 @@ def inspect(path: Path, page: Path | None) -> int:
         raise NothingShownError("in the terminal it needs rich: pip install 'rlstore[inspect]', or give --html FILE")
     if page is not None and not page.absolute().parent.is_dir():
         raise NothingShownError(f"{page} cannot be written: there is no folder {page.absolute().parent}")
+    if page is not None and page.is_dir():
+        raise NothingShownError(f"{page} cannot be written: it is a folder")
     path = path.absolute()
     try:
         found = folders_in(path)
     except OSError as error:
-        raise NothingShownError(f"{path} cannot be read: {error.strerror or error}") from error
+        hint = ". It shows folders; files of experience are read with rlstore.data" if path.is_file() else ""
+        raise NothingShownError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
     if not found:
         raise NothingShownError(f"{path} is not a folder that rlstore has written, and has none in it")
     if found[0][0] != path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,7 +75,8 @@ def excerpt(summary: Summary, episode: Episode) -> str:
     leaves = summary.subject.leaves
     steps = min(episode.length, _MOST_STEPS, *(_most_steps(field, leaves.get(field.name)) for field in summary.fields))
     while True:
-        text = json.dumps(_excerpt(summary, episode, steps), separators=(",", ":")).replace("<", "\\u003c")
+        text = json.dumps(_excerpt(summary, episode, steps), separators=(",", ":"), allow_nan=False)
+        text = text.replace("<", "\\u003c")
         if len(text) <= MOST_TEXT // _LARGEST or steps == 1:
             return text
         steps = max(steps // 2, 1)
@@ -99,7 +101,7 @@ def _excerpt(summary: Summary, episode: Episode, steps: int) -> Json:
             parts = [array_of(value), *([array_of(after[leaf])[np.newaxis]] if after else [])]
             shown.append(_field(fields[leaf], parts, subject, name))
     notes = [] if first == 0 else [f"The last {steps:,} of {episode.length:,} steps are shown."]
-    notes += [] if episode.is_whole else ["Its first steps were overwritten; the steps that are held are counted."]
+    notes += [] if episode.is_whole else ["Its first steps are not held any more; those that are held are counted."]
     before = 0.0
     if first and summary.episodes.listing.returns.dim() == 1:
         before = float(subject.steps.read(episode.rows[:first], ("rewards",))["rewards"].double().sum())
@@ -107,7 +109,7 @@ def _excerpt(summary: Summary, episode: Episode, steps: int) -> Json:
         "first": first,
         "steps": steps,
         "final": final is not None,
-        "before": before,
+        "before": before if math.isfinite(before) else None,
         "note": " ".join(notes),
         "fields": shown,
         "windows": _windows(subject, rows),

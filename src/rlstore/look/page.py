@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlstore.errors import InvalidInputError
 from rlstore.look.excerpts import excerpts, packed
 from rlstore.look.numbers import Numbers
 from rlstore.look.subject import Subject
@@ -27,9 +28,14 @@ _SCRIPTS = ("data", "elements", "chart", "overview", "film", "list", "tracks", "
 
 def write_page(subject: Subject, path: str | os.PathLike[str]) -> Summary:
     """Write the page of a subject to a file, which is replaced if it is there; returns what was seen."""
+    target = Path(path)
+    folder = target.absolute().parent
+    if target.is_dir():
+        raise InvalidInputError(f"{target} is a folder; give the name of a file. Nothing was written.")
+    if not folder.is_dir():
+        raise InvalidInputError(f"there is no folder {folder} for {target.name}; create it. Nothing was written.")
     summary = summarize(subject)
     text = page(summary)
-    target = Path(path)
     part = target.with_name(f"{target.name}.new")
     try:
         part.write_text(text, encoding="utf-8")

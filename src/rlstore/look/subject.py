@@ -154,9 +154,7 @@ def _text_of(value: Any) -> str | None:
         return f"{value:,}"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    if isinstance(value, Mapping):
-        return ", ".join(map(str, value))
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, str):
         return ", ".join(map(str, value))
     text = str(value)
     return text if len(text) <= 200 else f"{text[:199]}…"

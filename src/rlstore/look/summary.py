@@ -147,18 +147,18 @@ def summarize(subject: Subject) -> Summary:
     rows = subject.steps.rows()
     looked = evenly(rows, MOST_ROWS)
     fields = [field for name in subject.steps.names for field in _fields_of(subject, name, looked)] if len(rows) else []
-    episodes = _episodes_of(subject)
+    listing = subject.episodes
+    episodes = _episodes_of(listing)
     notes = [*subject.notes, *_notes(len(rows), len(looked), fields, episodes)]
-    held_by = _held_by(subject)
+    held_by = _held_by(listing, subject.envs)
     priorities = _priorities_of(subject, rows) if len(rows) else None
     return Summary(subject, len(rows), held_by, len(looked), fields, episodes, priorities, notes)
 
 
-def _held_by(subject: Subject) -> tuple[int, int]:
-    listing = subject.episodes
+def _held_by(listing: Episodes, count: int) -> tuple[int, int]:
     envs, place = listing.envs.unique(return_inverse=True)
     held = torch.zeros(len(envs), dtype=torch.int64).index_add_(0, place, listing.lengths)
-    least = int(held.min()) if 0 < len(envs) >= subject.envs else 0  # others hold nothing
+    least = int(held.min()) if 0 < len(envs) >= count else 0  # others hold nothing
     return least, int(held.max()) if len(envs) else 0
 
 
@@ -224,8 +224,7 @@ def _field_of(name: str, value: Tensor, subject: Subject) -> FieldSeen:
     return FieldSeen(name, shape, dtype_name(value.dtype), nbytes, len(value), seen_as_image, numbers, entries)
 
 
-def _episodes_of(subject: Subject) -> EpisodesSeen:
-    listing = subject.episodes
+def _episodes_of(listing: Episodes) -> EpisodesSeen:
     index = evenly(torch.arange(len(listing)), MOST_EPISODES)
     listed = listing[index]
     terminated, truncated, is_over = (flag.numpy() for flag in (listed.terminated, listed.truncated, listed.is_over))

@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 
+from rlstore.engine.measures import Measures
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import PeerLostError, SnapshotError, WaitTimeoutError
 from rlstore.ray.calls import Changed, Deadline, was_restarted
@@ -50,6 +51,8 @@ class _Line:
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
     largest: int = 1
     granted: int = 0
+    waits: int = 0  # callers that did not get their permit at once
+    wait_seconds: float = 0.0
 
 
 class Ledger:
@@ -227,6 +230,9 @@ class Ledger:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line.waiting.append((count, future))
         self._grant()
+        if future.done():
+            return
+        began = time.monotonic()
         try:
             await asyncio.wait_for(future, seconds)
         except asyncio.TimeoutError:
@@ -237,6 +243,9 @@ class Ledger:
                 f"{self._inserts.granted} were inserted and {self._samples.granted} sampled under {self._state.limit}. "
                 f"{len(self._places)} writers have a place"
             ) from None
+        finally:
+            line.waits += 1
+            line.wait_seconds += time.monotonic() - began
 
     def _grant(self) -> None:
         """Grant the permits that the limit allows now."""
@@ -273,6 +282,14 @@ class Ledger:
             "limiter_sampled": self._samples.granted,
             "ledger_restarts": self._state.restarts,
         }
+
+    async def measure(self) -> Measures:
+        """With a rate limit, how often and how long either side has waited for it."""
+        if self._state.limit is None:
+            return {}
+        sides: dict[str, _Line] = {"insert": self._inserts, "sample": self._samples}
+        counts: Measures = {f"{side}_waits": line.waits for side, line in sides.items()}
+        return {**counts, **{f"{side}_wait_seconds": line.wait_seconds for side, line in sides.items()}}
 
     async def save(self, states: Sequence[ShardState] = ()) -> None:
         """Save the counts, with these states of shards that have saved."""

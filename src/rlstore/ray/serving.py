@@ -14,6 +14,7 @@ import torch
 
 from rlstore.engine.checks import check_device, check_positive, check_seed
 from rlstore.engine.disk.journal import Journal, as_journal
+from rlstore.engine.measures import Measures, flat, joined, used
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import InvalidInputError
 from rlstore.ray.calls import Connection, answer, answers, check_connected, check_seconds, start_on_this_node
@@ -219,6 +220,20 @@ class ServedStorage:
                 known["limiter_sampled"] += answered[0].sampled_freely - counts.state.sampled_freely
         return ServedReport(shards=tuple(shards), **known)
 
+    def stats(self) -> dict[str, int | float]:
+        """Numbers of all shards that answer, as those of one storage; see :meth:`rlstore.Storage.stats`.
+
+        Counts are sums, and means are over the rows, episodes and draws of all shards. ``inserts``, ``samples`` and
+        ``stale_updates`` are those of :meth:`report`, over all generations of all shards, and with a rate limit the
+        waits are those for its permits. There are also ``shards``, ``shards_down``, ``writers``, ``restarts``,
+        ``lost_in_shards``, ``lost_in_flight`` and ``lost_updates``.
+        """
+        served, report = self._connection, self.report()
+        refs = [shard.measure.remote() for shard in served.shards]
+        found = answers(refs, [served.who(index) for index in range(self.num_shards)], served.patience)
+        measured = joined(part for part in found if not isinstance(part, Exception))
+        return flat({**measured, **_measured_report(report), **served.ask_ledger("measure")})
+
     def shutdown(self) -> None:
         """End all actors. What was not saved is lost; call :meth:`save` before."""
         for actor in (*self._connection.shards, self._connection.ledger):
@@ -288,6 +303,13 @@ def _shard_report(counts: ShardCounts, described: Any) -> ShardReport:
         snapshots=snapshots,
         said=state.note,
     )
+
+
+def _measured_report(report: ServedReport) -> Measures:
+    names = ("writers", "restarts", "stale_updates", "lost_in_shards", "lost_in_flight", "lost_updates")
+    counts: Measures = {name: getattr(report, name) for name in names}
+    shards: Measures = {"shards": len(report.shards), "shards_down": sum(not shard.answers for shard in report.shards)}
+    return {"transitions": report.held, **used(report.inserted, report.sampled), **shards, **counts}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from rlstore.engine.disk.folder import FolderInUseError
 from rlstore.engine.disk.journal import RunningJournal
 from rlstore.engine.disk.snapshot import Content, Rows, SnapshotWriter
+from rlstore.engine.measures import Measures
 from rlstore.errors import InvalidInputError, PeerLostError, SnapshotError, WaitTimeoutError
 from rlstore.ray.calls import Deadline, ask, this_node, was_restarted
 from rlstore.ray.counts import ShardState
@@ -367,6 +368,15 @@ class Shard:
         storage = self._open()
         stale = storage.stale_updates if _has_priorities(storage) else 0
         return self.ready(), self._late + stale, self._saved
+
+    @ray.method(concurrency_group="draw")
+    def measure(self) -> Measures:
+        """What ``stats()`` of the storage is made of; of a class that has none, what the journal tells."""
+        measures: Measures = {}
+        with self._lock:
+            with suppress(NotImplementedError):
+                measures = self._open()._measured()
+            return measures if self._journal is None else {**measures, **self._journal.measure(self._state.inserted)}
 
     @ray.method(concurrency_group="draw")
     def store_backup(self, version: int, backup: Any, inserts_limited: bool, draws_limited: bool) -> None:

@@ -689,6 +689,19 @@ class ReplayCore(Storage):
             self._catch_up()
             self._sampler.update(*args)
 
+    def _require_written(self, rows: Tensor) -> None:
+        """Refuse rows that were never written, for a mixture that updates two storages or none of them."""
+        with self._guard:
+            ring = self._ring_of()
+            self._require_own()
+            self._catch_up()
+            ids = rows.to(ring.written.device)
+            unknown = ids[ids // ring.lanes >= ring.written[ids % ring.lanes]]
+            if len(unknown):
+                raise InvalidInputError(
+                    f"row {int(unknown[0])} was never written; give the rows that a batch has. No priority was changed."
+                )
+
     def _held_steps(self) -> HeldSteps:
         if self._rows is None and not self._closed:
             return NoSteps(type(self).__name__)

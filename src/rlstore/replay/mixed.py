@@ -15,6 +15,7 @@ from rlstore.errors import InvalidCallError, InvalidInputError
 _Batch = TypeVar("_Batch", bound=tuple[Any, ...])
 _Served = TypeVar("_Served", bound=tuple[Any, ...], covariant=True)
 _SETTINGS = ("n_step", "discount", "sequence_length", "burn_in")  # that have to be the same
+_UNCHANGED = "No priority was changed."
 
 
 class Replay(Protocol[_Served]):
@@ -26,6 +27,10 @@ class Replay(Protocol[_Served]):
 
     def update(self, *args: Any) -> None:
         """Set the priorities of rows."""
+        ...
+
+    def _require_written(self, rows: Tensor) -> None:
+        """Refuse rows that the storage never had."""
         ...
 
     @property
@@ -107,8 +112,8 @@ class MixedReplay(Generic[_Batch]):
     def update(self, *args: Any) -> None:
         """Set priorities, ``update(rows, priorities)``, in the storages that the rows are of.
 
-        Either all are set or, if one is invalid, none. Storages that draw uniformly ignore it. On CUDA the host waits
-        for the device.
+        Either all are set or, if a priority is invalid or a row was never written, none. Storages that draw uniformly
+        ignore it. On CUDA the host waits for the device.
 
         Args:
             *args: ``rows`` of batches, int64 ``[n]``, and ``priorities``, finite and not negative, ``[n]`` or
@@ -118,22 +123,32 @@ class MixedReplay(Generic[_Batch]):
             raise InvalidCallError(f"update() takes rows and priorities; {len(args)} arguments were given")
         rows, priorities = (as_tensor(given, name) for given, name in zip(args, ("rows", "priorities"), strict=True))
         rows, values = rows.flatten(), priorities.flatten()
+        if rows.dtype.is_floating_point or rows.dtype == torch.bool or rows.dtype.is_complex:
+            raise InvalidInputError(f"rows are {rows.dtype}; give the whole numbers that a batch has. {_UNCHANGED}")
         if len(rows) != len(values):
             raise InvalidInputError(
-                f"priorities are {tuple(priorities.shape)} for {len(rows)} rows; give one for each. No priority was "
-                "changed."
+                f"priorities are {tuple(priorities.shape)} for {len(rows)} rows; give one for each. {_UNCHANGED}"
             )
-        invalid = (~(values.isfinite() & (values >= 0))).nonzero().flatten().tolist()
+        invalid = (~(values.float().isfinite() & (values >= 0))).nonzero().flatten().tolist()
         if invalid:
             raise InvalidInputError(
                 f"priority {invalid[0]} of {len(rows)} (row {int(rows[invalid[0]])}) is {values[invalid[0]].item()}; "
-                "priorities must be finite and >= 0. No priority was changed."
+                f"priorities must be finite (as float32) and >= 0. {_UNCHANGED}"
             )
         own = rows >= 0
-        if bool(own.any()):
-            self.online.update(rows[own], values[own.to(values.device)])
-        if not bool(own.all()):
-            self.offline.update(-1 - rows[~own], values[~own.to(values.device)])
+        parts = [
+            (storage, ids, values[mask.to(values.device)])
+            for storage, ids, mask in ((self.online, rows[own], own), (self.offline, -1 - rows[~own], ~own))
+            if len(ids)
+        ]
+        for storage, ids, _ in parts:  # both before one of them changes anything
+            name = "online" if storage is self.online else "offline, which has -1 - row in a batch"
+            try:
+                storage._require_written(ids)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{name}: {error}") from error
+        for storage, ids, part in parts:
+            storage.update(ids, part)
 
 
 def _names(batch: Any) -> tuple[str, ...]:

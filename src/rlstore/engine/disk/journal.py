@@ -25,6 +25,7 @@ import numpy as np
 
 from rlstore.engine.checks import check_path
 from rlstore.engine.disk.snapshot import Content, Rows, SnapshotReader, SnapshotWriter
+from rlstore.engine.measures import Measures, Most, Number
 from rlstore.errors import InvalidCallError, InvalidInputError, StorageClosedError
 
 
@@ -180,11 +181,14 @@ class RunningJournal:
             raise
         self.error, self._warned, self._time, self._committed = None, False, time.time(), committed
 
-    @property
-    def lag(self) -> tuple[float, int]:
-        """How old what the last commit holds is, in seconds; and the transitions that had been added up to then."""
-        since, inserts = self._committed
-        return time.monotonic() - since, inserts
+    def measure(self, inserts: Number) -> Measures:
+        """How old the last commit is, and what was added since.
+
+        Args:
+            inserts: Transitions ever added.
+        """
+        since, committed = self._committed
+        return {"journal_lag_seconds": Most(time.monotonic() - since), "journal_lag_inserts": inserts - committed}
 
     def _reopen(self) -> None:
         """The folder was removed, or moved away: make it again. Everything is written anew."""

@@ -284,7 +284,7 @@ class RewardTrack extends Track {
   constructor(player, field, name) {
     super(player, field, name, 130);
     this.sums = new Float64Array(field.count);
-    let sum = player.before;
+    let sum = player.before ?? NaN; // null: not finite
     for (let step = 0; step < field.count; step++) this.sums[step] = sum += field.values[step];
     this.text = element('span');
     this.chips.append(this.text);

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import spaces
 from torch import Tensor
 
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import NOTHING
-from rlstore.replay.loading.steps import as_array
+from rlstore.replay.loading.steps import as_array, as_numpy, numpy_dtype
 
 Space = spaces.Space[Any]
 
@@ -39,7 +38,7 @@ def action_space_of(episodes: Iterable[Any]) -> Space:
         shape, dtype = _form(array, "actions")
         if dtype.kind == "f":
             return box_of(shape, dtype)
-        values = np.asarray(array).reshape(len(array), -1)
+        values = as_numpy(array).reshape(len(array), -1)
         if values.size:
             lows.append(values.min(0))
             highs.append(values.max(0))
@@ -55,8 +54,8 @@ def _form(value: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     array = as_array(value, name)
     if not array.shape:
         raise InvalidInputError(f"{name} is a single number; it has to be [steps, ...]. {NOTHING}")
-    dtype = torch.empty(0, dtype=array.dtype).numpy().dtype if isinstance(array, Tensor) else array.dtype
-    return tuple(array.shape[1:]), dtype
+    dtype = numpy_dtype(array.dtype) if isinstance(array, Tensor) else array.dtype
+    return tuple(array.shape[1:]), dtype or np.dtype(np.float32)
 
 
 def box_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:

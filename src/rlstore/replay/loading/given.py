@@ -14,7 +14,7 @@ from rlstore.engine.rows.schema import Field, Structure
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.names import NOTHING
-from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, held, is_held_as_it_is, joined
+from rlstore.replay.loading.steps import Array, Flags, Steps, as_array, as_numpy, held, is_held_as_it_is, joined
 
 _FLAGS = ("terminated", "truncated")
 _HOST = torch.device("cpu")
@@ -70,14 +70,14 @@ class Given:
 
     def _count(self, values: Mapping[str, Any]) -> int:
         """The number of steps, which all arrays have; of an episode there may be one more observation."""
-        fields, steps = self._fields, _size(self._columns[1])
-        self._is_longer = self._is_episode and all(_size(leaf) == steps + 1 for leaf in self._observations)
+        fields, steps = self._fields, size_of(self._columns[1])
+        self._is_longer = self._is_episode and all(size_of(leaf) == steps + 1 for leaf in self._observations)
         named = list(zip(fields.observations, self._observations, strict=True))
         if self._following is not None:
             named += zip(map(_following_of, fields.observations), self._following, strict=True)
         named += zip(fields.columns, self._columns, strict=True)
-        sizes = {field.name: _size(value) for field, value in named}
-        flags = {name: _size(values[name]) for name in _FLAGS if name in values}
+        sizes = {field.name: size_of(value) for field, value in named}
+        flags = {name: size_of(values[name]) for name in _FLAGS if name in values}
         sizes.update({name: size for name, size in flags.items() if size or not self._is_episode})
         if not steps:
             raise InvalidInputError(f"there are no steps: {_told(sizes)}. {NOTHING}")
@@ -104,7 +104,7 @@ class Given:
         value = values.get(name, False)
         if value is False:
             return np.zeros(self._steps, np.uint8)
-        if self._is_episode and not _size(value):
+        if self._is_episode and not size_of(value):
             value = [False] * (self._steps - 1) + [value]
         if getattr(value, "dtype", None) == np.bool_ and value.shape == (self._steps,):
             return np.ascontiguousarray(value).view(np.uint8)
@@ -221,7 +221,7 @@ def _told(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def _size(value: Any) -> int:
+def size_of(value: Any) -> int:
     """The entries of an array or a list; 0 of a single value."""
     shape = getattr(value, "shape", None)
     if shape is not None:
@@ -280,7 +280,7 @@ def _is_rounded(field: Field, value: Array) -> bool:
 def _refuse_nan(field: Field, value: Array) -> None:
     if not _has_nan(value):
         return
-    place = np.argwhere(np.isnan(np.asarray(value)))[0].tolist()
+    place = np.argwhere(np.isnan(as_numpy(value)))[0].tolist()
     raise InvalidInputError(
         f"{field.name}{place} is nan, and so would be all parameters of a network that learns from it. Leave the "
         f"episode out, or give a number instead. {NOTHING}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ _NO_ENDS = (
     f"{', '.join(TRUNCATED[:-1])} or {TRUNCATED[-1]}, True where it was cut off. For data without ends give truncated "
     "with False everywhere"
 )
+_OWN = 'Fields of your own have to be declared: extra_fields={"costs": ((), "float32")}, by name a shape and a dtype.'
 
 
 def by_name(given: Any, fields: StepFields | None) -> dict[str, Any]:
@@ -53,12 +54,15 @@ def by_name(given: Any, fields: StepFields | None) -> dict[str, Any]:
         if value is None:
             continue
         if name in found:
-            raise InvalidInputError(f"{name!r} is there twice, once as {key!r}; give one of them. {NOTHING}")
+            other = next(k for k in given if _SAME.get(k, k) == name and given[k] is not None)
+            raise InvalidInputError(f"{other!r} and {key!r} are the same flags; give one of them. {NOTHING}")
         found[name] = value
     missing = [name for name in (*_NEEDED, *own) if name not in found]
     if missing:
+        _refuse_misspelt(given, missing, known, fields)
         raise InvalidInputError(f"it lacks {missing}; it has {list(given)}. {NOTHING}")
     if "terminated" not in found and "truncated" not in found:
+        _refuse_misspelt(given, (*TERMINATED, *TRUNCATED), known, fields)
         raise InvalidInputError(f"there are {_NO_ENDS}. {NOTHING}")
     return found
 
@@ -80,6 +84,16 @@ def _is_beside(key: Any) -> bool:
     return isinstance(key, str) and key.partition("/")[0] in _IGNORED
 
 
+def _refuse_misspelt(
+    given: Mapping[Any, Any], missing: Iterable[str], known: tuple[str, ...], fields: StepFields | None
+) -> None:
+    """Name what is there under a name that is almost a missing one."""
+    wanted = tuple(missing)
+    for key in given:
+        if key not in known and not _is_beside(key) and did_you_mean(key, wanted):
+            raise _unknown(key, known, fields)
+
+
 def _unknown(key: Any, known: tuple[str, ...], fields: StepFields | None) -> InvalidInputError:
     if key in _JOINED:
         hint = (
@@ -87,6 +101,7 @@ def _unknown(key: Any, known: tuple[str, ...], fields: StepFields | None) -> Inv
             "next observation): give terminated or truncated."
         )
     else:
-        own = [] if fields is None else list(fields.extra_names)
-        hint = f"{did_you_mean(key, known)} Fields of your own are named in extra_fields, which has {own or 'none'}."
+        hint = f"{did_you_mean(key, known)} {_OWN}"
+        if fields is not None:
+            hint += f" This storage has {list(fields.extra_names) or 'none'}."
     return InvalidInputError(f"{key!r} is not known; it takes {list(known)}.{hint} {NOTHING}")

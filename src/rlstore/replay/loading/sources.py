@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,8 +12,9 @@ from rlstore.engine.rows.step_fields import StepFields
 from rlstore.episodes import Episode
 from rlstore.errors import InvalidInputError
 from rlstore.replay.loading.forms import Space, action_space_of, observation_space_of
-from rlstore.replay.loading.given import Given
+from rlstore.replay.loading.given import Given, size_of
 from rlstore.replay.loading.names import NOTHING, by_name, told_of
+from rlstore.replay.loading.steps import as_numpy
 
 _ARRAYS = "arrays"
 _NO_STEPS = f"there are no episodes. {NOTHING}"
@@ -58,6 +60,8 @@ class Arrays:
     def __init__(self, arrays: Any) -> None:
         with told_of(_ARRAYS):
             self._arrays = by_name(arrays, None)
+            if not size_of(self._arrays["rewards"]):
+                raise InvalidInputError(f"rewards have no steps; arrays are [steps, ...]. {NOTHING}")
         self._given: Given | None = None
 
     def given(self, fields: StepFields, *, checked: bool) -> Iterator[Given]:
@@ -81,7 +85,7 @@ class Arrays:
     def lengths(self) -> Iterable[int]:
         """The steps of each episode."""
         given = (self._arrays.get(name) for name in ("terminated", "truncated"))
-        ended = np.logical_or.reduce([np.asarray(flags).reshape(-1) != 0 for flags in given if flags is not None])
+        ended = np.logical_or.reduce([as_numpy(flags).reshape(-1) != 0 for flags in given if flags is not None])
         stops = np.unique(np.r_[np.flatnonzero(ended) + 1, len(ended)])
         lengths: list[int] = np.diff(stops, prepend=0).tolist()
         return lengths
@@ -97,11 +101,16 @@ class EpisodeList:
     """
 
     def __init__(self, episodes: Any, what: str) -> None:
-        if isinstance(episodes, Mapping) or not isinstance(episodes, Iterable):
+        if isinstance(episodes, Mapping) or not isinstance(episodes, (Iterable, PathLike)):
             flat = " Arrays with many episodes one after another are for from_arrays()."
             raise InvalidInputError(
                 f"{what} got a {type(episodes).__name__}; give a list of episodes, each a dict of arrays."
                 f"{flat if isinstance(episodes, Mapping) else ''} {NOTHING}"
+            )
+        if isinstance(episodes, (str, PathLike)):
+            raise InvalidInputError(
+                f"{what} got {str(episodes)!r}; open a file with a reader of rlstore.data first, as read_npz(path). "
+                f"{NOTHING}"
             )
         self._episodes: Iterable[Any] = episodes
         self._what, self.is_repeatable = what, not isinstance(episodes, Iterator)

@@ -115,17 +115,26 @@ def is_held_as_it_is(field: Field, value: Array) -> bool:
     if value.shape[1:] != field.shape:
         return False
     if isinstance(value, np.ndarray):
-        return value.dtype == _numpy_dtype(field.dtype) and value.flags.c_contiguous
+        return value.dtype == numpy_dtype(field.dtype) and value.flags.c_contiguous
     return bool(value.dtype == field.dtype and value.is_contiguous())
 
 
 @cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     """The same dtype of numpy's; None if it has none."""
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:
         return None
+
+
+def as_numpy(value: Array) -> np.ndarray[Any, Any]:
+    """A value in an array of numpy's: bfloat16, which it does not have, as float32."""
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    numbers: np.ndarray[Any, Any] = (tensor.float() if numpy_dtype(tensor.dtype) is None else tensor).numpy()
+    return numbers
 
 
 def held(field: Field, value: Array) -> Array:
