@@ -318,6 +318,7 @@ def test_a_storage_larger_than_the_machine_is_refused_before_it_is_touched():
 
 @pytest.mark.parametrize(("prefetch", "closed"), [(0, "storage"), (1, "learner"), (1, "storage")])
 def test_close_ends_an_iteration_that_waits(prefetch, closed):
+    before = set(threading.enumerate())  # storages of other tests may have threads yet
     storage = DISCRETE.make(3)
     learner = storage.learner(batch_size=1, prefetch=prefetch)
     served = []
@@ -333,7 +334,7 @@ def test_close_ends_an_iteration_that_waits(prefetch, closed):
     assert served == [[5]]
     with pytest.raises(StopIteration):
         next(iter(learner))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rlstore")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("rlstore")]
 
 
 def test_a_closed_learner_puts_back_what_its_thread_holds():
