@@ -71,6 +71,7 @@ test: $(VENV)/ready
 
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture
+	RLSTORE_EXAMPLES=1000 $(PY) -m pytest --timeout 3600 $(wildcard tests/replay/test_*_machine.py)
 
 # The C++ with sanitizers of GCC: the tests that reach most of it, with random and hostile input; those in which threads use it;
 # and, in threads and without Python, what processes share without a lock.

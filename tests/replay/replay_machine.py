@@ -24,9 +24,9 @@ from replay_world import FINAL_FORMS, Given
 
 from rlstore import NotReadyError, RowNotHeldError
 
-# RLSTORE_EXAMPLES=2000 looks for an hour.
+# `make torture` looks at many more.
 LIMITS = settings(
-    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "25")),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),
