@@ -116,14 +116,15 @@ $(ADAPTERS_VENV)/ready: $(SOURCES) adapters/requirements.txt
 
 adapters: $(ADAPTERS_VENV)/ready
 	$(ADAPTERS_PY) -m pytest adapters
-	if $(RLLTE_PYTHON) --version; then $(MAKE) rllte; fi
 	$(ADAPTERS_PY) -m adapters.learn_sb3 --out out/adapters
 
-# rllte needs Python 3.10 and versions of numpy and matplotlib that nothing else here can use. Without it the others are run.
+# rllte needs Python 3.10, and versions of numpy and matplotlib that nothing else here can use. rlstore comes last, with a newer
+# gymnasium than seaborn's of that time allows for: pip finds nothing that suits all.
 $(RLLTE_VENV)/ready: $(SOURCES) adapters/requirements-rllte.txt
 	$(RLLTE_PYTHON) -m venv $(RLLTE_VENV)
 	$(RLLTE_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(RLLTE_VENV)/bin/python -m pip install --quiet --editable . --requirement adapters/requirements-rllte.txt
+	$(RLLTE_VENV)/bin/python -m pip install --quiet --requirement adapters/requirements-rllte.txt
+	$(RLLTE_VENV)/bin/python -m pip install --quiet --editable . 'numpy<2'
 	touch $@
 
 rllte: $(RLLTE_VENV)/ready
