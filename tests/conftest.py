@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,16 +27,29 @@ settings.register_profile(
 settings.load_profile("rlstore")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What two processes may run at once: whole files; and one Ray cluster at a time, which others would find.
+def unit(nodeid: str) -> str:
+    """What one process runs from beginning to end: a file, or all tests with Ray, whose clusters would find each other."""
+    return "ray" if re.search(r"(?<![a-z])ray(?![a-z])", nodeid.lower()) else nodeid.partition("::")[0]
 
-    The tests with Ray take longest, and those of whole programs after them: they begin first, so that both processes
-    end at about the same time.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests with Ray take longest, and those of whole programs after them.
+
+    They begin first, so that both processes end at about the same time.
     """
-    on_ray = {item: bool(re.search(r"(?<![a-z])ray(?![a-z])", item.nodeid.lower())) for item in items}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray[item] else item.path.as_posix()))
-    items.sort(key=lambda item: (not on_ray[item], item.path.parent != Path(__file__).parent))
+    items.sort(key=lambda item: (unit(item.nodeid) != "ray", item.path.parent != Path(__file__).parent))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How xdist distributes units. Its own ``loadgroup`` groups nothing with pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    return Units(config, log)
 
 
 def pytest_collection_finish() -> None:
