@@ -55,7 +55,7 @@ QUICK := $(filter-out $(LONG),$(wildcard tests/contract/test_*.py tests/engine/t
 	tests/kernels/test_table.py tests/ray/test_steps_and_wire.py
 
 quick: $(VENV)/ready
-	$(PY) -m pytest --numprocesses 2 -m "not torture and not slow" $(QUICK)
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" $(QUICK)
 
 # A wheel for each Python, in dist, tried without a compiler: it downloads torch for each.
 wheels:
@@ -67,7 +67,7 @@ quick-files:
 	@echo $(QUICK) > build/quick-files
 
 test: $(VENV)/ready
-	$(PY) -m pytest --numprocesses 2 --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 torture: $(VENV)/ready
 	$(PY) -m pytest -m torture
@@ -79,7 +79,7 @@ HOSTILE := $(wildcard tests/replay/test_*_machine.py tests/test_*forged*.py test
 LOCKLESS := $(addprefix csrc/,episodes.cpp frames.cpp limiter.cpp processes.cpp replay.cpp rows.cpp slots.cpp)
 
 sanitize: $(VENV)/ready
-	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 \
+	tools/sanitize/run.sh address,undefined $(PY) --numprocesses 2 --dist loadgroup \
 		tests/kernels tests/engine tests/test_golden.py tests/test_threads.py $(HOSTILE)
 	tools/sanitize/run.sh thread $(PY) tests/test_threads.py tests/kernels/test_native_threads.py
 	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -Wno-tsan tests/sanitize/threads.cpp $(LOCKLESS) -o build/sanitize/threads

@@ -42,7 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How xdist distributes units. Its own ``loadgroup`` groups nothing with pytest 9.2."""
+    """``--dist loadgroup`` distributes units: xdist's own groups nothing with pytest 9.2."""
+    if config.getoption("dist") != "loadgroup":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):

@@ -26,5 +26,5 @@ print(f"README.md: {len(blocks)} programs ran")'
 "$python" -m rlstore demo ppo --steps 20000
 "$python" -m rlstore inspect tests/golden/snapshots/replay --html build/page.html
 # shellcheck disable=SC2046  # the names are to be split
-CI=1 "$python" -m pytest -p no:cacheprovider --quiet --numprocesses 2 -m "not torture and not slow" \
+CI=1 "$python" -m pytest -p no:cacheprovider --quiet --numprocesses 2 --dist loadgroup -m "not torture and not slow" \
     $(while read -r files; do echo "$files"; done < build/quick-files)
