@@ -28,7 +28,7 @@ settings.load_profile("rlstore")
 
 
 def unit(nodeid: str) -> str:
-    """What one process runs from beginning to end: a file, or all tests with Ray, whose clusters would find each other."""
+    """What one process runs: a file, or all tests with Ray, whose clusters would find each other."""
     return "ray" if re.search(r"(?<![a-z])ray(?![a-z])", nodeid.lower()) else nodeid.partition("::")[0]
 
 
