@@ -7,6 +7,7 @@ episodes begin, end and are broken off. What a storage holds after a kill is com
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import pickle
@@ -279,6 +280,7 @@ def images(kind: Kind, folder: Path, before: list[int], watched: list[int], seed
     path, seen = folder / "mapped", folder / "seen"
 
     def body() -> None:
+        gc.disable()  # a collection in the middle of a call would be gone through step by step, which takes a minute
         random_ = random.Random(seed)
         storage = kind.open(path)
         for operation in before:
