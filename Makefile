@@ -8,6 +8,8 @@ ADAPTERS_VENV := .venv-adapters
 ADAPTERS_PY := $(ADAPTERS_VENV)/bin/python
 RLLTE_VENV := .venv-rllte
 RLLTE_PYTHON ?= python3.10
+OLDEST_VENV := .venv-oldest
+OLDEST_PYTHON ?= python3.10
 REVERB_VENV := .venv-reverb
 REVERB_PYTHON ?= python3.11
 DOCS_VENV := .venv-docs
@@ -19,7 +21,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*) $(MO
 # Tests start many processes, which import faster with bytecode: it is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters rllte lint learn docs docs-serve clean always
+.PHONY: demo quick quick-files wheels test torture sanitize bench reverb adapters rllte oldest lint learn docs docs-serve clean always
 
 # The environment is created on first use and updated when one of its inputs changes. rsl_rl, rllte and Stable-Baselines3, which
 # the tests train with, require ONNX, the TensorBoard server, old versions of matplotlib and more, none of which is needed here:
@@ -129,6 +131,19 @@ $(RLLTE_VENV)/ready: $(SOURCES) adapters/requirements-rllte.txt
 
 rllte: $(RLLTE_VENV)/ready
 	$(RLLTE_VENV)/bin/python -m pytest adapters/test_rllte.py
+
+# The oldest versions that pyproject.toml allows. This torch is only there for CUDA, with several gigabytes, and its Triton is too
+# old for our kernels: they run in the interpreter of a newer one.
+$(OLDEST_VENV)/ready: $(SOURCES)
+	$(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet torch==2.3.0 tensordict==0.9.1 gymnasium==1.1.0 numpy==1.24.0 ray==2.40.0 \
+		--editable '.[inspect,ray]' pytest pytest-timeout pytest-xdist hypothesis safetensors
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps triton==3.6.0
+	touch $@
+
+oldest: $(OLDEST_VENV)/ready
+	CI=1 $(OLDEST_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" \
+		-W 'ignore:NumPy will stop allowing:DeprecationWarning' $(QUICK) tests/kernels tests/replay
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

@@ -1,4 +1,4 @@
-// Converts Python tensors to raw pointers, through torch's DLPack exchange table (see dlpack.h).
+// Converts Python tensors to raw pointers, through torch's DLPack exchange table (see dlpack.h), or what stands in for it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "bindings_exchange.h"
 #include "dlpack.h"
 
 namespace rlstore {
@@ -37,11 +38,11 @@ inline void load_exchange() {
   find_lowest_mapped();
   nb::module_ torch = nb::module_::import_("torch");
   nb::object tensor = torch.attr("Tensor");
-  if (!nb::hasattr(tensor, "__dlpack_c_exchange_api__")) {
-    const std::string version = nb::cast<std::string>(nb::str(torch.attr("__version__")));
-    throw nb::import_error(("rlstore needs torch 2.10 or later; this is torch " + version).c_str());
-  }
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
+  if (!nb::hasattr(tensor, "__dlpack_c_exchange_api__")) {
+    exchange = make_exchange(torch);
+    return;
+  }
   nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   exchange = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!exchange) throw nb::python_error();

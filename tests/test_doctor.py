@@ -58,7 +58,8 @@ def test_the_versions_are_those_that_run():
     found = {each.name: each.value for each in examine()}
     assert found["rlstore"] == rlstore.__version__
     assert found["Python"].startswith(sys.version.split()[0])
-    assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
+    assert torch.__version__.startswith(found["torch"])  # a build for CUDA may add which
+    assert found["numpy"] == np.__version__
     assert found["native module"].startswith("C++ for ")
 
 
@@ -77,11 +78,11 @@ def test_the_exit_status_says_whether_something_is_broken(monkeypatch, capsys):
 
 
 def test_the_report_is_80_columns_wide_and_breaks_no_command(versions, cuda, monkeypatch):
-    versions.update(torch="2.9.1", ray=None, triton=None)
+    versions.update(torch="2.2.2", ray=None, triton=None)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     lines = report(examine())
     assert max(map(len, lines)) <= 80
-    assert any("pip install 'torch>=2.10'" in line for line in lines)
+    assert any("pip install 'torch>=2.3'" in line for line in lines)
 
 
 def test_a_package_that_is_missing_or_too_old_is_named_with_the_command_that_installs_it(versions):
@@ -100,7 +101,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_command_that_ins
 
 @pytest.mark.parametrize(
     ("version", "is_broken"),
-    [("2.9.1", True), ("2.10", False), ("2.10.0+cu130", False), ("2.13.0a0+git1", False), ("10.0", False)],
+    [("2.2.2", True), ("2.3", False), ("2.10.0+cu130", False), ("2.13.0a0+git1", False), ("10.0", False)],
 )
 def test_versions_are_compared_as_numbers(version, is_broken, versions):
     versions["torch"] = version
@@ -171,11 +172,18 @@ def test_the_version_of_the_native_module_is_named(chosen, value, advice, monkey
     monkeypatch.setattr(doctor, "_imported", lambda name: (module, "") if name == "rlstore.kernels" else real(name))
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None, raising=False)
     found = finding("native module")
     assert found.value.startswith(value)
     assert not found.is_broken
     assert bool(found.advice) == bool(advice)
     assert advice in found.advice
+
+
+def test_a_torch_without_a_table_of_functions_is_slow(monkeypatch):
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    assert f"torch {torch.__version__} has no table" in finding("native module").advice
+    assert not finding("native module").is_broken
 
 
 # ------------------------------------------------------------------------------------------------------ accelerator
@@ -208,6 +216,12 @@ def test_a_driver_that_torch_cannot_use(cuda):
 def test_cuda_without_triton_is_slow(cuda, versions):
     versions["triton"] = None
     assert "plain torch" in finding("Triton").advice
+    assert not finding("Triton").is_broken
+
+
+def test_a_triton_that_refuses_the_kernels_is_slow(cuda, versions):
+    versions["triton"] = "3.3.1"
+    assert "Triton 3.3.1 is older than 3.4" in finding("Triton").advice
     assert not finding("Triton").is_broken
 
 

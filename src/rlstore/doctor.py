@@ -159,7 +159,13 @@ def _native() -> Finding:
         return Finding("native module", "cannot be imported", advice, is_broken=True)
     chosen: str = module.instruction_set()
     advice = ""
-    if not chosen and platform.machine() == "x86_64" and platform.system() == "Linux":
+    torch = importlib.import_module("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        advice = (
+            f"torch {torch.__version__} has no table of functions (torch 2.10 and later have one) through which "
+            "rlstore reads tensors: each tensor of a call takes about half a microsecond more."
+        )
+    elif not chosen and platform.machine() == "x86_64" and platform.system() == "Linux":
         advice = (
             "The native module was compiled for plain x86-64 only, without AVX2 and AVX-512. Install a wheel (pip "
             "install --only-binary rlstore rlstore), or compile it with GCC 12 or later: CXX=g++-12 pip install ."
@@ -196,6 +202,14 @@ def _triton(has_cuda: bool) -> Finding:
     if version is None:
         advice = 'Storages with device="cuda" run in plain torch, with many launches for each call: pip install triton'
         return Finding("Triton", "not installed", advice)
+    kernels, _ = _imported("rlstore.kernels")
+    if kernels is not None and _numbers(version) < kernels.OLDEST_TRITON:
+        least = ".".join(map(str, kernels.OLDEST_TRITON))
+        advice = (
+            f'Triton {version} is older than {least}, which comes with torch 2.8: storages with device="cuda" run in '
+            "plain torch, with many launches for each call. Upgrade torch."
+        )
+        return Finding("Triton", version, advice)
     if _found_compiler() is None:
         advice = (
             'Triton needs a C compiler when it is first used, so storages with device="cuda" do not work. Install gcc '

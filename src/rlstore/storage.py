@@ -36,6 +36,7 @@ any other name          a field of the user, declared in ``extra_fields``: requi
 from __future__ import annotations
 
 import copy
+import copyreg
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +70,16 @@ from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, Sn
 Sample = Mapping[str, Any]
 BatchDict = dict[str, Any]
 _AnyStorage = TypeVar("_AnyStorage", bound="Storage")
+
+
+def _remade_generator(device: torch.device, state: Tensor) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    return generator
+
+
+if torch.Generator.__reduce__ is object.__reduce__:  # torch before 2.5 neither copies nor pickles generators
+    copyreg.pickle(torch.Generator, lambda it: (_remade_generator, (it.device, it.get_state())))
 
 
 class Critic(Protocol):
@@ -684,7 +695,7 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (SnapshotError, DoesNotFitError, DiskFullError):
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
         raise DoesNotFitError(f"there is not enough memory to load the snapshot in {os.fspath(path)}") from error
     except OSError as error:
         raise SnapshotError(f"the snapshot in {os.fspath(path)} cannot be read: {error}") from error

@@ -119,6 +119,7 @@ def test_what_a_caller_may_do_to_a_tensor():
     assert copy.deepcopy(third.t_()).tolist() == [0.0] * 17
 
 
+@pytest.mark.skipif(not hasattr(torch, "OutOfMemoryError"), reason="torch before 2.5 counts their versions together")
 def test_a_compiled_caller_gets_the_same():
     pieces = Pieces([(5, 3), (4,)], [FLOAT, FLOAT], CPU)
 

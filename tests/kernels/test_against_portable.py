@@ -343,12 +343,10 @@ def test_copy_lanes_agrees(seed, steps, lanes, fields, data):
     for implementation in (native("copy_lanes"), PORTABLE["copy_lanes"]):
         outs = [guarded((steps, last - first, *source.shape[2:]), source.dtype) for source in sources]
         implementation(sources, first, last, tuple(out for out, _ in outs))
-        for (out, whole), truth, source in zip(outs, expected, sources, strict=True):
-            assert torch.equal(out, source[:, first:last])
+        for (out, whole), truth in zip(outs, expected, strict=True):
             assert out.tolist() == truth
             assert_guards_whole(whole)
-    for now, then in zip(sources, before, strict=True):
-        assert torch.equal(now, then)
+    assert [now.tolist() for now in sources] == [then.tolist() for then in before]
 
 
 def test_inputs_are_left_as_they_were():

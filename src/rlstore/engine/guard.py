@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  (before register_at_fork below)
 import copyreg
 import os
 import weakref
@@ -122,6 +123,8 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
+# Before a fork, what was registered last comes first. concurrent.futures takes the lock of all thread pools there, and
+# so does a thread that holds a guard and submits work: were it registered later, they would wait for each other.
 _FORKING = Guard()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -66,6 +66,8 @@ __all__ = [
     "start_writeback",
 ]
 
+OLDEST_TRITON = (3, 4)  # that comes with torch 2.8; those before it refuse the kernels
+
 # What a device has besides the portable version; that for CUDA is imported when it is first asked for.
 _VERSIONS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "cpu": {
@@ -148,11 +150,15 @@ def kernel(operation: str, device_type: str) -> Any:
 
 @cache
 def _cuda() -> Mapping[str, Callable[..., Any]]:
-    """The operations in Triton, which comes with torch for CUDA; none where it is not installed."""
+    """The operations in Triton, which comes with torch for CUDA; none where it is not installed, or too old."""
     try:
-        from rlstore.kernels import cuda
+        from triton import __version__
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         return {}
+    if tuple(map(int, __version__.split(".")[:2])) < OLDEST_TRITON:
+        return {}
+    from rlstore.kernels import cuda
+
     return cuda.OPERATIONS

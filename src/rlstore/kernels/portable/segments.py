@@ -26,8 +26,12 @@ def split_segments(dones: Tensor, first: int, last: int, lanes: Tensor, starts: 
     lengths.copy_(stops - starts)
 
 
-# Not every torch can fill the unsigned types; their zero is the same in the signed ones.
+# Not every torch can index or fill the unsigned types; the bits of the signed ones are the same, and so is their zero.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    return tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def pad_segments(
@@ -39,9 +43,9 @@ def pad_segments(
     inside = t < lengths
     mask.copy_(inside)
     for source, target in zip(sources, targets, strict=True):
-        picked = source[(starts + t).clamp(max=max(source.shape[0] - 1, 0)), lanes]
-        target.copy_(picked)
-        target.view(_SIGNED.get(target.dtype, target.dtype))[~inside] = 0
+        picked = _signed(source)[(starts + t).clamp(max=max(source.shape[0] - 1, 0)), lanes]
+        target.copy_(picked.view(source.dtype))
+        _signed(target)[~inside] = 0
 
 
 def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tuple[Tensor, ...]) -> None:
@@ -52,7 +56,7 @@ def copy_lanes(sources: tuple[Tensor, ...], first: int, last: int, targets: tupl
 
 def first_states(states: Tensor, lanes: Tensor, starts: Tensor, target: Tensor) -> None:
     """``target[l, s] = states[starts[s], l, lanes[s]]`` for states ``[steps, layers, lanes, hidden]``."""
-    target.copy_(states[starts, :, lanes].transpose(0, 1))
+    target.copy_(_signed(states)[starts, :, lanes].view(states.dtype).transpose(0, 1))
 
 
 def tabulate_trajectories(dones: Tensor, width: int, table: Tensor, totals: Tensor) -> None:
@@ -73,7 +77,7 @@ def fill_trajectories(
     steps, count = mask.shape[0], min(int(totals[batch]), mask.shape[1])
     lanes, starts, lengths = table[:, batch * width * steps :][:, :count].long()
     for target in (*targets[: len(padded) + len(states)], mask):
-        target[:, count:].view(_SIGNED.get(target.dtype, target.dtype)).zero_()
+        _signed(target[:, count:]).zero_()
     there = [target[:, :count] for target in targets]
     pad_segments(padded, lanes, starts, lengths, tuple(there[: len(padded)]), mask[:, :count])
     for state, target in zip(states, there[len(padded) :], strict=False):
