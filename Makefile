@@ -143,7 +143,7 @@ $(OLDEST_VENV)/ready: $(SOURCES)
 
 oldest: $(OLDEST_VENV)/ready
 	CI=1 $(OLDEST_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup -m "not torture and not slow" \
-		-W 'ignore:NumPy will stop allowing:DeprecationWarning' $(QUICK) tests/kernels tests/replay
+		$(QUICK) tests/kernels tests/replay
 
 learn: $(VENV)/ready
 	$(PY) examples/learn.py --out out/learn

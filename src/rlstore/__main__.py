@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import rlstore.demo as demo
 import rlstore.doctor as doctor
 
 _FAILED = 3  # Python's own status for an exception, 1, says that something is damaged
+_UNREAD = 141  # that of programs that SIGPIPE ends
 
 _VERIFY = """Checks every checksum and every table of what rlstore has written: a snapshot, a journal, the folder
 of memory="mapped" or of save_snapshot, or a folder of such folders. Nothing is changed, and a storage may use the
@@ -55,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         status: int = given.run(given, parser)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it exits
+        return _UNREAD
     except Exception:
         traceback.print_exc()
         return _FAILED

@@ -291,3 +291,14 @@ def test_a_new_process_knows_the_classes_of_snapshots(command, told):
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert told in done.stdout
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["demo"], ["verify", OLD[0]], ["inspect", OLD[0]]], ids=lambda c: c[0])
+def test_output_that_nobody_reads_is_no_error(command):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", "rlstore", *map(str, command)], stdout=unread, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -64,7 +64,9 @@ def _show(subject: Subject, page: Path | None) -> int:
         from rlstore.look.terminal import rendered
 
         console = Console()
-        console.print(rendered(summarize(subject), console.width))
+        with console.capture() as shown:  # rich itself would exit with the status for damage where nobody reads
+            console.print(rendered(summarize(subject), console.width))
+        print(shown.get(), end="")
         return 0
     try:
         summary = write_page(subject, page)
