@@ -91,7 +91,7 @@ def test_apex_keeps_its_replay_ratio_and_names_an_actor_that_died(monkeypatch):
     go_on_until(monkeypatch, apex_dqn.Run, lambda run: is_over(run, storages[0]))
     with pytest.warns(RuntimeWarning) as warned:
         result = apex_dqn.train(3000, seed=3)
-    messages = [str(warning.message) for warning in warned]
+    messages = [str(warning.message) for warning in warned if issubclass(warning.category, RuntimeWarning)]
     assert len(messages) == 2, messages
     first, last = messages
     assert re.match(r'the writer "actor 0" \(process \d+\) of this .* died', first)
@@ -175,7 +175,7 @@ def test_impala_replays_rollouts_of_an_lstm_exactly_and_names_an_actor_that_died
     with pytest.warns(RuntimeWarning) as warned:
         result = impala.train(1, seed=3, memory="lstm")
     check_batches(result, versions, differences)
-    messages = [str(warning.message) for warning in warned]
+    messages = [str(warning.message) for warning in warned if issubclass(warning.category, RuntimeWarning)]
     assert messages[-1] == "actor 0 ended with exit code -9"
     # The other actor may have been the one to find it.
     assert all(re.match(r'actor "actor 0" \(process \d+\) died', message) for message in messages[:-1])
