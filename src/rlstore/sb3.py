@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Iterable
+from functools import cached_property, partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,22 +21,36 @@ from tensordict import TensorDict
 from torch import Tensor
 
 try:
-    from stable_baselines3.common import buffers
-    from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
-    from stable_baselines3.common.type_aliases import (
-        DictReplayBufferSamples,
-        DictRolloutBufferSamples,
-        ReplayBufferSamples,
-        RolloutBufferSamples,
-    )
-    from stable_baselines3.common.utils import get_device
-    from stable_baselines3.common.vec_env import VecNormalize
-except ImportError as error:  # pragma: no cover - run by a test in a process of its own
+    import stable_baselines3
+except ModuleNotFoundError as error:
+    if error.name != "stable_baselines3":
+        raise  # it is installed, and lacks a package itself
     raise ImportError(
         "rlstore.sb3 needs Stable-Baselines3, which is not installed: pip install stable-baselines3"
     ) from error
+if tuple(map(int, stable_baselines3.__version__.split(".")[:2])) < (2, 7):
+    raise ImportError(
+        f"rlstore.sb3 needs Stable-Baselines3 2.7 or later, and {stable_baselines3.__version__} is installed: "
+        "pip install --upgrade stable-baselines3"
+    )
 
-from rlstore import PrioritizedReplayStorage, ReplayStorage, RolloutStorage
+from stable_baselines3.common import buffers
+from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
+from stable_baselines3.common.type_aliases import (
+    DictReplayBufferSamples,
+    DictRolloutBufferSamples,
+    ReplayBufferSamples,
+    RolloutBufferSamples,
+)
+from stable_baselines3.common.utils import get_device
+from stable_baselines3.common.vec_env import VecNormalize
+
+from rlstore import Journal, PrioritizedReplayStorage, ReplayStorage, RolloutStorage
+from rlstore.engine.calls import check_known, warn_caller
+from rlstore.engine.disk.journal import as_journal
+from rlstore.engine.disk.manifest import NAME
+from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
 
 __all__ = [
     "DictReplayBuffer",
@@ -43,8 +60,21 @@ __all__ = [
     "RolloutBuffer",
 ]
 
+_Replay = ReplayStorage | PrioritizedReplayStorage
 # Arrays of Stable-Baselines3's replay buffers that these buffers do not have.
-_ARRAYS = ("observations", "next_observations", "actions", "rewards", "timeouts")
+_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+_PRIORITIES = ("alpha", "beta", "beta_steps")  # options of prioritized sampling
+# Arguments of storages that follow from those of the buffers.
+_REPLAY_GIVEN = ("observation_space", "action_space", "storage_size", "num_envs", "n_step", "discount", "autoreset")
+_ROLLOUT_GIVEN = ("training_type", "num_envs", "num_transitions_per_env", "obs", "actions_shape", "lam")
+
+
+def _refuse_get_samples(kind: type[buffers.BaseBuffer], method: str) -> None:
+    """Refuse a class that overrides a method which is not called here."""
+    if kind._get_samples.__module__ != buffers.__name__:
+        raise InvalidCallError(
+            f"{kind.__name__} overrides _get_samples(), which buffers of rlstore do not call; override {method} instead"
+        )
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -76,6 +106,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
     Stable-Baselines3 read neither ``weights`` nor ``rows`` and never call :meth:`update_priorities`, so with them all
     priorities stay equal and sampling stays uniform: override ``train`` of the algorithm to use them.
 
+    The folder of ``journal`` or ``memory="mapped"`` is opened when ``storage`` is first used, for example by the first
+    ``add``: a model that is loaded for prediction opens none. What a mapped folder holds is there again then; a journal
+    goes on after :meth:`resume`.
+
     Args:
         buffer_size: The number of transitions held, over all environments; then the oldest are overwritten.
         observation_space: The observation space.
@@ -89,6 +123,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         n_steps: Steps over which rewards are summed before the bootstrap. With more than one, samples have
             ``discounts``: ``gamma ** k`` after k steps (0 after a termination, where ``dones`` is 1).
         gamma: The discount factor of these sums, which should be that of the algorithm; without them it is not used.
+            If it is 0, ``dones`` is 1 everywhere, as nothing is bootstrapped.
         prioritized: Draw transitions by priority.
         **options: Further options of the storage, such as ``alpha``, ``beta``, ``seed``, ``memory``, ``path``,
             ``frame_stack`` or ``journal``.
@@ -117,11 +152,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.optimize_memory_usage, self.handle_timeout_termination = optimize_memory_usage, handle_timeout_termination
         self.n_steps, self.gamma, self.prioritized = n_steps, gamma, prioritized
+        needing = [name for name in _PRIORITIES if name in options]
+        if needing and not prioritized:
+            raise InvalidCallError(f"{needing[0]} needs prioritized=True beside it")
+        storage_class = PrioritizedReplayStorage if prioritized else ReplayStorage
+        _check_options(self, ReplayBuffer, storage_class, _REPLAY_GIVEN, options)
         options = {"memory": "ram", "seed": _drawn_seed(), **options}
-        storage_class: Any = PrioritizedReplayStorage if prioritized else ReplayStorage
-        self.storage: ReplayStorage | PrioritizedReplayStorage = storage_class(
-            _observations_held(observation_space),
-            _actions_held(action_space),
+        self._journal = as_journal(type(self).__name__, options.pop("journal", None))
+        self._make = partial(
+            storage_class,
+            observation_space=_observations_held(observation_space),
+            action_space=_actions_held(action_space),
             device=self.device if options["memory"] == "device" else "cpu",
             storage_size=self.buffer_size * n_envs,
             num_envs=n_envs,
@@ -130,8 +171,68 @@ class ReplayBuffer(buffers.ReplayBuffer):
             autoreset="SameStep",
             **options,
         )
+        if options["memory"] != "mapped" and self._journal is None:
+            self.storage = self._opened(self._make())
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _refuse_get_samples(cls, "sample()")
+
+    @cached_property
+    def storage(self) -> _Replay:
+        """The storage, which holds the transitions."""
+        advice = "call resume() of this buffer before `learn`, or give another folder in replay_buffer_kwargs"
+        _require_new(self._journal, advice)
+        return self._opened(self._make(journal=self._journal))
+
+    def _opened(self, storage: _Replay) -> _Replay:
+        """The same storage; its environments are about to be reset."""
         # Algorithms reset environments in the middle of an episode, when they learn again or are resumed.
-        self.storage._appender.warned = True
+        storage._appender.warned = True
+        storage._appender.cut_off()
+        return storage
+
+    def resume(self) -> None:
+        """Go on with what the folder of ``journal`` holds; nothing is done if it holds nothing yet.
+
+        Call it before ``learn``, when the program was killed or has ended, and a new one has loaded (or made) the
+        model. Priorities, random state and options of the storage are those that were saved. The environments begin
+        new episodes.
+
+        Raises:
+            InvalidInputError: (a ValueError) if there is no journal, it was made with other arguments, or it is in use.
+                Nothing was changed.
+        """
+        journal = self._journal
+        if journal is None:
+            raise InvalidInputError(
+                f"this {type(self).__name__} has no journal to go on with. Give its folder, as in replay_buffer_kwargs="
+                '{"journal": "run"}. Nothing was changed.'
+            )
+        if not _is_saved(journal):
+            return
+        wanted = self._make.keywords
+        with SnapshotReader(journal.path) as reader:
+            for name in _REPLAY_GIVEN[:-1]:
+                if reader.settings.get(name) != wanted[name]:
+                    raise InvalidInputError(
+                        f"{name} of this {type(self).__name__} is {wanted[name]}, and the journal in {reader.folder} "
+                        f"was made with {reader.settings.get(name)}. Give the same arguments as before, or another "
+                        "folder. Nothing was changed."
+                    )
+        storage_class: Any = self._make.func
+        self.storage = self._opened(storage_class.load(journal.path, wanted["device"], journal=journal))
+
+    def __getstate__(self) -> dict[str, Any]:
+        storage = self.storage
+        if storage._rows is not None and storage._rows.backing.kind == "mapped":
+            warn_caller(
+                f"a copy of a {type(self).__name__} with memory='mapped' holds all data in RAM, also when it is loaded "
+                "from a file. The data are on disk already: the next buffer with the same arguments opens their "
+                "folder. For a copy of the folder as it is now call storage.save(path) of the buffer.",
+                UserWarning,
+            )
+        return {**self.__dict__, "storage": storage}
 
     @property
     def pos(self) -> int:  # type: ignore[override]
@@ -146,11 +247,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
     @property
     def dones(self) -> _EpisodeEnds:  # type: ignore[override]
         """Takes the end that ``learn`` marks before it resets the environments; it cannot be read."""
-        return _EpisodeEnds()
+        return _EpisodeEnds(self)
 
     def __getattr__(self, name: str) -> Any:
-        hint = ": its data are in `storage`, and storage.get_all_buffer_data() copies them" if name in _ARRAYS else ""
-        raise AttributeError(f"this {type(self).__name__} has no {name!r}{hint}")
+        raise _no_attribute(self, name)
 
     def add(
         self,
@@ -177,13 +277,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
             truncated[:] = [info.get("TimeLimit.truncated", False) for info in infos]
             terminated = terminated & ~truncated
         self.storage.add(
-            _with_axes(obs, self.observation_space, self.n_envs),
+            _as_held(obs, self.observation_space, self.n_envs),
             action.reshape(self.n_envs, self.action_dim),
             reward,
             terminated,
             truncated,
             {},
-            _with_axes(next_obs, self.observation_space, self.n_envs),
+            _as_held(next_obs, self.observation_space, self.n_envs),
         )
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
@@ -251,13 +351,36 @@ class DictReplayBuffer(ReplayBuffer, buffers.DictReplayBuffer):
 
 
 class _EpisodeEnds:
-    """Stands for ``dones`` of Stable-Baselines3, of which its algorithms write one entry and read none."""
+    """Stands for ``dones`` of Stable-Baselines3, of which its algorithms write one entry and read none.
+
+    Args:
+        buffer: The buffer.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
 
     def __setitem__(self, position: int, ended: bool) -> None:
         """With ``optimize_memory_usage`` ``learn`` marks the newest step as an end before it resets the environments.
 
-        Nothing has to be done: the storage sees that the next observations do not continue the episode.
+        It is not always seen otherwise: the observations after a reset may be those before it.
         """
+        buffer = self._buffer
+        if not ended or position != (buffer.pos - 1) % buffer.buffer_size:
+            raise self._unreadable()
+        buffer.storage._appender.cut_off()
+
+    def __getitem__(self, position: Any) -> Any:
+        raise self._unreadable()
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        raise self._unreadable()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._unreadable()
+
+    def _unreadable(self) -> AttributeError:
+        return _no_attribute(self._buffer, "dones")
 
 
 class _Block:
@@ -270,11 +393,19 @@ class _Block:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._shown = name
+
     def __get__(self, buffer: RolloutBuffer | None, owner: type) -> Any:
         return self if buffer is None else self._block(buffer).numpy(force=True)
 
     def __set__(self, buffer: RolloutBuffer, value: Any) -> None:
-        self._block(buffer).copy_(torch.as_tensor(value))
+        block, given = self._block(buffer), torch.as_tensor(value)
+        if given.shape != block.shape:
+            raise InvalidInputError(
+                f"{self._shown} is {tuple(block.shape)} and cannot become {tuple(given.shape)}; it was not changed"
+            )
+        block.copy_(given)
 
     def _block(self, buffer: RolloutBuffer) -> Tensor:
         block: Tensor = getattr(buffer.storage, self._name)
@@ -287,7 +418,12 @@ class RolloutBuffer(buffers.RolloutBuffer):
     The steps are in ``storage``, a :class:`~rlstore.RolloutStorage` on ``device``. ``rewards``, ``values``,
     ``log_probs``, ``returns``, ``advantages`` and ``episode_starts`` are arrays ``[buffer_size, n_envs]``, also after
     :meth:`get`, ``actions`` is ``[buffer_size, n_envs, action_dim]`` float32, and ``observations`` is
-    ``[buffer_size, n_envs, ...]``, or a dict of such arrays. On the CPU they share the memory of the storage.
+    ``[buffer_size, n_envs, ...]``, or a dict of such arrays. On the CPU they share the memory of the storage; elsewhere
+    they are copies, and what is written into them is lost. All but ``observations`` can be assigned, also there
+    (``buffer.rewards = array``); ``pos`` and ``full`` cannot.
+
+    The folder of ``journal`` is opened when ``storage`` is first used. It must hold nothing yet: algorithms collect a
+    new rollout, and never go on with one.
 
     As in Stable-Baselines3, the algorithm has added the value of the final observation to the reward of a step that was
     truncated. Advantages are not normalized here; PPO does that.
@@ -304,6 +440,7 @@ class RolloutBuffer(buffers.RolloutBuffer):
     """
 
     obs_shape: Any
+    generator_ready = False  # arrays are never flattened
     actions = _Block("actions")
     rewards = _Block("rewards")
     values = _Block("values")
@@ -327,11 +464,27 @@ class RolloutBuffer(buffers.RolloutBuffer):
         self.observation_space, self.action_space = observation_space, action_space
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self.gae_lambda, self.gamma = gae_lambda, gamma
+        _check_options(self, RolloutBuffer, RolloutStorage, _ROLLOUT_GIVEN, options)
         example = _example(_observations_held(observation_space), n_envs)
         options = {"gamma": gamma, "lam": gae_lambda, "seed": _drawn_seed(), **options}
-        self.storage = RolloutStorage("rl", n_envs, buffer_size, example, [self.action_dim], self.device, **options)
+        self._journal = as_journal(type(self).__name__, options.pop("journal", None))
+        self._make = partial(
+            RolloutStorage, "rl", n_envs, buffer_size, example, [self.action_dim], self.device, **options
+        )
+        if self._journal is None:
+            self.storage = self._make()
         self.episode_starts = np.zeros((buffer_size, n_envs), dtype=np.float32)
         self._no_ends = torch.zeros(n_envs, dtype=torch.uint8, device=self.device)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _refuse_get_samples(cls, "get()")
+
+    @cached_property
+    def storage(self) -> RolloutStorage:
+        """The storage, which holds the steps."""
+        _require_new(self._journal, "rollouts are not resumed: give another folder in rollout_buffer_kwargs")
+        return self._make(journal=self._journal)
 
     @property
     def pos(self) -> int:  # type: ignore[override]
@@ -375,7 +528,7 @@ class RolloutBuffer(buffers.RolloutBuffer):
             log_prob: The log-probabilities of the actions, ``[n_envs]``.
         """
         step = RolloutStorage.Transition()
-        step.observations = _with_axes(obs, self.observation_space, self.n_envs)
+        step.observations = _as_held(obs, self.observation_space, self.n_envs)
         step.actions = action.reshape(self.n_envs, self.action_dim)  # type: ignore[assignment]
         step.rewards, step.values = reward, value  # type: ignore[assignment]
         step.actions_log_prob = log_prob.reshape(self.n_envs)
@@ -407,6 +560,10 @@ class RolloutBuffer(buffers.RolloutBuffer):
             ``[batch, action_dim]`` float32; ``old_values``, ``old_log_prob``, ``advantages`` and ``returns``
             ``[batch]``.
         """
+        if not self.full:
+            raise NotReadyError(
+                f"the rollout has {self.pos} of {self.buffer_size} steps; mini-batches are served when it is complete"
+            )
         epoch: Any
         for epoch in self.storage.mini_batch_generator(num_mini_batches=1, num_epochs=1):
             scalars = [
@@ -451,11 +608,22 @@ def _actions_held(space: spaces.Space[Any]) -> spaces.Space[Any]:
     return _observations_held(space)
 
 
-def _with_axes(observations: Any, space: spaces.Space[Any], n_envs: int) -> Any:
-    """Observations with the axis of 1 that those of Discrete get."""
+def _as_held(observations: Any, space: spaces.Space[Any], n_envs: int) -> Any:
+    """Observations with the axis of 1 that those of Discrete get, and whole numbers in the dtype of their space.
+
+    Some vector environments serve the dtype that an environment returns, and not that of its space.
+    """
     if isinstance(space, spaces.Dict):
-        return {key: _with_axes(observations[key], part, n_envs) for key, part in space.spaces.items()}
-    return np.reshape(observations, (n_envs, 1)) if isinstance(space, spaces.Discrete) else observations
+        return {key: _as_held(observations[key], part, n_envs) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Discrete):
+        observations = np.reshape(observations, (n_envs, 1))
+    dtype: Any = space.dtype
+    if isinstance(observations, np.ndarray) and observations.dtype is not dtype and dtype.kind != "f":
+        with np.errstate(invalid="ignore"):
+            whole = observations.astype(dtype)
+        if np.array_equal(whole, observations):
+            return whole  # others are refused, as they are
+    return observations
 
 
 def _example(space: spaces.Space[Any], n_envs: int) -> Any:
@@ -463,3 +631,29 @@ def _example(space: spaces.Space[Any], n_envs: int) -> Any:
     if isinstance(space, spaces.Dict):
         return TensorDict({key: _example(part, n_envs) for key, part in space.spaces.items()}, [n_envs])
     return torch.from_numpy(np.zeros((n_envs, *(space.shape or ())), dtype=space.dtype))
+
+
+def _no_attribute(buffer: ReplayBuffer, name: str) -> AttributeError:
+    hint = ": its data are in `storage`, and storage.get_all_buffer_data() copies them" if name in _ARRAYS else ""
+    return AttributeError(f"this {type(buffer).__name__} has no {name!r}{hint}")
+
+
+def _check_options(buffer: Any, kind: type, storage: type, given: tuple[str, ...], options: Iterable[str]) -> None:
+    """Refuse options that neither the buffer nor its storage has, or that follow from those of the buffer."""
+    own = [name for name in signature(kind).parameters if name != "options"]
+    further = [name for name in signature(storage).parameters if name not in (*own, *given)]
+    check_known(f"{type(buffer).__name__}()", options, [*own, *further])
+
+
+def _is_saved(journal: Journal) -> bool:
+    """Whether the folder of a journal holds what a storage has saved."""
+    return os.path.lexists(os.path.join(journal.path, NAME))
+
+
+def _require_new(journal: Journal | None, advice: str) -> None:
+    """Refuse the folder of a journal that holds something, which must not be overwritten."""
+    if journal is not None and _is_saved(journal):
+        raise InvalidInputError(
+            f"the folder {os.path.abspath(journal.path)} already holds what a storage has saved: {advice}. Nothing was "
+            "changed."
+        )

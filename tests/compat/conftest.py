@@ -14,6 +14,7 @@ NEEDED = {
     "test_rllte_drqv2.py": ["rllte"],
     "test_rsl_rl.py": ["rsl_rl"],
     "test_sb3_replay.py": ["stable_baselines3"],
+    "test_sb3_resume.py": ["stable_baselines3"],
     "test_sb3_rollout.py": ["stable_baselines3"],
     "test_sb3_training.py": ["stable_baselines3"],
     "test_switched.py": ["rllte", "rsl_rl"],

@@ -4,12 +4,14 @@ Batches are on CUDA if that is asked for.
 """
 
 import copy
+import re
 import runpy
 import sys
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import stable_baselines3
 import torch
 from combinations import each
 from gymnasium import spaces
@@ -200,6 +202,23 @@ def test_optimized_memory_goes_with_everything_and_changes_nothing():
     assert rows(plain.sample(DRAWS)) == rows(optimized.sample(DRAWS))
 
 
+@pytest.mark.parametrize("memory", ["ram", "shared", "mapped", "device"])
+def test_an_end_that_learn_marks_is_one_where_observations_stay_the_same(memory, tmp_path):
+    path = {"path": tmp_path / "rows"} if memory == "mapped" else {}
+    where = DEVICE if memory == "device" else "cpu"
+    buffer = ReplayBuffer(40, DISCRETE, DISCRETE, where, 2, n_steps=3, gamma=1.0, memory=memory, **path)
+    zeros = np.zeros(2, int)
+    for reward, count in ((1, 5), (10, 20), (100, 5)):  # the last of which replace the first
+        for _ in range(count):
+            buffer.add(zeros, zeros, zeros, np.full(2, reward, np.float32), zeros > 0, [{}, {}])
+        buffer.dones[(buffer.pos - 1) % buffer.buffer_size] = True
+        buffer.dones[(buffer.pos - 1) % buffer.buffer_size] = True  # has ended already
+    samples = buffer.sample(DRAWS)
+    assert set(samples.rewards.flatten().tolist()) == {10, 20, 30, 100, 200, 300}
+    assert (samples.discounts == 1).all()  # none of them is a termination
+    buffer.storage.close()
+
+
 def test_an_end_that_learn_marks_is_no_termination_and_the_next_episode_is_apart():
     buffer = ReplayBuffer(30, BOX, DISCRETE, DEVICE, 1, optimize_memory_usage=True, n_steps=3, gamma=0.5)
     add_all(buffer, steps(BOX, DISCRETE, 1, 2))
@@ -282,7 +301,92 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing():
     assert copy.copy(buffer).storage is buffer.storage
 
 
+@pytest.mark.parametrize(
+    "read",
+    [lambda dones: dones[0], np.zeros_like, lambda dones: dones.sum(), lambda dones: dones.__setitem__(3, True)],
+    ids=["an entry", "all", "their sum", "another write"],
+)
+def test_ends_cannot_be_read(read):
+    buffer = ReplayBuffer(30, BOX, DISCRETE, DEVICE, 1)
+    add_all(buffer, steps(BOX, DISCRETE, 1, 2))
+    with pytest.raises(AttributeError, match=r"has no 'dones': .* storage\.get_all_buffer_data\(\)"):
+        read(buffer.dones)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"n_step": 3}, "has no argument 'n_step'. Did you mean 'n_steps'?"),
+        ({"discount": 0.9}, "has no argument 'discount'. Did you mean 'gamma'?"),
+        ({"priorized": True}, "has no argument 'priorized'. Did you mean 'prioritized'?"),
+        ({"prioritized": True, "alhpa": 0.5}, "has no argument 'alhpa'. Did you mean 'alpha'?"),
+        ({"num_envs": 2}, "has no argument 'num_envs'. Did you mean 'n_envs'?"),
+        ({"autoreset": "NextStep"}, "has no argument 'autoreset'. It takes"),
+        ({"alpha": 0.5}, "alpha needs prioritized=True"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("journal", [False, True])  # whose folder is opened later
+def test_options_that_it_does_not_have_are_refused_at_once(options, advice, journal, tmp_path):
+    kept = {"journal": tmp_path / "run"} if journal else {}
+    with pytest.raises(TypeError, match=re.escape(advice)) as caught:
+        ReplayBuffer(30, BOX, DISCRETE, **options, **kept)
+    assert isinstance(caught.value, InvalidInputError)
+
+
+WHOLE = {name: OBSERVATIONS[name] for name in ("MultiBinary", "image", "Discrete", "MultiDiscrete", "Dict")}
+
+
+def as_floats(observations):
+    if isinstance(observations, dict):
+        return {key: as_floats(part) for key, part in observations.items()}
+    return observations.astype(np.float64)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_may_come_as_floats(name):
+    """As from SubprocVecEnv, which does not convert what environments return to the dtype of their space."""
+    their, our = pair(WHOLE[name])
+    made = steps(WHOLE[name], DISCRETE, 3, 10)
+    add_all(their, made)
+    add_all(our, [(as_floats(step[0]), as_floats(step[1]), *step[2:]) for step in made])
+    expected, served = their.sample(DRAWS), our.sample(DRAWS)
+    assert forms(served) == forms(expected)
+    assert rows(served) == rows(expected)
+
+
+@pytest.mark.parametrize("value", [0.5, 300.0, -1.0, np.nan, np.inf])
+def test_floats_that_a_space_of_whole_numbers_cannot_hold_are_refused(value):
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    buffer = ReplayBuffer(30, space, DISCRETE, DEVICE, 1)
+    one, zero = np.full((1, 2), value), np.zeros((1, 2))
+    for given in ((one, zero), (zero, one)):
+        with pytest.raises(InvalidInputError, match=r"observations.* cannot be held as uint8 without loss"):
+            buffer.add(*given, np.zeros(1, int), np.zeros(1), np.zeros(1, bool), [{}])
+    assert buffer.size() == 0
+
+
+def test_a_subclass_with_samples_of_its_own_is_refused():
+    with pytest.raises(InvalidInputError, match=r"Own overrides _get_samples\(\).* override sample\(\) instead"):
+        type("Own", (DictReplayBuffer,), {"_get_samples": lambda self, rows, env=None: None})
+
+
 def test_without_stable_baselines3_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "stable_baselines3.common", None)
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     with pytest.raises(ImportError, match=r"needs Stable-Baselines3, .*: pip install stable-baselines3"):
         runpy.run_path(rlstore.sb3.__file__)
+
+
+def test_a_version_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(stable_baselines3, "__version__", "2.6.0a1")
+    with pytest.raises(ImportError, match=r"2\.7 or later, and 2\.6\.0a1 is installed: pip install --upgrade"):
+        runpy.run_path(rlstore.sb3.__file__)
+
+
+def test_what_stable_baselines3_lacks_itself_is_told_as_it_is(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stable_baselines3"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match="cloudpickle") as caught:
+        runpy.run_path(rlstore.sb3.__file__)
+    assert "not installed" not in str(caught.value)

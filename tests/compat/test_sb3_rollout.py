@@ -8,7 +8,7 @@ from sb3_steps import NUMBERS, forms, rows, stacked
 from stable_baselines3.common import buffers as theirs
 from where import DEVICE
 
-from rlstore import RolloutFullError
+from rlstore import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.sb3 import DictRolloutBuffer, RolloutBuffer
 
 BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -132,6 +132,52 @@ def test_arrays_that_are_assigned_are_served():
     assert our.storage.rewards[2, 1] == before + 1
     (batch,) = our.get()
     assert torch.equal(batch.advantages, batch.old_log_prob)
+
+
+def test_an_array_of_another_shape_is_not_repeated():
+    _, our = pair(BOX, ACTIONS["Discrete"])
+    fill([our])
+    before = our.rewards.copy()
+    with pytest.raises(InvalidInputError, match=r"log_probs is \(7, 3\) and cannot become \(3,\); it was not changed"):
+        our.log_probs = np.zeros(ENVS)
+    with pytest.raises(InvalidInputError, match=r"rewards is \(7, 3\) and cannot become \(\)"):
+        our.rewards = 0.0
+    np.testing.assert_array_equal(our.rewards, before)
+
+
+def test_a_rollout_that_is_not_complete_is_not_served():
+    _, our = pair(BOX, ACTIONS["Discrete"])
+    fill([our], steps=STEPS - 1)
+    with pytest.raises(NotReadyError, match="has 6 of 7 steps"):
+        next(our.get())
+
+
+def test_whole_numbers_may_come_as_floats():
+    their, our = pair(OBSERVATIONS["image"], ACTIONS["Discrete"])
+    for buffer in (their, our):
+        image = np.full((ENVS, 3, 4, 2), 200.0)
+        buffer.add(image, np.zeros(ENVS, int), np.zeros(ENVS), np.ones(ENVS), torch.zeros(ENVS), torch.zeros(ENVS))
+    np.testing.assert_array_equal(our.observations, their.observations)
+    assert our.observations.dtype == np.uint8
+
+
+def test_arrays_are_never_flattened_and_say_so():
+    _, our = pair(BOX, ACTIONS["Discrete"])
+    fill([our])
+    list(our.get())
+    assert not our.generator_ready
+    assert our.rewards.shape == (STEPS, ENVS)
+
+
+@pytest.mark.parametrize(("option", "meant"), [("lam", "gae_lambda"), ("discount", "gamma"), ("num_envs", "n_envs")])
+def test_options_that_it_does_not_have_are_refused(option, meant):
+    with pytest.raises(TypeError, match=f"has no argument '{option}'. Did you mean '{meant}'?"):
+        RolloutBuffer(STEPS, BOX, ACTIONS["Discrete"], **{option: 1})
+
+
+def test_a_subclass_with_samples_of_its_own_is_refused():
+    with pytest.raises(InvalidInputError, match=r"Own overrides _get_samples\(\).* override get\(\) instead"):
+        type("Own", (RolloutBuffer,), {"_get_samples": lambda self, rows, env=None: None})
 
 
 def test_our_buffers_are_theirs_to_isinstance():

@@ -79,9 +79,15 @@ def warn_caller(message: str, category: type[Warning] = RuntimeWarning) -> None:
 def check_keywords(kind: type, given: Iterable[str]) -> None:
     """Refuse keywords that the constructor of a class does not take."""
     parameters = signature(kind).parameters
-    unknown = [name for name in given if name not in parameters]
-    if unknown and all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        raise _unknown(f"{kind.__name__}()", unknown[0], list(parameters))
+    if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        check_known(f"{kind.__name__}()", given, list(parameters))
+
+
+def check_known(owner: str, given: Iterable[str], known: list[str]) -> None:
+    """Refuse arguments with names that are not known."""
+    for name in given:
+        if name not in known:
+            raise _unknown(owner, name, known)
 
 
 def _explanation(function: Callable[..., Any], given: Iterable[str], problem: str, hint: str) -> InvalidCallError:

@@ -198,6 +198,17 @@ class Appender:
         fitted = fit_final(f"infos[{key!r}]", final, fields.structure, fields.observations, self.ring.lanes)
         return (*values[: -len(fitted)], *fitted)
 
+    def cut_off(self) -> None:
+        """End the open episodes without a flag: the next step of each lane begins another one, whatever it observes."""
+        with self._guard:
+            self.require_open()
+            if self.permit is not None:
+                self.permit()
+            if self.settle is not None:
+                self.settle()
+            self.ring.cut_off()
+            self._follow(0)
+
     def write(self, values: tuple[Any, ...], outcome: int = BUSY, infos: Any = None) -> int:
         """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
 
