@@ -1,4 +1,4 @@
-"""For the API reference: docstrings, with roles and literal blocks of reStructuredText, as Markdown; signatures without private names."""
+"""For the API reference: roles and literal blocks of reStructuredText as Markdown, signatures without private names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _markdown(match: re.Match[str]) -> str:
 
 
 class Roles(griffe.Extension):
-    """Rewrites each docstring when its object has been read."""
+    """Rewrites the docstring and the signature of each object that has been read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one."""
