@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: the roles and literal blocks of reStructuredText, for the API reference."""
+"""For the API reference: roles and literal blocks of reStructuredText as Markdown, signatures without private names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,26 @@ def _markdown(match: re.Match[str]) -> str:
 
 
 class Roles(griffe.Extension):
-    """Rewrites each docstring when its object has been read."""
+    """Rewrites the docstring and the signature of each object that has been read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite one."""
         if obj.docstring is not None:
             obj.docstring.value = _LITERAL.sub(":", _ROLE.sub(_markdown, obj.docstring.value))
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Show no private names in a signature: type variables as what they stand for, constants as their values."""
+        for parameter in func.parameters:
+            parameter.annotation = _public(parameter.annotation)
+            constant = func.module.members.get(str(parameter.default))
+            if isinstance(constant, griffe.Attribute) and constant.is_private:
+                parameter.default = constant.value
+        func.returns = _public(func.returns)
+
+
+def _public(annotation: Any) -> Any:
+    """``_AnyStorage`` is the type of the class itself, ``_Batch`` that of the batches."""
+    for part in annotation.iterate(flat=True) if isinstance(annotation, griffe.Expr) else ():
+        if isinstance(part, griffe.ExprName) and part.name.startswith("_"):
+            part.name = "Self" if part.name.startswith("_Any") else part.name.lstrip("_")
+    return annotation

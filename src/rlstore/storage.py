@@ -289,7 +289,7 @@ class Storage(ABC):
         """Copies of the steps of some rows, by the names of the vocabulary: ``storage[batch.rows]["observations"]``.
 
         Everything that is stored of a step is there: extra fields, too, and ``next_observations`` where they are known.
-        Values are as they were added: no n-step targets, no relabelled goals. Each begins with the axes of ``rows``;
+        Values are as they were added: no n-step targets, no relabeled goals. Each begins with the axes of ``rows``;
         scalars are ``[..., 1]``, as in batches, and recurrent states ``[..., layers, hidden]``.
 
         Args:
@@ -336,7 +336,7 @@ class Storage(ABC):
         write_page(of_storage(self, title), target)
 
     def as_dataset(self, rows: Any = None, names: Sequence[str] | None = None) -> StepDataset:
-        """Steps that are held now as a dataset of torch, for behaviour cloning and the like.
+        """Steps that are held now as a dataset of torch, for example for behavior cloning.
 
         A ``DataLoader`` with ``collate_fn=dict`` gathers each of its batches in one call. Steps that are overwritten
         later cannot be read any more: make another dataset then.

@@ -5,7 +5,8 @@ All functions treat the end of an episode in the same way (terminated and trunca
 - ``terminated``: no bootstrap, and later steps do not contribute;
 - ``truncated`` and not terminated: bootstrap from ``final_values``, the value of the final observation of the episode,
   and later steps do not contribute. Where the final value is unknown (``final_values`` is None, or NaN there), the
-  target of the step is its own value and its advantage is 0;
+  target of the step is its own value and its advantage is 0; :func:`discounted_returns`, which has no value estimates,
+  counts it as 0;
 - neither: bootstrap from the value of the next step; in the last step from ``last_values``. If an episode ended in the
   last step, ``last_values`` (the value of the next episode's first observation) is not used there.
 

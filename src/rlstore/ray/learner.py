@@ -55,18 +55,12 @@ class ServedLearner:
     generation. The rows of one shard are contiguous in a batch.
 
     ``prefetch`` batches are always in flight or ready.
-
-    Args:
-        connection: The served storage.
-        batch_size: Rows (or sequences) in a batch.
-        prefetch: Batches in flight.
-        device: The device of the batches.
-        seed: The seed of the splits; None draws one from torch's own generator.
     """
 
     def __init__(
         self, connection: Connection, batch_size: int, prefetch: int, device: torch.device, seed: int | None
     ) -> None:
+        """Arguments are those of ``served.learner()``."""
         self._served, self._size = connection, batch_size
         self._health, self._output = Health(connection), Output(device)
         self._random = np.random.default_rng(check_seed("learner()", seed))

@@ -125,11 +125,7 @@ def serve(
 
 
 class ServedStorage:
-    """A storage that is served from a Ray cluster; created by :func:`serve`, and picklable.
-
-    Args:
-        connection: Its actors.
-    """
+    """A storage that is served from a Ray cluster; created by :func:`serve`, and picklable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -32,15 +32,10 @@ class ServedWriter:
     Attributes:
         added: Transitions added to this writer.
         lost: Transitions that did not arrive.
-
-    Args:
-        connection: The served storage.
-        num_envs: The environments of each sample; None for all of a shard.
-        batch_steps: Steps sent in one call.
-        max_in_flight: Calls that may be open.
     """
 
     def __init__(self, connection: Connection, num_envs: int | None, batch_steps: int, max_in_flight: int) -> None:
+        """Arguments are those of ``served.writer()``."""
         self._served, self._name = connection, uuid.uuid4().hex
         self._batch_steps, self._max_in_flight = batch_steps, max_in_flight
         self._place: Place = connection.ask_ledger("place", self._name, num_envs, connection.deadline)
