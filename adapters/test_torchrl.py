@@ -69,6 +69,24 @@ def test_every_row_is_one_that_the_collector_gave(collected):
         assert (row == expected).all(), key
 
 
+def test_both_save_and_resume_with_the_same_calls(collected, tmp_path):
+    """A resumed buffer draws as the saved one would have, and goes on with the batches of the collector."""
+    theirs = [TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=16) for _ in range(2)]
+    ours = [filled([], n_step=3, alpha=0.6, batch_size=16) for _ in range(2)]
+    for name, (saved, resumed) in (("theirs", theirs), ("ours", ours)):
+        for batch in collected[:3]:
+            saved.extend(batch if name == "ours" else batch.reshape(-1))
+        saved.dumps(tmp_path / name)
+        resumed.loads(tmp_path / name)
+        assert len(resumed) == len(saved) == 3 * 20 * ENVS
+    for batch in collected[3:]:
+        samples = [buffer.sample() for buffer in ours]
+        assert (samples[0] == samples[1]).all()
+        assert torch.equal(*(buffer.extend(batch) for buffer in ours))
+    data = torch.cat(collected, dim=1).reshape(-1)
+    assert {identity(row) for row in ours[1].sample(5000).unbind(0)} == {identity(row) for row in data.unbind(0)}
+
+
 def test_n_step_rewards_and_observations_are_those_of_multistep(collected):
     """Theirs leaves the flags of the first step; ours are those of the last, which the observation belongs to."""
     data = torch.cat(collected, dim=1)

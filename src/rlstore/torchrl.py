@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from rlstore import PrioritizedReplayStorage, ReplayStorage
 from rlstore.engine.calls import explained
-from rlstore.engine.checks import check_positive
-from rlstore.errors import InvalidInputError
+from rlstore.engine.checks import check_path, check_positive
+from rlstore.engine.disk.journal import Journal, as_journal
+from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.rows.schema import as_tensor
+from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
 from rlstore.replay.tensordicts import Key, entry, insert_steps, sample_with_ends
 
 __all__ = ["ReplayBuffer"]
 
 _FLAGS = ("done", "terminated", "truncated")
-_SERVED = ("index", "_weight", "priority_weight", "steps_to_next_obs")  # what a sample holds besides its data
-
-
-class _Layout(NamedTuple):
-    """Which entries of a TensorDict are what.
-
-    Attributes:
-        observations: Keys that are before a step and, under "next", after it.
-        extra: The key of each other entry, by the name of the extra field that holds it.
-        extra_shapes: The shape of one row of it.
-    """
-
-    observations: list[Key]
-    extra: dict[str, Key]
-    extra_shapes: dict[str, tuple[int, ...]]
+_STEPS = "steps_to_next_obs"
+# Entries that are no observations and no extra fields: what is stored otherwise, and what a sample holds of its own.
+_OTHERS = frozenset(
+    [("action",), ("next", "reward"), ("index",), ("_weight",), ("priority_weight",)]
+    + [place for name in _FLAGS for place in ((name,), ("next", name))]
+)
+_SETTINGS = {"size": "storage_size", "num_envs": "num_envs", "n_step": "n_step", "gamma": "discount", "alpha": "alpha"}
+_Storage = ReplayStorage | PrioritizedReplayStorage
 
 
 class ReplayBuffer:
@@ -39,8 +38,10 @@ class ReplayBuffer:
 
     Entries that are both at the root and under "next" (``observation`` and the like) are observations, of which each is
     stored once. ``action``, ``("next", "reward")`` and the flags ``("next", "done")``, ``("next", "terminated")`` and
-    ``("next", "truncated")`` are known; flags at the root are not stored. All other entries are stored as they are; in
-    an n-step transition they are those of the first step. Shapes and dtypes are taken from the first data.
+    ``("next", "truncated")`` are known. Not stored are flags at the root, and ``index``, ``priority_weight`` and
+    ``_weight``, which a sample has of its own; with ``alpha``, ``priority_key`` becomes priorities. All other entries
+    are stored as they are; in an n-step transition they are those of the first step. Which entries there are, and their
+    shapes and dtypes, is taken from the first data, and later data have to have the same. Rewards are float32.
 
     Args:
         size: The number of transitions held, over all environments; then the oldest are overwritten.
@@ -54,9 +55,8 @@ class ReplayBuffer:
         priority_key: The entry that holds priorities.
         device: The device of the data and of the samples.
         seed: The seed of the random generator; None draws one from torch's default generator.
-
-    Attributes:
-        storage: The storage that holds the data, for example to save it.
+        journal: A folder, new or empty, to which a thread commits the data every two seconds, or a
+            :class:`~rlstore.Journal` with other options; :meth:`loads` goes on with it. None for no journal.
     """
 
     @explained
@@ -74,6 +74,7 @@ class ReplayBuffer:
         priority_key: Key = "td_error",
         device: str | torch.device = "cpu",
         seed: int | None = None,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         check_positive("ReplayBuffer", size=size, num_envs=num_envs)
         if batch_size is not None:
@@ -86,16 +87,29 @@ class ReplayBuffer:
         self._is_prioritized = alpha is not None
         if self._is_prioritized:
             self._options.update(alpha=alpha, beta=beta)
-        self._layout: _Layout | None = None  # None until the first data
-        self.storage = self._make_storage()
+        self._journal = as_journal("ReplayBuffer", journal)
+        self._kind: Any = PrioritizedReplayStorage if self._is_prioritized else ReplayStorage
+        self._kind(None, None, **self._options)  # which checks them: the storage is made for the first data
+        self._storage: _Storage | None = None
+        self._layout: _Layout | None = None  # there are both or neither
 
-    def _make_storage(self, **options: Any) -> ReplayStorage | PrioritizedReplayStorage:
-        kind = PrioritizedReplayStorage if self._is_prioritized else ReplayStorage
-        return kind(None, None, **self._options, **options)
+    @property
+    def storage(self) -> _Storage:
+        """The storage that holds the data, which is made with the first of them.
+
+        Entries that are no observations are its extra fields: ``td_cost`` holds ``cost``, and ``td_nextQ_cost``
+        ``("next", "cost")``.
+        """
+        if self._storage is None:
+            raise NotReadyError(
+                "this ReplayBuffer is empty, and its storage is made with the first data: call extend() or add(), or "
+                "loads() what was saved. Nothing was changed."
+            )
+        return self._storage
 
     def __len__(self) -> int:
         """Transitions held now."""
-        return len(self.storage)
+        return 0 if self._storage is None else len(self._storage)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -107,26 +121,64 @@ class ReplayBuffer:
 
         Args:
             data: TensorDict ``[num_envs, steps]``, or flattened to ``[num_envs * steps]``; of one environment
-                ``[steps]``. Steps are in the order of time. An entry ``priority_key`` is their first priorities.
+                ``[steps]``. Steps are in the order of time. With ``alpha``, an entry ``priority_key`` is their first
+                priorities; without it they get the largest so far.
 
         Returns:
             The row of each, as ``index`` of a sample has it, int64 of the shape of ``data``.
+
+        Raises:
+            InvalidInputError: (a ValueError) if an entry is missing, of another shape, or was not in the first data.
         """
-        entry(data, "action", "data")
+        for key in ("action", ("next", "reward")):
+            entry(data, key, "data")
         shape = self._shape(data)
-        layout = self._layout or _layout(data, self.priority_key)
+        layout = self._layout_of(data)
+        priorities = self._first_priorities(data)
         steps = _by_time(data, shape)
         sample = _sample(steps, layout)
-        storage = self.storage
-        if self._layout is None:
-            forms = {name: (layout.extra_shapes[name], steps.get(key).dtype) for name, key in layout.extra.items()}
-            reward_shape = tuple(sample["rewards"].shape[2:])
-            storage = self._make_storage(extra_fields=forms, reward_shape=() if reward_shape == (1,) else reward_shape)
+        storage = self._new_storage(layout, steps) if self._storage is None else self._storage
         rows = insert_steps(storage, sample).transpose(0, 1)
-        self.storage, self._layout = storage, layout
-        if self._is_prioritized and data.get(self.priority_key, None) is not None:
-            self.update_priority(rows.flatten(), self._priorities(data.reshape(-1)))
+        if priorities is not None:
+            storage.update(rows.flatten(), priorities)
+        if self._storage is None:
+            self._begin_journal(storage)
+            self._storage, self._layout = storage, layout
         return rows.reshape(data.shape)
+
+    def _layout_of(self, data: TensorDictBase) -> _Layout:
+        """Which entries of the data are what: those of the first data, and no others."""
+        keys = _stored_keys(data, self.priority_key if self._is_prioritized else None)
+        if _STEPS in keys and self._options["n_step"] > 1:
+            raise InvalidInputError(
+                f"data has {_STEPS!r}: its rewards are sums over steps already, and this ReplayBuffer would sum them "
+                f"over n_step={self._options['n_step']} again. Leave MultiStep out, or give n_step=1. "
+                "Nothing was written."
+            )
+        if self._layout is None:
+            return _first_layout(data, keys)
+        unknown = [key for key in keys if key not in self._layout.keys]
+        if unknown:
+            raise InvalidInputError(
+                f"data has {unknown}, which the first data did not have, and there is no place for it. Leave it out "
+                "with data.exclude(), or make another ReplayBuffer. Nothing was written."
+            )
+        return self._layout
+
+    def _new_storage(self, layout: _Layout, steps: TensorDictBase) -> _Storage:
+        """An empty storage for data like these."""
+        forms = {name: (layout.extra_shapes[name], steps.get(key).dtype) for name, key in layout.extra.items()}
+        reward_shape = tuple(steps.get(("next", "reward")).shape[2:])
+        reward_shape = () if reward_shape == (1,) else reward_shape
+        storage: _Storage = self._kind(None, None, **self._options, extra_fields=forms, reward_shape=reward_shape)
+        return storage
+
+    def _begin_journal(self, storage: _Storage) -> None:
+        """The first data are in the storage: what is refused before leaves nothing in the folder of the journal."""
+        try:
+            storage._begin_journal(self._journal)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{error} To go on with it here, call loads() of its folder first.") from error
 
     def add(self, data: TensorDictBase) -> Tensor:
         """Append one step.
@@ -149,7 +201,7 @@ class ReplayBuffer:
     def _shape(self, data: TensorDictBase) -> tuple[int, int]:
         """The number of environments and of steps."""
         given, envs = tuple(data.shape), self.num_envs
-        count = data.numel()
+        count = math.prod(given)  # numel() of an empty TensorDict is 1
         if not 1 <= len(given) <= 2 or count == 0 or count % envs or (len(given) == 2 and given[0] != envs):
             raise InvalidInputError(
                 f"data is {given}; give [num_envs, steps], num_envs={envs}, or flattened to [num_envs * steps]. "
@@ -177,8 +229,11 @@ class ReplayBuffer:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise InvalidInputError("batch_size is None; give it to sample() or to ReplayBuffer()")
-        batch, ends = sample_with_ends(self.storage, size)
-        assert self._layout is not None
+        if batch_size is not None:
+            check_positive("sample()", batch_size=batch_size)
+        storage = self.storage
+        batch, ends = sample_with_ends(storage, size)
+        assert self._layout is not None  # there is a storage
         served = batch["observations"].set("action", batch["actions"])
         following = batch["next_observations"].set("reward", batch["rewards"])
         following.set("done", ends.terminated | ends.truncated)
@@ -189,8 +244,8 @@ class ReplayBuffer:
         if self._is_prioritized:
             weights = batch["weights"].squeeze(1)
             served.set("priority_weight", weights).set("_weight", weights)  # its name before TorchRL 0.9
-        if self._options["n_step"] > 1:
-            served.set("steps_to_next_obs", ends.steps)
+        if storage.n_step > 1:
+            served.set(_STEPS, ends.steps)
         return served
 
     # ---------------------------------------------------------------------------------------------- priorities
@@ -204,8 +259,7 @@ class ReplayBuffer:
         """
         if not self._is_prioritized:
             return
-        rows = torch.as_tensor(index).reshape(-1)
-        values = torch.as_tensor(priority).detach().reshape(-1) + self.eps
+        rows, values = as_tensor(index, "index").reshape(-1), as_tensor(priority, "priority").reshape(-1) + self.eps
         self.storage.update(rows, values.expand(len(rows)) if values.numel() == 1 else values)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -215,39 +269,171 @@ class ReplayBuffer:
             data: The sample, with that entry and ``index``.
         """
         if self._is_prioritized:
-            index = entry(data, "index", "data")
-            self.update_priority(index, self._priorities(data))
+            rows = entry(data, "index", "data").reshape(-1)
+            self.storage.update(rows, self._priorities(data))
 
     def _priorities(self, data: TensorDictBase) -> Tensor:
-        """One priority for each row of data ``[rows]``."""
-        return entry(data, self.priority_key, "data").reshape(len(data), -1).amax(1)
+        """One priority for each row of the data, ``[rows]``."""
+        given = entry(data, self.priority_key, "data").detach()
+        rows, numbers = math.prod(data.shape), math.prod(given.shape[data.ndim :])
+        if given.dtype.is_complex or not numbers:
+            raise InvalidInputError(
+                f"{self.priority_key!r} is {tuple(given.shape)} {given.dtype}; give at least one real number for each "
+                f"of {rows} rows. Nothing was written."
+            )
+        return given.reshape(rows, numbers).amax(1) + self.eps
+
+    def _first_priorities(self, data: TensorDictBase) -> Tensor | None:
+        """Those that data come with, checked before the data are written; None for the largest so far."""
+        if not self._is_prioritized or data.get(self.priority_key, None) is None:
+            return None
+        priorities = self._priorities(data)
+        if priorities.is_cuda:
+            return priorities  # to look at them is to wait; the storage leaves out those that are not valid
+        wrong = ~((priorities >= 0) & (priorities.float() < torch.inf))
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise InvalidInputError(
+                f"{self.priority_key!r} is {(priorities[row] - self.eps).item()} in row {row} of {len(priorities)}; "
+                "priorities have to be finite (as float32) and not negative. Nothing was written."
+            )
+        return priorities
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Save everything to a folder: data, priorities, counters and the random generator.
+
+        It is ``storage.save(path)``, which may also be called, for example with ``background=True``.
+
+        Args:
+            path: The folder: new, empty, or with what was saved before, which is replaced.
+        """
+        self.storage.save(path)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Go on with what :meth:`dumps` or a journal has saved; what this buffer holds is dropped.
+
+        Make the buffer with the arguments of the one that was saved, on any ``device``. ``beta`` and the random
+        generator are those that were saved. With ``journal``, commits go on in the same folder, or begin in an empty
+        one.
+
+        Args:
+            path: The folder.
+
+        Raises:
+            SnapshotError: (a RuntimeError) if there is none that a ReplayBuffer has saved, or it is damaged.
+            InvalidInputError: (a ValueError) if the arguments differ. Nothing was changed.
+        """
+        check_path("loads()", "path", path)
+        with SnapshotReader(path) as reader:
+            self._require_alike(reader)
+        storage = self._kind.load(path, self._options["device"], journal=self._journal)
+        self._storage, self._layout = storage, _layout_of_storage(storage)
+
+    def _require_alike(self, reader: SnapshotReader) -> None:
+        """Refuse what a buffer with other arguments has saved, and what no buffer has."""
+        saved = reader.settings
+        learnt: Any = saved.get("learnt")
+        extra: Any = saved.get("extra_fields")
+        is_known = reader.class_name in ("rlstore.ReplayStorage", "rlstore.PrioritizedReplayStorage")
+        has_keys = isinstance(learnt, dict) and [] not in learnt.get("paths", [[]]) and isinstance(extra, dict)
+        if not is_known or not has_keys or not all(name.startswith(_PREFIX) for name in extra):
+            raise SnapshotError(
+                f"{reader.folder} holds a {reader.class_name} that no ReplayBuffer of this version has saved. "
+                "Nothing was changed."
+            )
+        for name, setting in _SETTINGS.items():
+            own, other = self._options.get(setting), saved.get(setting)
+            if own != other:
+                raise InvalidInputError(
+                    f"{name} is {own}, and {other} in what was saved in {reader.folder}; make the ReplayBuffer with "
+                    f"{name}={other}. Nothing was changed."
+                )
 
 
-def _layout(data: TensorDictBase, priority_key: Key) -> _Layout:
-    """Which entries of the first data are what."""
-    root = _leaves(data, ("next", *_FLAGS, "reward", "action", priority_key, *_SERVED))
-    following = _leaves(data.get("next"), (*_FLAGS, "reward"))
-    observations = [key for key in root if key in following]
+class _Layout(NamedTuple):
+    """Which entries of a TensorDict are what.
+
+    Attributes:
+        observations: Keys that are before a step and, under "next", after it.
+        extra: The key of each other entry, by the name of the extra field that holds it.
+        extra_shapes: The shape of one row of it.
+        keys: The keys of all of them.
+    """
+
+    observations: list[Key]
+    extra: dict[str, Key]
+    extra_shapes: dict[str, tuple[int, ...]]
+    keys: frozenset[Key]
+
+
+def _after(observations: list[Key]) -> list[Key]:
+    """The keys of observations after a step."""
+    return [("next", *_parts(key)) for key in observations]
+
+
+def _layout(observations: list[Key], extra: dict[str, tuple[Key, tuple[int, ...]]]) -> _Layout:
+    keys = {name: key for name, (key, _) in extra.items()}
+    shapes = {name: shape for name, (_, shape) in extra.items()}
+    return _Layout(observations, keys, shapes, frozenset([*observations, *_after(observations), *keys.values()]))
+
+
+def _first_layout(data: TensorDictBase, keys: list[Key]) -> _Layout:
+    """Which of these entries of the first data are what."""
+    observations = [key for key in keys if ("next", *_parts(key)) in keys]
     if not observations:
         raise InvalidInputError(
-            f"data has no entry that is before and, under 'next', after the step: {root} and {following}. "
-            "Nothing was written."
+            f"data has no entry that is before and, under 'next', after the step: {keys}. Nothing was written."
         )
-    extra = [key for key in root if key not in observations]
-    after = [("next", *_parts(key)) for key in following if key not in observations]
-    named = {f"entry_{i}": key for i, key in enumerate((*extra, *after))}
-    return _Layout(observations, named, {name: tuple(data.get(key).shape[data.ndim :]) for name, key in named.items()})
+    extra = [key for key in keys if key not in observations and key not in _after(observations)]
+    return _layout(observations, {_name(key): (key, tuple(data.get(key).shape[data.ndim :])) for key in extra})
 
 
-def _leaves(data: TensorDictBase, others: tuple[Key, ...]) -> list[Key]:
-    """The keys of all tensors but some, sorted."""
-    keys = data.keys(include_nested=True, leaves_only=True)
-    found = [key for key in keys if key not in others and _parts(key)[0] not in others]
+def _layout_of_storage(storage: _Storage) -> _Layout:
+    """That of the data that a storage holds."""
+    fields = storage._fields
+    observations = [_short(tuple(map(str, path))) for path in fields.structure.paths]
+    return _layout(observations, {field.name: (_key(field.name), field.shape) for field in fields.extra})
+
+
+def _stored_keys(data: TensorDictBase, priority_key: Key | None) -> list[Key]:
+    """The keys of all entries that are observations or extra fields, sorted."""
+    others = _OTHERS if priority_key is None else _OTHERS | {_parts(priority_key)}
+    found = []
+    for key, value in data.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+        if _parts(key) in others:
+            continue
+        if not isinstance(value, Tensor):
+            raise InvalidInputError(
+                f"data has {key!r}, a {type(value).__name__}; only tensors can be stored. Leave it out with "
+                "data.exclude(). Nothing was written."
+            )
+        found.append(key)
     return sorted(found, key=_parts)
 
 
 def _parts(key: Key) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
+
+
+def _short(parts: tuple[str, ...]) -> Key:
+    return parts[0] if len(parts) == 1 else parts
+
+
+# Keys as names of extra fields, which are identifiers: so a storage knows the keys of what it holds, also on disk.
+_PREFIX = "td_"
+
+
+def _name(key: Key) -> str:
+    """The name of a key: Q_ is between its parts, and Q2d_ stands for the character 2d."""
+    return _PREFIX + "Q_".join(re.sub("[^0-9A-PR-Za-z_]", lambda c: f"Q{ord(c[0]):x}_", part) for part in _parts(key))
+
+
+def _key(name: str) -> Key:
+    """The key of a name."""
+    parts = name.removeprefix(_PREFIX).split("Q_")
+    return _short(tuple(re.sub("Q([0-9a-f]+)_", lambda c: chr(int(c[1], 16)), part) for part in parts))
 
 
 def _by_time(data: TensorDictBase, shape: tuple[int, int]) -> TensorDictBase:

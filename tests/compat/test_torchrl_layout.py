@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
-from where import DEVICE
+from tensordict import NonTensorData, TensorDict
+from where import DEVICE, SEES_VALUES
 
+from rlstore import Journal, NotReadyError, NStepReplayStorage, ReplayStorage, SnapshotError, Storage
 from rlstore.torchrl import ReplayBuffer
 
 ENVS, GAMMA = 2, 0.5
@@ -149,6 +150,12 @@ def test_the_entry_of_a_sample_sets_its_priorities():
     batch["error"] = torch.tensor([[1.0, 4.0]]).expand(50, 2)
     buffer.update_tensordict_priority(batch)
     assert buffer.storage.priority_total == 4.0  # the largest of several numbers
+    buffer.update_tensordict_priority(batch[:0])
+    batch["error"] = torch.tensor(3.0).expand(50)
+    buffer.update_tensordict_priority(batch.reshape(5, 10))
+    assert buffer.storage.priority_total == 3.0
+    with pytest.raises(ValueError, match=r"'error' is \(50, 0\) torch.float32; give at least one real number"):
+        buffer.update_tensordict_priority(batch.set("error", torch.zeros(50, 0)))
 
 
 def test_uniform_buffers_take_priorities_and_do_nothing():
@@ -174,6 +181,209 @@ def test_single_steps_are_added():
     assert_served(one.sample(50), expected(data[:1], 3))
     assert both.add(data[:, 0]).tolist() == [0, 1]
     assert len(both) == 2
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0])
+def test_priorities_that_are_refused_leave_their_data_out(wrong):
+    buffer, data, more = make(100, num_envs=ENVS, alpha=1.0, eps=0.0), play(3), play(3, first=900.0)
+    if not SEES_VALUES:
+        pytest.skip("on CUDA they are left out when they are set")
+    data["td_error"] = torch.ones(ENVS, 3, 2)
+    data["td_error"][1, 2] = wrong
+    with pytest.raises(ValueError, match=r"'td_error' is .* in row 5 of 6.* Nothing was written"):
+        buffer.extend(data)
+    assert len(buffer) == 0
+    data["td_error"][1, 2] = torch.tensor([4.0, 2.0])
+    rows = buffer.extend(data)
+    more["td_error"] = torch.full((ENVS, 3), wrong)
+    with pytest.raises(ValueError, match="Nothing was written"):
+        buffer.extend(more)
+    assert len(buffer) == 6
+    assert buffer.storage.priorities(rows.flatten()).tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 4.0]
+    more["td_error"] = torch.ones(ENVS, 3, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"'td_error' is \(2, 3\) torch.complex64.* Nothing was written"):
+        buffer.extend(more)
+
+
+def test_an_entry_of_priorities_is_data_where_draws_are_uniform():
+    buffer, data = make(100, num_envs=ENVS), play(3)
+    data["td_error"] = data["observation"][..., 0] / 4
+    buffer.extend(data)
+    batch = buffer.sample(20)
+    assert torch.equal(batch["td_error"], batch["observation"][:, 0] / 4)
+
+
+def test_rewards_and_lengths_of_windows_before_a_step_are_data():
+    buffer, data = make(100, num_envs=ENVS), play(3)
+    ids = data["observation"][..., :1]
+    data["reward"], data["steps_to_next_obs"] = ids - 0.5, ids.long() % 7  # of the step before; of MultiStep
+    buffer.extend(data)
+    batch = buffer.sample(20)
+    assert torch.equal(batch["reward"], batch["observation"][:, :1] - 0.5)
+    assert torch.equal(batch["next", "reward"], batch["observation"][:, :1] + 0.5)
+    assert torch.equal(batch["steps_to_next_obs"], batch["observation"][:, :1].long() % 7)
+    with pytest.raises(ValueError, match=r"would sum them over n_step=3 again.* Nothing was written"):
+        make(100, num_envs=ENVS, n_step=3).extend(data)
+
+
+def test_what_a_sample_has_of_its_own_is_not_taken_from_data():
+    """So that samples can be given to another buffer."""
+    source, target = make(100, num_envs=ENVS, alpha=1.0), make(100)
+    source.extend(play(3, first=4000.0))
+    sample = source.sample(12)
+    rows = target.extend(sample)
+    again = target.sample(40)
+    assert {"priority_weight", "_weight"}.isdisjoint(again.keys())
+    by_row = dict(zip(rows.tolist(), sample["observation"].tolist(), strict=True))
+    assert [by_row[row] for row in again["index"].tolist()] == again["observation"].tolist()
+    target.extend(sample.exclude("index", "priority_weight", "_weight"))
+    assert len(target) == 24
+
+
+ODD_KEYS = (
+    "my.reward",
+    "a Q_b",
+    ("Q2d_", "x y"),
+    "\N{GREEK SMALL LETTER ALPHA}",
+    "_",
+    "__",
+    "Q",
+    ("next", "class"),
+    "0",
+)
+
+
+def test_every_key_is_served_as_it_was_given_also_after_a_resume(tmp_path):
+    buffer, data = make(100, num_envs=ENVS, seed=0), play(4)
+    for offset, key in enumerate(ODD_KEYS):
+        data.set(key, data["observation"][..., 0] + offset / 16)
+    buffer.extend(data)
+    buffer.dumps(tmp_path / "saved")
+    resumed = make(100, num_envs=ENVS)
+    resumed.loads(tmp_path / "saved")
+    for batch in (buffer.sample(30), resumed.sample(30)):
+        for offset, key in enumerate(ODD_KEYS):
+            assert torch.equal(batch[key], batch["observation"][:, 0] + offset / 16), key
+
+
+def test_the_storage_is_made_with_the_first_data_and_stays(tmp_path):
+    buffer = make(100, num_envs=ENVS, alpha=1.0)
+    message = r"this ReplayBuffer is empty.*call extend\(\) or add\(\)"
+    for call in (
+        lambda: buffer.storage,
+        lambda: buffer.sample(2),
+        lambda: buffer.update_priority(0, 1.0),
+        lambda: buffer.dumps(tmp_path / "saved"),
+    ):
+        with pytest.raises(NotReadyError, match=message):
+            call()
+    assert len(buffer) == 0
+    buffer.extend(play(2))
+    storage = buffer.storage
+    buffer.extend(play(2, first=500.0))
+    assert buffer.storage is storage
+    with pytest.raises(AttributeError):
+        buffer.storage = storage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving and resuming
+
+
+@pytest.mark.parametrize("options", [{}, {"n_step": 3}, {"n_step": 3, "alpha": 0.7, "beta": 0.5}], ids=str)
+def test_a_resumed_buffer_goes_on_as_the_saved_one_does(tmp_path, options):
+    options = {"num_envs": ENVS, "gamma": GAMMA, "batch_size": 30, **options}
+    first, data = make(60, seed=3, **options), play(40)
+    first.extend(data[:, :25])
+    sample = first.sample()
+    sample["td_error"] = torch.rand(30, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    first.update_tensordict_priority(sample)
+    first.dumps(tmp_path / "saved")
+    second = make(60, seed=9, **options)
+    second.extend(play(5, first=800.0))  # which is dropped
+    second.loads(tmp_path / "saved")
+    assert len(second) == len(first) == 50
+    lines = expected(data[:, :25], options.get("n_step", 1))
+    for _ in range(2):
+        batches = [buffer.sample() for buffer in (first, second)]
+        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+        assert (batches[0] == batches[1]).all()
+        assert_served(batches[1], lines)
+        rows = [buffer.extend(data[:, 25:]) for buffer in (first, second)]
+        assert torch.equal(*rows)
+        lines = expected(data[:, 10:], options.get("n_step", 1))  # the newest 30 of each environment
+
+
+def test_a_buffer_with_a_journal_goes_on_with_it(tmp_path):
+    folder, data = tmp_path / "journal", play(12)
+    options = {"num_envs": ENVS, "alpha": 1.0, "journal": Journal(folder, interval=1000.0)}
+    killed = make(100, **options)
+    with pytest.raises(ValueError, match="data has no tensor"):
+        killed.extend(data.exclude(("next", "done"), ("next", "terminated"), ("next", "truncated")))
+    assert not folder.exists()  # data that are refused begin none
+    rows = killed.extend(data[:, :5])
+    killed.update_priority(rows, torch.arange(1.0, 11.0))
+    killed.storage.journal.commit()
+    killed.storage.close()
+
+    resumed = make(100, **options)
+    with pytest.raises(ValueError, match=r"already holds what.*call loads\(\) of its folder first"):
+        resumed.extend(data[:, 5:])
+    assert len(resumed) == 0
+    resumed.loads(folder)
+    assert len(resumed) == 10
+    resumed.extend(data[:, 5:])
+    resumed.storage.journal.commit()
+    resumed.storage.close()
+
+    read = make(100, num_envs=ENVS, alpha=1.0)
+    read.loads(folder)
+    assert read.storage.journal is None
+    assert read.storage.priorities(rows.flatten()).tolist() == pytest.approx(list(range(1, 11)))
+    assert_served(read.sample(50), expected(data))
+    assert len(read) == 24
+
+
+def test_what_another_buffer_has_saved_is_refused_and_nothing_is_changed(tmp_path):
+    saved = make(100, num_envs=ENVS, n_step=2, alpha=0.5)
+    saved.extend(play(4))
+    saved.dumps(tmp_path / "saved")
+    fitting = {"size": 100, "num_envs": ENVS, "n_step": 2, "alpha": 0.5}
+    for name, other in {"size": 50, "num_envs": 1, "n_step": 3, "gamma": 0.5, "alpha": None}.items():
+        buffer = make(**{**fitting, name: other}, journal=tmp_path / "journal")
+        with pytest.raises(ValueError, match=rf"{name} is {other}, and .* Nothing was changed"):
+            buffer.loads(tmp_path / "saved")
+        assert len(buffer) == 0
+    box = {"shape": (2,)}
+    spaces = ReplayStorage(box, {"shape": 1, "type": "Box"}, storage_size=100, num_envs=ENVS)
+    single = ReplayStorage(None, None, storage_size=100, num_envs=None)
+    step = {"observations": torch.zeros(ENVS, 2), "actions": torch.zeros(ENVS, 1), "rewards": torch.zeros(ENVS)}
+    step |= {"terminated": torch.zeros(ENVS), "truncated": torch.zeros(ENVS), "next_observations": torch.zeros(ENVS, 2)}
+    single.insert_transition(step)
+    n_step = NStepReplayStorage(box, {"shape": 1, "type": "Box"}, storage_size=100, num_envs=ENVS)
+    buffer = make(100, num_envs=ENVS, journal=tmp_path / "journal")
+    buffer.extend(play(4))
+    for number, storage in enumerate((spaces, single, n_step, ReplayStorage(None, None))):
+        storage.save(tmp_path / str(number))
+        with pytest.raises(SnapshotError, match="no ReplayBuffer of this version has saved"):
+            buffer.loads(tmp_path / str(number))
+    with pytest.raises(SnapshotError, match="there is no snapshot"):
+        buffer.loads(tmp_path / "nowhere")
+    with pytest.raises(TypeError, match=r"path is 3; loads\(\) needs"):
+        buffer.loads(3)
+    assert len(buffer) == 8
+
+
+def test_what_was_saved_in_the_background_is_resumed_too(tmp_path):
+    buffer, data = make(100, num_envs=ENVS), play(6)
+    buffer.extend(data)
+    saving = buffer.storage.save(tmp_path / "saved", background=True)
+    buffer.extend(play(2, first=700.0))
+    saving.wait()
+    resumed = make(100, num_envs=ENVS)
+    resumed.loads(tmp_path / "saved")
+    assert_served(resumed.sample(40), expected(data))
+    assert len(Storage.load(tmp_path / "saved")) == len(resumed) == 12
 
 
 @pytest.mark.parametrize(
@@ -209,6 +419,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
         buffer.extend(data.to_dict())
     with pytest.raises(ValueError, match="data has no tensor 'action'"):
         buffer.extend(data.exclude("action"))
+    with pytest.raises(ValueError, match=r"data has no tensor \('next', 'reward'\)"):
+        buffer.extend(data.exclude("next"))
     with pytest.raises(ValueError, match=r"data has no tensor \('next', 'done'\)"):
         buffer.extend(data.exclude(*[("next", name) for name in ("done", "terminated", "truncated")]))
     with pytest.raises(ValueError, match="no entry that is before and"):
@@ -216,6 +428,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     for wrong in (data[:1], data.reshape(-1)[:3], data[:, :0], data.reshape(2, 2, 2)):
         with pytest.raises(ValueError, match=r"give \[num_envs, steps\], num_envs=2"):
             buffer.extend(wrong)
+    with pytest.raises(ValueError, match=r"data is \(0,\); give \[num_envs, steps\]"):
+        make(100).extend(data[0, :0])
     with pytest.raises(ValueError, match=r"add\(\) takes one step of 2 environments"):
         buffer.add(data)
     assert len(buffer) == 0
@@ -224,10 +438,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
         buffer.extend(data.exclude("sample_log_prob"))
     with pytest.raises(ValueError, match="no tensor 'step_count'"):
         buffer.extend(data.exclude(("next", "step_count")))
+    for new in ("cost", ("next", "cost2"), ("collector", "mask")):
+        with pytest.raises(ValueError, match=r"data has \[.*\], which the first data did not have.* Nothing was"):
+            buffer.extend(data.clone().set(new, torch.zeros(ENVS, 4)))
+    for text in ("prompt", ("next", "prompt")):
+        with pytest.raises(ValueError, match=r"prompt'\)?, a NonTensorData; only tensors.* Nothing was written"):
+            buffer.extend(data.clone().set(text, NonTensorData("go", batch_size=[ENVS, 4])))
     other = data.clone()
     other["observation"] = torch.zeros(ENVS, 4, 3)
     with pytest.raises(ValueError, match=r'observations\["observation"\] is .* Nothing was'):
         buffer.extend(other)
+    for wrong in (0, 1.5, "all"):
+        with pytest.raises(ValueError, match=r"batch_size is .*; sample\(\) needs a whole number"):
+            buffer.sample(wrong)
     assert len(buffer) == 8
     for wrong in ({"alpha": 2.0}, {"eps": -1.0}, {"n_step": 0}, {"num_envs": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
