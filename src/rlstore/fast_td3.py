@@ -17,6 +17,7 @@ from rlstore.replay.tensordicts import entry, sample_with_ends
 __all__ = ["SimpleReplayBuffer"]
 
 _OWNER = "SimpleReplayBuffer"
+_SETTINGS = ("storage_size", "num_envs", "observation_space", "action_space", "n_step", "discount")
 
 
 class SimpleReplayBuffer:
@@ -38,10 +39,6 @@ class SimpleReplayBuffer:
         n_steps: Steps over which rewards are summed before the bootstrap.
         gamma: The discount factor.
         device: The device of the data and of the batches; None for torch's default device.
-
-    Attributes:
-        storage: The storage that holds the data, for example to save it.
-        ptr: Steps added so far.
     """
 
     @explained
@@ -63,7 +60,6 @@ class SimpleReplayBuffer:
         self.n_critic_obs, self.asymmetric_obs = n_critic_obs, asymmetric_obs
         self.playground_mode = playground_mode and asymmetric_obs
         self.n_steps, self.gamma, self.device = n_steps, gamma, device
-        self.ptr = 0
         observations: spaces.Box | spaces.Dict = _numbers(n_obs)
         if asymmetric_obs:
             check_positive(_OWNER, n_critic_obs=n_critic_obs)
@@ -73,7 +69,7 @@ class SimpleReplayBuffer:
                     f"n_critic_obs is {n_critic_obs}; with playground_mode it has to be larger than n_obs, {n_obs}"
                 )
             observations = spaces.Dict({"observations": observations, "critic_observations": _numbers(own)})
-        self.storage = ReplayStorage(
+        self._storage = ReplayStorage(
             observations,
             _numbers(n_act),
             torch.get_default_device() if device is None else device,
@@ -83,6 +79,36 @@ class SimpleReplayBuffer:
             discount=gamma,
             autoreset="SameStep",
         )
+
+    @property
+    def storage(self) -> ReplayStorage:
+        """The storage that holds the data.
+
+        ``buffer.storage.save(folder)`` saves it with its random generator, and
+        ``buffer.storage = ReplayStorage.load(folder)`` goes on with it, in a buffer that was made with the same
+        arguments; a storage that does not fit is refused.
+        """
+        return self._storage
+
+    @storage.setter
+    def storage(self, storage: ReplayStorage) -> None:
+        if type(storage) is not ReplayStorage:
+            raise InvalidInputError(
+                f"storage is a {type(storage).__name__}; give a ReplayStorage. Nothing was changed."
+            )
+        for name in _SETTINGS:
+            own, other = getattr(self._storage, name), getattr(storage, name)
+            if own != other:
+                raise InvalidInputError(
+                    f"{name} of this storage is {other}, and this {_OWNER} needs {own}, fixed by its arguments; give "
+                    "one that a buffer with the same arguments has saved. Nothing was changed."
+                )
+        self._storage = storage
+
+    @property
+    def ptr(self) -> int:
+        """Steps added so far."""
+        return self._storage._added
 
     def extend(self, tensor_dict: TensorDictBase) -> None:
         """Add one step of all environments; everything is checked before anything is written.
@@ -94,12 +120,17 @@ class SimpleReplayBuffer:
                 both places.
         """
         named = {key: entry(tensor_dict, ("next", key), "tensor_dict") for key in ("rewards", "dones", "truncations")}
-        truncated = named["truncations"] != 0
-        terminated = (named["dones"] != 0) & ~truncated
+        dones, truncations = named["dones"], named["truncations"]
+        if dones.shape != truncations.shape:
+            raise InvalidInputError(
+                f"dones is {tuple(dones.shape)} and truncations {tuple(truncations.shape)}; give both as "
+                f"{(self.n_env,)}, fixed by n_env. Nothing was written."
+            )
+        truncated = truncations != 0
+        terminated = (dones != 0) & ~truncated
         actions, following = entry(tensor_dict, "actions", "tensor_dict"), self._observed(tensor_dict, ("next",))
         observed = self._observed(tensor_dict, ())
-        self.storage.add(observed, actions, named["rewards"], terminated, truncated, {}, following)
-        self.ptr += 1
+        self._storage.add(observed, actions, named["rewards"], terminated, truncated, {}, following)
 
     def _observed(self, tensor_dict: TensorDictBase, place: tuple[str, ...]) -> Tensor | dict[str, Tensor]:
         """The observations before or after a step, as the storage holds them."""
@@ -129,7 +160,7 @@ class SimpleReplayBuffer:
         """
         check_positive("sample()", batch_size=batch_size)
         count = self.n_env * batch_size
-        batch, ends = sample_with_ends(self.storage, count)
+        batch, ends = sample_with_ends(self._storage, count)
         following = {
             "rewards": batch["rewards"].squeeze(1),
             "dones": (ends.terminated | ends.truncated).squeeze(1).long(),

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from where import DEVICE, SEES_VALUES
 
-from rlstore import NotReadyError
+from rlstore import NotReadyError, NStepReplayStorage, ReplayStorage
 from rlstore.fast_td3 import SimpleReplayBuffer
 
 ENVS, N_OBS, N_ACT, N_CRITIC, GAMMA = 3, 2, 1, 5, 0.5
@@ -152,6 +152,59 @@ def test_it_works_in_inference_mode_and_what_it_serves_can_be_trained_on():
     assert not any(tensor.is_inference() for tensor in batch.values(True, True))
 
 
+@pytest.mark.parametrize("mode", [{}, {"asymmetric_obs": True}, {"asymmetric_obs": True, "playground_mode": True}])
+def test_a_resumed_buffer_goes_on_as_the_saved_one_does(tmp_path, mode):
+    saved, resumed, naive = make(3, **mode), make(3, **mode), NaiveBuffer(9, 3)
+    steps = list(play(15, asymmetric="asymmetric_obs" in mode))
+    for step in steps[:11]:
+        saved.extend(step)
+        naive.extend(step.cpu())
+    saved.storage.save(tmp_path / "saved")
+    resumed.storage = ReplayStorage.load(tmp_path / "saved")
+    assert (resumed.ptr, len(resumed.storage)) == (11, 9 * ENVS)
+    batches = [buffer.sample(40) for buffer in (saved, resumed)]
+    assert (batches[0] == batches[1]).all()
+    assert {float(number) for number in batches[1]["observations"][:, 0]} <= naive.expected().keys()
+    for step in steps[11:]:
+        saved.extend(step)
+        resumed.extend(step)
+        naive.extend(step.cpu())
+    batches = [buffer.sample(120) for buffer in (saved, resumed)]
+    assert (batches[0] == batches[1]).all()
+    assert resumed.ptr == 15
+    for row in batches[1].cpu().unbind(0):
+        _, last, total, taken = naive.expected()[float(row["observations"][0])]
+        assert torch.equal(row["next", "observations"], last["next observations"])
+        assert row["next", "rewards"].item() == pytest.approx(total, rel=1e-6)
+        assert row["next", "effective_n_steps"].item() == taken
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("n_step", {"n_steps": 2}),
+        ("storage_size", {"buffer_size": 7}),
+        ("discount", {"gamma": 0.75}),
+        ("observation_space", {"asymmetric_obs": True}),
+        ("num_envs", {"n_env": 3 * ENVS, "buffer_size": 3}),
+        ("action_space", {"n_act": N_ACT + 1}),
+    ],
+)
+def test_the_storage_of_a_buffer_with_other_arguments_is_refused(name, other):
+    fitting = {"n_env": ENVS, "buffer_size": 9, "n_obs": N_OBS, "n_act": N_ACT, "n_critic_obs": N_CRITIC}
+    other = SimpleReplayBuffer(**{**fitting, "gamma": GAMMA, "device": DEVICE, **other})
+    buffer = make()
+    for step in play(2):
+        buffer.extend(step)
+    storage = buffer.storage
+    with pytest.raises(ValueError, match=rf"{name} of this storage is .*fixed by its arguments.* Nothing was changed"):
+        buffer.storage = other.storage
+    with pytest.raises(ValueError, match="storage is a NStepReplayStorage; give a ReplayStorage"):
+        buffer.storage = NStepReplayStorage({"shape": 2}, {"shape": 1, "type": "Box"})
+    assert buffer.storage is storage
+    assert buffer.ptr == 2
+
+
 def test_what_does_not_fit_is_refused_and_nothing_is_written():
     buffer, (step,) = make(), play(1)
     with pytest.raises(NotReadyError):
@@ -164,6 +217,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     wrong["actions"] = torch.zeros(ENVS, N_ACT + 1)
     with pytest.raises(ValueError, match=r"actions is \(3, 2\).*Nothing was written"):
         buffer.extend(wrong)
+    for name in ("dones", "truncations"):
+        wrong = step.clone()
+        wrong["next", name] = wrong["next", name].unsqueeze(1)
+        with pytest.raises(ValueError, match=r"dones is \(3.* and truncations \(3.*give both as \(3,\).*Nothing was"):
+            buffer.extend(wrong)
     wrong = step.clone()
     wrong["critic_observations"] = torch.zeros(ENVS, N_CRITIC)
     with pytest.raises(ValueError, match="made with asymmetric_obs=False"):
@@ -175,3 +233,5 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
         SimpleReplayBuffer(num_envs=3)
     with pytest.raises(ValueError, match="batch_size"):
         buffer.sample(0)
+    with pytest.raises(AttributeError):
+        buffer.ptr = 3
