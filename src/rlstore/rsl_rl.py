@@ -16,10 +16,11 @@ __all__ = ["use_rlstore"]
 def use_rlstore(runner_or_algorithm: Any) -> RolloutStorage:
     """Let an algorithm of rsl_rl keep its rollouts in a :class:`~rlstore.RolloutStorage`.
 
-    Call it once, after the runner was made and before it learns. The new storage has the sizes, the observations and
-    the device of the one it replaces. PPO then computes returns and advantages with
-    :meth:`RolloutStorage.compute_returns`: the same numbers as before, except for rounding. A class that overrides
-    ``compute_returns`` of PPO keeps its own. rsl_rl bootstraps at time limits by adding to the rewards, as before.
+    Call it once, after the runner was made: before it learns, or between two calls of ``learn``; of several processes,
+    each calls it. The new storage has the sizes, the observations and the device of the one it replaces. PPO then
+    computes returns and advantages with :meth:`RolloutStorage.compute_returns`: the same numbers as before, except for
+    rounding. A class that overrides ``compute_returns`` of PPO keeps its own. rsl_rl bootstraps at time limits by
+    adding to the rewards, as before.
 
     Args:
         runner_or_algorithm: An ``OnPolicyRunner`` or ``DistillationRunner``, or its ``alg``.
@@ -28,22 +29,32 @@ def use_rlstore(runner_or_algorithm: Any) -> RolloutStorage:
         The storage.
 
     Raises:
-        InvalidInputError: (a ValueError) if it is no algorithm of rsl_rl, or a rollout has begun. Nothing was changed.
+        InvalidInputError: (a ValueError) if it is no algorithm of rsl_rl, its storage is of a class of its own or was
+            swapped already, or a rollout has begun. Nothing was changed.
     """
     from rsl_rl.algorithms import PPO
     from rsl_rl.storage import RolloutStorage as Replaced
 
     algorithm = getattr(runner_or_algorithm, "alg", runner_or_algorithm)
     replaced = getattr(algorithm, "storage", None)
+    if isinstance(replaced, RolloutStorage):
+        raise InvalidInputError(
+            "the storage of this algorithm is one of rlstore already; call use_rlstore() once. Nothing was changed."
+        )
     if not isinstance(replaced, Replaced):
         raise InvalidInputError(
             f"runner_or_algorithm is a {type(runner_or_algorithm).__name__} with the storage {replaced!r:.80}; give a "
             "runner of rsl_rl, or its alg, with a storage of rsl_rl. Nothing was changed."
         )
-    if replaced.step:
+    if type(replaced) is not Replaced:
         raise InvalidInputError(
-            f"the storage holds {replaced.step} steps of a rollout; call use_rlstore() before learn(). "
-            "Nothing was changed."
+            f"the storage is a {type(replaced).__name__}, which adds to the RolloutStorage of rsl_rl, and that of "
+            "rlstore would not have it. Nothing was changed."
+        )
+    if replaced.step or algorithm.transition.actions is not None:
+        raise InvalidInputError(
+            f"the storage holds {replaced.step} steps of a rollout, and a step may have begun; call use_rlstore() "
+            "before learn(). Nothing was changed."
         )
     storage = RolloutStorage(
         replaced.training_type,
@@ -54,7 +65,7 @@ def use_rlstore(runner_or_algorithm: Any) -> RolloutStorage:
         replaced.device,
     )
     algorithm.storage, algorithm.transition = storage, RolloutStorage.Transition()
-    if isinstance(algorithm, PPO) and type(algorithm).compute_returns is PPO.compute_returns:
+    if getattr(algorithm.compute_returns, "__func__", None) is PPO.compute_returns:
         algorithm.compute_returns = partial(_compute_returns, algorithm)
     return storage
 

@@ -309,6 +309,10 @@ def test_an_algorithm_with_returns_of_its_own_keeps_them():
     assert runner.alg.compute_returns.__func__ is OwnReturns.compute_returns
     runner.learn(1)
     assert type(runner.alg.storage) is RolloutStorage
+    patched = OnPolicyRunner(PointMassEnv(seed=0), ppo_config(MLP, MLP), device=str(DEVICE)).alg
+    patched.compute_returns = own = lambda obs: None
+    use_rlstore(patched)
+    assert patched.compute_returns is own
 
 
 def test_what_has_no_storage_of_rsl_rl_is_refused_and_left_as_it_was():
@@ -321,10 +325,54 @@ def test_what_has_no_storage_of_rsl_rl_is_refused_and_left_as_it_was():
         use_rlstore(runner)
     assert runner.alg.storage is theirs
     theirs.step = 0
+    with torch.inference_mode():
+        runner.alg.act(runner.env.get_observations())
+    with pytest.raises(ValueError, match="a step may have begun"):
+        use_rlstore(runner)
+    assert runner.alg.storage is theirs
+    runner.alg.transition.clear()
     ours = use_rlstore(runner)
-    with pytest.raises(ValueError, match="give a runner of rsl_rl, or its alg"):
+    with pytest.raises(ValueError, match="one of rlstore already"):
         use_rlstore(runner)
     assert runner.alg.storage is ours
+
+
+def test_a_storage_that_adds_to_theirs_is_refused():
+    class WithReferenceMotions(TheirStorage):
+        pass
+
+    runner = OnPolicyRunner(PointMassEnv(seed=0), ppo_config(MLP, MLP), device=str(DEVICE))
+    runner.alg.storage.__class__ = WithReferenceMotions
+    theirs = runner.alg.storage
+    with pytest.raises(ValueError, match=r"the storage is a WithReferenceMotions.* Nothing was changed"):
+        use_rlstore(runner)
+    assert runner.alg.storage is theirs
+
+
+@pytest.mark.parametrize("model", [GRU, LSTM], ids=["gru", "lstm"])
+def test_a_runner_that_has_learned_is_swapped_and_goes_on_the_same(model):
+    runs = []
+    for swaps in (False, True):
+        runner, losses = train(OnPolicyRunner, ppo_config(model, model, num_learning_epochs=2), seed=1, iterations=2)
+        if swaps:
+            use_rlstore(runner)
+        torch.manual_seed(7)  # what the new storage draws must not decide how the two runs compare
+        runner.learn(2)
+        runs.append(losses)
+    assert len(runs[1]) == 4
+    for their_losses, our_losses in zip(*runs, strict=True):
+        assert our_losses == pytest.approx(their_losses, rel=1e-3, abs=1e-5)
+
+
+def test_extensions_and_checkpoints_work_with_a_swapped_storage(tmp_path):
+    config = ppo_config(MLP, MLP, **EXTENSIONS)
+    first, losses = train(switched(OnPolicyRunner), config, seed=4, iterations=4)
+    assert losses[-1]["rnd"] < losses[0]["rnd"]
+    assert {"value", "surrogate", "entropy", "rnd", "symmetry"} <= losses[-1].keys()
+    first.save(str(tmp_path / "model.pt"))
+    second, more = train(switched(OnPolicyRunner), config, seed=5, iterations=2, checkpoint=tmp_path / "model.pt")
+    assert second.current_learning_iteration == 4
+    assert more[0]["rnd"] < losses[0]["rnd"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
