@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ def use_rlstore(runner_or_algorithm: Any) -> RolloutStorage:
         The storage.
 
     Raises:
-        InvalidInputError: (a ValueError) if it is no algorithm of rsl_rl, its storage is of a class of its own or was
-            swapped already, or a rollout has begun. Nothing was changed.
+        InvalidInputError: (a ValueError) if rsl_rl is older than 5.0, it is no algorithm of rsl_rl, its storage is of a
+            class of its own or was swapped already, or a rollout has begun. Nothing was changed.
     """
     from rsl_rl.algorithms import PPO
     from rsl_rl.storage import RolloutStorage as Replaced
 
+    if not hasattr(Replaced, "Batch"):
+        raise InvalidInputError(
+            "use_rlstore() needs rsl-rl-lib 5.0 or later, whose algorithms take batches with names; "
+            f"{version('rsl-rl-lib')} is installed. Nothing was changed."
+        )
     algorithm = getattr(runner_or_algorithm, "alg", runner_or_algorithm)
     replaced = getattr(algorithm, "storage", None)
     if isinstance(replaced, RolloutStorage):

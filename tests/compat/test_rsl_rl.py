@@ -315,6 +315,12 @@ def test_an_algorithm_with_returns_of_its_own_keeps_them():
     assert patched.compute_returns is own
 
 
+def test_an_old_rsl_rl_is_refused(monkeypatch):
+    monkeypatch.delattr(TheirStorage, "Batch")
+    with pytest.raises(ValueError, match=r"needs rsl-rl-lib 5\.0 or later.*Nothing was changed"):
+        use_rlstore(object())
+
+
 def test_what_has_no_storage_of_rsl_rl_is_refused_and_left_as_it_was():
     with pytest.raises(ValueError, match="runner_or_algorithm is a dict with the storage None"):
         use_rlstore({})
