@@ -276,9 +276,7 @@ def test_dicts_in_the_place_of_a_tensor_are_refused_with_the_shape_that_is_held(
 @pytest.mark.parametrize("what", [*list(OTHERS)[2:], "a list", r"an array \(4, 3\)"])
 def test_another_form_in_the_place_of_a_dict_or_a_tuple_is_refused_with_what_to_give(what):
     given = {"a list": [np.zeros((4, 3))], r"an array \(4, 3\)": np.zeros((4, 3)), **OTHERS}[what]
-    words = (
-        rf"^obs is {what}; give a dict with the keys \['policy', 'critic'\], each \[environments"
-    )
+    words = rf"^obs is {what}; give a dict with the keys \['policy', 'critic'\], each \[environments"
     with pytest.raises(ValueError, match=words):
         Structure.of({"policy": torch.zeros(4, 3), "critic": {"a": torch.zeros(4)}}, "obs").leaves(given)
     if what != "a tuple of dicts":  # which is a tuple, of other parts

@@ -329,22 +329,27 @@ class RolloutCore(Storage):
         self._ready_ring().restart()
         self._spent = False
 
-    def _has_no_targets(self) -> bool:
-        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring)
+    def _missing_targets(self) -> str:
+        """What is wrong with the returns and advantages, if nobody has written those of all steps; else ""."""
+        if self._ring is None or self._ring.size == 0 or not self._targets.are_missing(self._ring):
+            return ""
+        known, steps = self._targets.computed, self._ring.size
+        which, why = "this rollout", "they were not computed since it began"
+        if known:
+            which = "the newest steps"
+            why = f"they were computed when the rollout had {known} steps, and now it has {steps}"
+        return f"the returns and advantages of {which} are NaN: {why}; {self._how_to_compute}"
 
     def _require_targets(self) -> None:
         """Refuse to serve returns and advantages that nobody has written."""
-        if self._has_no_targets():
-            raise NotReadyError(f"the returns and advantages of this rollout were not computed; {self._how_to_compute}")
+        if missing := self._missing_targets():
+            raise NotReadyError(missing)
 
     def _warn_of_missing_targets(self) -> None:
         """Warn once: a program may iterate over batches for their other fields."""
-        if not self._warned and self._has_no_targets():
+        if not self._warned and (missing := self._missing_targets()):
             self._warned = True
-            warn_caller(
-                f"the returns and advantages of this rollout are NaN: they were not computed since it began; "
-                f"{self._how_to_compute}. (This warning is shown once.)"
-            )
+            warn_caller(f"{missing}. (This warning is shown once.)")
 
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
@@ -511,7 +516,7 @@ class RolloutCore(Storage):
                 epsilon=epsilon,
                 dones=dones,
             )
-        self._targets.were_computed()
+        self._targets.were_computed(ring)
 
     @guarded
     def after_gradients(

@@ -247,7 +247,7 @@ def is_from_reset(value: Any) -> bool:
 
 
 def _found_dicts(value: Any) -> str:
-    """ "a dict", or "a list of dicts" and the like, if that is what the value is; else ""."""
+    """What errors call a dict or something that holds dicts, as "a list of dicts"; "" for anything else."""
     if isinstance(value, Mapping):
         return f"a {type(value).__name__}"
     is_array = isinstance(value, np.ndarray) and value.dtype == object and value.ndim > 0
