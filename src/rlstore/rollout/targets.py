@@ -18,8 +18,8 @@ class Targets:
     they are written too.
 
     A program may write them as well, into the attributes or in place of them. Torch counts the changes of a tensor.
-    Where it has counted none (it does not see a write through numpy, or by a CUDA graph), and of steps that were added
-    later, the data of the newest step tell; on CUDA the host waits for them then.
+    Where it has counted none (it does not see a write through numpy, or by a CUDA graph), and of a step that was added
+    later, the data tell; on CUDA the host waits for them then.
 
     Args:
         names: The names of the blocks.
@@ -49,9 +49,9 @@ class Targets:
         """The storage has written the blocks of all steps that are held, by a kernel, which torch does not see."""
         self._filled, self.computed = [], ring.size
 
-    def came_from_elsewhere(self) -> None:
+    def came_from_elsewhere(self, computed: int = 0) -> None:
         """The blocks were copied from somewhere: the data tell whether they were ever written."""
-        self._filled, self.computed = None, 0
+        self._filled, self.computed = None, computed
 
     def are_missing(self, ring: Ring) -> bool:
         """True if nobody has written them since the first step of the rollout, or since a step was added to it."""
@@ -62,7 +62,8 @@ class Targets:
             return False
         if ring.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        return all(bool(block[ring.size - 1].isnan().all()) for block in blocks)
+        first = ring.size - 1 if self.computed else 0  # of steps that were added, the newest stands for all
+        return all(bool(block[first : ring.size].isnan().all()) for block in blocks)
 
     def _blocks(self, ring: Ring) -> list[Tensor]:
         return [ring.blocks[name] for name in self._names]
