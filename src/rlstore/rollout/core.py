@@ -524,7 +524,7 @@ class RolloutCore(Storage):
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Mark the rollout as used: the next sample starts a new one.
+        """Mark the rollout as used: the next step starts a new one.
 
         It may also be called as ``after_gradients(batch, info)``.
 
