@@ -336,7 +336,7 @@ def test_a_state_with_layers_and_environments_the_wrong_way_round_is_refused():
     storage = rollout(2, envs=3)
     good = torch.zeros(1, 3, 4)
     storage.add_transition(transition(0, envs=3, hidden_states=(good, None)))
-    with pytest.raises(ValueError, match="saved_hidden_state_a"):
+    with pytest.raises(ValueError, match=r"hidden_states\[0\] is \(3, 1, 4\)"):
         storage.add_transition(transition(1, envs=3, hidden_states=(good.transpose(0, 1), None)))
     assert storage.step == 1
 

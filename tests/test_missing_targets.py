@@ -94,7 +94,9 @@ def assert_missing(family, storage):
         assert batch.advantages.isnan().all()
         assert batch.values.isfinite().all()
     before = storage._generator.get_state()
-    with pytest.raises(NotReadyError, match=r"were not computed; call compute_returns.*before_gradients\(\)"):
+    with pytest.raises(
+        NotReadyError, match=r"were not computed since it began; call compute_returns.*before_gradients\(\)"
+    ):
         next(storage.generate_batches(1))
     assert torch.equal(storage._generator.get_state(), before)
 
@@ -195,6 +197,62 @@ def test_a_refused_step_leaves_those_of_the_rollout_before():
     assert torch.equal(storage.returns, before)
     storage.add_transition(transition_of(0))
     assert storage.returns.isnan().all()
+
+
+ADDED = (
+    r"the returns and advantages of the newest steps are NaN: they were computed when the rollout had 2 steps, and now "
+    r"it has 3; call compute_returns\(\)"
+)
+
+
+def partly_computed():
+    """Two steps with targets, and one that was added behind them."""
+    family = Rollouts()
+    storage = family.make()
+    for step in range(2):
+        storage.add_transition(transition_of(step))
+    storage.compute_returns(torch.zeros(ENVS), 0.5, 0.5, normalize_advantage=False)
+    storage.add_transition(transition_of(2))
+    return storage
+
+
+def test_those_of_steps_that_were_added_later_are_missing():
+    storage = partly_computed()
+    # Rewards and values alike are 1, 2 and then 3, 4: 3 + 0 - 3, and 1 + 3/2 - 1 in the step before.
+    assert storage.advantages[:2, :, 0].tolist() == [[1.5, 2.0], [0.0, 0.0]]
+    assert storage.advantages[2].isnan().all()
+    for recurrent in (False, True):
+        with pytest.raises(NotReadyError, match=ADDED):
+            next(storage.generate_batches(1, recurrent=recurrent))
+    with pytest.warns(RuntimeWarning, match=ADDED):
+        assert next(storage.mini_batch_generator(1, 1)).advantages.isnan().sum() == ENVS
+    Rollouts().compute(storage)
+    assert_served(Rollouts(), storage)
+    assert storage.advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("write", [lambda block: block[2].fill_(7.0), lambda block: block.numpy()[2].fill(7.0)])
+@pytest.mark.parametrize("name", ["returns", "advantages"])
+def test_those_of_steps_that_were_added_later_may_be_written_by_a_program(write, name):
+    storage = partly_computed()
+    storage.advantages /= 2  # what was computed is changed in place: that says nothing of the step behind it
+    with pytest.raises(NotReadyError, match=ADDED):
+        next(storage.generate_batches(1))
+    write(getattr(storage, name))
+    assert_served(Rollouts(), storage)
+
+
+@pytest.mark.parametrize("again", ["deepcopy", "pickle", "saved"])
+def test_copies_know_that_steps_were_added_later(again, tmp_path):
+    storage = partly_computed()
+    twin = copy.deepcopy(storage) if again == "deepcopy" else pickle.loads(pickle.dumps(storage))
+    if again == "saved":
+        storage.save(tmp_path / "snapshot")
+        twin = Storage.load(tmp_path / "snapshot")
+    with pytest.raises(NotReadyError, match=ADDED):
+        next(twin.generate_batches(1))
+    Rollouts().compute(twin)
+    assert_served(Rollouts(), twin)
 
 
 @pytest.mark.parametrize(

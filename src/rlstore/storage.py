@@ -371,7 +371,9 @@ class Storage(ABC):
 
         Returns:
             Plain numbers by name. None is NaN or infinite: what is not known, as a mean return before an episode is
-            over, is left out. Every reward that is held is read for it; a CUDA device is waited for once.
+            over, is left out. Every reward that is held is read for it; a CUDA device is waited for once. Returns and
+            lengths of a rollout are of the episodes that began and ended in it, not the score of a policy whose
+            episodes are longer.
         """
         return flat(self._measured())
 

@@ -74,7 +74,10 @@ EPISODES: dict[str, tuple[Any, str]] = {
         {**GOOD, "observations": np.zeros((5, 3))},
         r"of a step are \(3,\) float64; this storage holds \(2,\)",
     ),
-    "another nest": ({**GOOD, "observations": {"a": np.zeros((5, 2))}}, "observations has the wrong keys"),
+    "another nest": (
+        {**GOOD, "observations": {"a": np.zeros((5, 2))}},
+        "observations is a dict; give a tensor or an arr",
+    ),
     "final with steps": (
         {**GOOD, "observations": np.zeros((4, 2)), "final_observations": np.zeros((4, 2))},
         r"final_observations are \(4, 2\), and observations \(4, 2\); the former are one",

@@ -253,17 +253,43 @@ def test_a_nest_in_the_place_of_a_leaf_is_refused_by_name(wrap):
         policy.fit(structure.leaves(wrap({"policy": {"inner": torch.zeros(1)}}))[0], 1, CPU)
 
 
-def test_a_tensor_in_the_place_of_a_nest_and_the_other_way_round_is_refused():
-    with pytest.raises(ValueError, match="wrong keys"):
-        Structure.of({"policy": torch.zeros(1)}, "obs").leaves(torch.zeros(1))
-    with pytest.raises(ValueError, match="wrong keys"):
-        Structure.of(torch.zeros(1), "obs").leaves({"policy": torch.zeros(1)})
+OTHERS = {  # what a vector environment does not give, and what it is called
+    "a dict": {"policy": torch.zeros(4, 3)},
+    "a TensorDict": TensorDict({"policy": torch.zeros(4, 3)}, [4]),
+    "a list of dicts": [{"policy": torch.zeros(3)}] * 4,
+    "a tuple of dicts": ({"policy": torch.zeros(3)},) * 4,
+    "an array of dicts": np.array([{"policy": np.zeros(3)}] * 4),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_dicts_in_the_place_of_a_tensor_are_refused_with_the_shape_that_is_held(what):
+    (leaf,) = Structure.of(torch.zeros(4, 3), "observations").leaves(OTHERS[what])
+    field = Field("observations", (3,), torch.float32, "the first sample")
+    words = rf"^observations is {what}; this storage holds \(4, 3\) float32, fixed by the first sample\. Nothing was wr"
+    with pytest.raises(ValueError, match=words):
+        field.fit(leaf, 4, CPU)
+    with pytest.raises(ValueError, match=f"^observations is {what}; give a tensor or an array. Nothing was wr"):
+        as_tensor(OTHERS[what], "observations")
+
+
+@pytest.mark.parametrize("what", [*list(OTHERS)[2:], "a list", r"an array \(4, 3\)"])
+def test_another_form_in_the_place_of_a_dict_or_a_tuple_is_refused_with_what_to_give(what):
+    given = {"a list": [np.zeros((4, 3))], r"an array \(4, 3\)": np.zeros((4, 3)), **OTHERS}[what]
+    words = rf"^obs is {what}; give a dict with the keys \['policy', 'critic'\], each \[environments"
+    with pytest.raises(ValueError, match=words):
+        Structure.of({"policy": torch.zeros(4, 3), "critic": {"a": torch.zeros(4)}}, "obs").leaves(given)
+    if what != "a tuple of dicts":  # which is a tuple, of other parts
+        with pytest.raises(ValueError, match=f"^obs is {what}; give a tuple of 2, each "):
+            Structure.of((torch.zeros(4, 3), torch.zeros(4)), "obs").leaves(given)
 
 
 def test_nothing_in_the_place_of_a_nest_is_refused():
-    for example in (nested(), {"policy": torch.zeros(1)}, (torch.zeros(1),), torch.zeros(1)):
+    for example in (nested(), {"policy": torch.zeros(1)}):
         with pytest.raises(ValueError, match="obs has the wrong keys: missing"):
             Structure.of(example, "obs").leaves({})
+    with pytest.raises(ValueError, match="obs is a dict; give a tuple of 1"):
+        Structure.of((torch.zeros(1),), "obs").leaves({})
 
 
 # ---------------------------------------------------------------------------------------------------- from an example

@@ -19,7 +19,7 @@ from rlstore.engine import returns
 from rlstore.engine.batches.gather import gather_batches
 from rlstore.engine.batches.select import epoch_orders, epoch_rows
 from rlstore.engine.calls import warn_caller
-from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.measures import Measures, episodes, held, invalid, nonfinite, used
@@ -62,6 +62,7 @@ class RolloutColumn:
         whole: Of the ten methods, only ``get_all_buffer_data`` serves it.
         lead: Row t of the column is row ``t + lead`` of its block. A batch serves the rows of the block.
         block: The name of its block, if it is not its own.
+        said: What errors call it, if not by its name.
         fields: One for each leaf; empty until the shapes are known.
         structure: How the leaves are nested; None for a single tensor.
     """
@@ -75,6 +76,7 @@ class RolloutColumn:
     whole: bool = False
     lead: int = 0
     block: str = ""
+    said: str = ""
     fields: tuple[Field, ...] = ()
     structure: Structure | None = None
 
@@ -255,7 +257,7 @@ class RolloutCore(Storage):
             elif name == "rewards":
                 self._columns[name] = column.holding([reward_field(name, scalar, own, self._allows_nonfinite)])
             else:
-                self._columns[name] = column.holding([Field(name, scalar, torch.float32, own)])
+                self._columns[name] = column.holding([Field(column.said or name, scalar, torch.float32, own)])
         held = [column for column in self._columns.values() if column.fields]
         rows = [part for column in held if not column.computed for part in column.row_columns()]
         computed = [field for column in held if column.computed for field in column.fields]
@@ -329,22 +331,27 @@ class RolloutCore(Storage):
         self._ready_ring().restart()
         self._spent = False
 
-    def _has_no_targets(self) -> bool:
-        return self._ring is not None and self._ring.size > 0 and self._targets.are_missing(self._ring)
+    def _missing_targets(self) -> str:
+        """What is wrong with the returns and advantages, if nobody has written those of all steps; else ""."""
+        if self._ring is None or self._ring.size == 0 or not self._targets.are_missing(self._ring):
+            return ""
+        known, steps = self._targets.computed, self._ring.size
+        which, why = "this rollout", "they were not computed since it began"
+        if known:
+            which = "the newest steps"
+            why = f"they were computed when the rollout had {known} steps, and now it has {steps}"
+        return f"the returns and advantages of {which} are NaN: {why}; {self._how_to_compute}"
 
     def _require_targets(self) -> None:
         """Refuse to serve returns and advantages that nobody has written."""
-        if self._has_no_targets():
-            raise NotReadyError(f"the returns and advantages of this rollout were not computed; {self._how_to_compute}")
+        if missing := self._missing_targets():
+            raise NotReadyError(missing)
 
     def _warn_of_missing_targets(self) -> None:
         """Warn once: a program may iterate over batches for their other fields."""
-        if not self._warned and self._has_no_targets():
+        if not self._warned and (missing := self._missing_targets()):
             self._warned = True
-            warn_caller(
-                f"the returns and advantages of this rollout are NaN: they were not computed since it began; "
-                f"{self._how_to_compute}. (This warning is shown once.)"
-            )
+            warn_caller(f"{missing}. (This warning is shown once.)")
 
     def _follow_callers(self) -> None:
         """Bind what a caller has put into the observations' TensorDict, or a list of blocks, in the meantime."""
@@ -511,13 +518,13 @@ class RolloutCore(Storage):
                 epsilon=epsilon,
                 dones=dones,
             )
-        self._targets.were_computed()
+        self._targets.were_computed(ring)
 
     @guarded
     def after_gradients(
         self, actor: Any = None, algo: Any = None, info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Mark the rollout as used: the next sample starts a new one.
+        """Mark the rollout as used: the next step starts a new one.
 
         It may also be called as ``after_gradients(batch, info)``.
 
@@ -810,7 +817,9 @@ class RolloutCore(Storage):
         numbers: dict[str, Any] = {"spent": self._spent, **counted}
         if self._ring is None:
             return numbers, {}
-        ring = self._current_ring()
+        ring, computed = self._current_ring(), self._targets.computed
+        if 0 < computed < ring.size:
+            numbers["computed"] = computed  # likewise; otherwise the blocks tell
         return {**numbers, "ring": ring.counters()}, dict(ring.blocks)
 
     def _set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
@@ -819,7 +828,8 @@ class RolloutCore(Storage):
             self._ring.set_counters(numbers["ring"])
             for name, block in self._ring.blocks.items():
                 reader.read_rows(name, block)
-            self._targets.came_from_elsewhere()
+            computed = check_count("a snapshot", "computed", numbers.get("computed", 0))
+            self._targets.came_from_elsewhere(min(computed, self._ring.size))
 
 
 def flatten(

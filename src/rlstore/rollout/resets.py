@@ -15,9 +15,10 @@ from rlstore.engine.rows.schema import Field
 from rlstore.errors import InvalidInputError
 
 BLOCK = "reset_steps"
-_OTHERS = (
-    "If the environments reset themselves in the step in which an episode ends, make the storage with "
-    'autoreset="SameStep"; if you reset them yourself, with autoreset="Disabled".'
+_REMEDY = (
+    "If you have called envs.reset() since, call storage.reset() too, after the update and in place of clear(): then "
+    "the next step begins an episode. If the environments reset themselves in the step in which an episode ends, make "
+    'the storage with autoreset="SameStep"; if you reset them yourself, with autoreset="Disabled".'
 )
 
 
@@ -47,7 +48,9 @@ class ResetSteps:
         self.due_count = 0
         self._count = 0  # in this rollout; -1: not known
 
-    def check(self, rewards: Any, ended: Tensor, count: int, field: Field, infos: Any = None) -> None:
+    def check(
+        self, rewards: Any, ended: Tensor, count: int, field: Field, final_values: Any, infos: Any = None
+    ) -> None:
         """Refuse a step that cannot follow the one before it, as far as its values are in the host's memory.
 
         Args:
@@ -55,12 +58,18 @@ class ResetSteps:
             ended: Which episodes ended, uint8 ``[envs]``.
             count: How many; -1 if that is known on a device alone.
             field: That of rewards.
+            final_values: As given.
             infos: As given.
 
         Raises:
             InvalidInputError: If a reset step has a reward, or ends an episode; or there are final observations, which
-                environments report that reset themselves in the same step.
+                environments report that reset themselves in the same step, or values of them.
         """
+        if final_values is not None:
+            raise InvalidInputError(
+                'final_values were given, and with autoreset="NextStep" they are the values of the next step. '
+                "Nothing was written."
+            )
         found = None if infos is None or (type(infos) is dict and not infos) else find_final(infos, "")
         if found is not None:
             raise InvalidInputError(
@@ -83,7 +92,7 @@ class ResetSteps:
     def _refuse(self, lanes: np.ndarray[Any, Any], problem: str) -> None:
         raise InvalidInputError(
             f'environment {np.flatnonzero(lanes)[0]} ended its episode in the step before: with autoreset="NextStep" '
-            f"this step only resets it. It {problem}. {_OTHERS} Nothing was written."
+            f"this step only resets it. It {problem}. {_REMEDY} Nothing was written."
         )
 
     def follow(self, ended: Tensor, count: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -276,6 +278,7 @@ class RolloutStorage(RolloutCore):
         "num_transitions_per_env": whole_number,
     }
     _data_words: tuple[str, ...] = ("last_observations",)
+    _warned_of_left_out = False  # of environments that recurrent mini-batches leave out
     _how_to_compute: ClassVar[str] = "call compute_returns() or before_gradients(), or write both attributes yourself"
 
     @explained
@@ -353,7 +356,9 @@ class RolloutStorage(RolloutCore):
         out of mini-batches, trajectories, and the normalization of advantages; its own advantage is 0. Its observation
         is the final one of the episode before it, so a truncated step bootstraps from the ``values`` of the reset
         step, or from ``last_values`` at the end of the rollout. Which rows they are is in :attr:`reset_steps`; an
-        episode that ends in the last step makes the first step of the next rollout a reset step.
+        episode that ends in the last step makes the first step of the next rollout a reset step. If you call
+        ``envs.reset()`` between rollouts, call :meth:`reset` too, in place of :meth:`clear`: it forgets that end, and
+        without it the first step of the new episode would be left out as a reset step.
 
         With "SameStep" an environment is reset in the step in which its episode ends, and with "Disabled" by you.
         There are no reset steps. A truncated step bootstraps from the value of its final observation: from
@@ -366,7 +371,8 @@ class RolloutStorage(RolloutCore):
             action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, ``envs.single_action_space``, or a
                 mapping with ``shape`` and ``type``.
             num_envs: The number of environments that are stepped together.
-            num_steps: The number of steps of a rollout.
+            num_steps: The number of steps of a rollout. As an attribute, and for ``update_storage_parameter``, it has
+                the name that rsl_rl gives it: ``num_transitions_per_env``.
             device: The device of the data.
             autoreset: How the environments are reset, a Gymnasium ``AutoresetMode`` or its value: "NextStep",
                 "SameStep" or "Disabled".
@@ -401,7 +407,7 @@ class RolloutStorage(RolloutCore):
         structure, fields = observation_fields(observation_space, "observations", owner, torch.float32)
         spec = action_spec(action_space)
         actions = Field("actions", spec.shape, spec.dtype, f"the action_space given to {owner}()", rule=spec.rule)
-        columns = _COLUMNS["rl"]
+        columns = tuple(replace(c, said=c.word) if c.form == "scalar" else c for c in _COLUMNS["rl"])
         if self._autoreset == "NextStep":
             columns = (*columns, RolloutColumn(RESETS, "flag", lead=1))
             self._resets, self._data_words = ResetSteps(lanes), (*self._data_words, RESETS)
@@ -587,6 +593,8 @@ class RolloutStorage(RolloutCore):
     ) -> None:
         """Add one step of all environments: numpy arrays, tensors or lists. All is checked before anything is written.
 
+        After ``after_gradients`` it is the first of a new rollout, as after :meth:`clear`.
+
         Args:
             observations: Observations before the step, ``[envs, ...]``.
             actions: ``[envs, ...]``.
@@ -600,7 +608,9 @@ class RolloutStorage(RolloutCore):
             final_values: The value of the final observation, read where truncated; NaN where it is unknown. Not with
                 ``autoreset="NextStep"``, where it is the value of the next step.
             distribution_params: The parameters of the action distribution.
-            hidden_states: The recurrent states before the step, ``(actor, critic)``, each ``[layers, envs, hidden]``.
+            hidden_states: The recurrent states before the step, ``(actor, critic)``, each ``[layers, envs, hidden]``, a
+                pair of them for an LSTM, or None. What one step has, every later one has to have, also of other
+                rollouts, until :meth:`reset`.
             **extra_fields: The extra fields given to the storage, by their names.
 
         Raises:
@@ -609,19 +619,17 @@ class RolloutStorage(RolloutCore):
                 if a reset step has a reward or ends an episode, which values on CUDA are not checked for.
         """
         with self._guard:
-            ring = self._ring if self._ring is not None else self._ready_ring()
+            ring = self._ring
+            if ring is None or ring.size >= ring.steps or self._observation_view is not None or self._handed_lists:
+                ring = self._open_step()
             if self.training_type != "rl":
                 self._require_mode("rl")
-            if ring.size >= ring.steps:
-                raise _full(ring, "num_transitions_per_env" if self._spaces is None else "num_steps")
-            if self._observation_view is not None or self._handed_lists:
-                self._follow_callers()
             ended, cut_off, count = self._flags.join(terminated, truncated)
             row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs]
             resets = self._resets
             if resets is not None:
                 if infos or final_values is not None or resets.due_count:
-                    self._check_next(rewards, ended, count, final_values, infos)
+                    resets.check(rewards, ended, count, self._columns["rewards"].fields[0], final_values, infos)
                 row.append(ended)
             elif count and final_values is None and self._critic.value is not None:
                 final_values = self._ask_critic(infos, cut_off)
@@ -629,45 +637,78 @@ class RolloutStorage(RolloutCore):
                 row.extend(self._extra_values(extra_fields))
             is_plain = final_values is distribution_params is None and hidden_states is _NO_STATES
             if is_plain and self._late == _FLAG_ALONE:
-                ring.write((*row, cut_off))
+                self._append(ring, (*row, cut_off))
             else:
                 late = _late_values(distribution_params, hidden_states, cut_off, final_values)
-                whole, new = self._with_late(row, late)
-                ring.write(self._extend(whole, new) if new else whole)
+                self._append(ring, *self._with_late(row, late, needs_states=True))
             if resets is not None and (count or resets.due_count):
                 resets.follow(ended, count)
-            if ring.size == 1:
-                self._targets.blank(ring)
-            self._spent, self._last_observations = False, None
+
+    def _open_step(self) -> Ring:
+        """The ring once there is room for a step, and once what callers have put into the storage is bound."""
+        ring = self._ready_ring()
+        if ring.size >= ring.steps and not self._spent:
+            raise _full(ring, "num_transitions_per_env" if self._spaces is None else "num_steps")
+        self._follow_callers()
+        return ring
+
+    def _append(self, ring: Ring, values: tuple[Any, ...], new: Mapping[str, tuple[Any, ...]] | None = None) -> bool:
+        """Write a step, or refuse it.
+
+        Args:
+            ring: The ring.
+            values: In the order of a row.
+            new: Of late columns that are not held yet.
+
+        Returns:
+            Whether it is the first step of a rollout.
+        """
+        if self._spent:
+            self._check_row(values, new or {})  # before the old rollout is given up
+            self._start_rollout()
+        ring.write(self._extend(values, new) if new else values)
+        self._last_observations = None
+        if ring.size > 1:
+            return False
+        self._targets.blank(ring)
+        return True
+
+    def _check_row(self, values: tuple[Any, ...], new: Mapping[str, tuple[Any, ...]]) -> None:
+        self._ready_ring().fit(values)
+        self._fit_late(self._late_columns(new), new)
 
     def _extra_values(self, given: Mapping[str, Any]) -> list[Any]:
         names = [field.name for field in self._extra]
+        if given.keys() != set(names):
+            self._refuse_names(given, names)
+        return [given[name] for name in names]
+
+    def _refuse_names(self, given: Mapping[str, Any], extra: list[str]) -> None:
+        """Say what is wrong with the names of arguments that are no fields of every step."""
         if "dones" in given:
             raise InvalidInputError(
                 "there is no extra field 'dones': pass terminated= and truncated= instead. Nothing was written."
             )
-        check_names(given, "a step", type(self).__name__, names, names)
-        return [given[name] for name in names]
+        for name in ("next_observations", "next_obs"):
+            if name in given:
+                raise InvalidInputError(
+                    f"add() takes no {name!r}: rollouts need none; leave it out. Nothing was written."
+                )
+        known = [name for name in signature(RolloutStorage.add).parameters if name not in ("self", "extra_fields")]
+        check_names(given, "a step", type(self).__name__, [*known, *extra], extra)
 
     def _ask_critic(self, infos: Any, cut_off: Tensor) -> Tensor | None:
         fields = self._columns["observations"].fields
         return ask_critic(self._critic.value, infos, cut_off, self._observations, fields, self._torch_device)
 
-    def _check_next(self, rewards: Any, ended: Tensor, count: int, final_values: Any, infos: Any = None) -> None:
-        """Refuse a step that next-step autoreset does not have."""
-        if final_values is not None:
-            raise InvalidInputError(
-                'final_values were given, and with autoreset="NextStep" they are the values of the next step. '
-                "Nothing was written."
-            )
-        if self._resets is not None:
-            self._resets.check(rewards, ended, count, self._columns["rewards"].fields[0], infos)
-
     def add_transition(self, transition: RolloutStorage.Transition) -> None:
         """Add one step of all environments at the cursor; everything is checked before anything is written.
 
+        After ``after_gradients`` it is the first of a new rollout, as after :meth:`clear`.
+
         Args:
-            transition: The step; its fields may be tensors, arrays or lists.
+            transition: The step; its fields may be tensors, arrays or lists. Where ``hidden_states`` are None, those
+                saved in the same row by an earlier rollout stay.
 
         Raises:
             RolloutFullError: (an OverflowError) if the rollout is full.
@@ -675,24 +716,20 @@ class RolloutStorage(RolloutCore):
                 of the first step of a rollout that is named almost like a field that is not set is warned of.
         """
         with self._guard:
-            ring = self._ring if self._ring is not None else self._ready_ring()
-            if ring.size >= ring.steps:
-                raise _full(ring, "num_transitions_per_env" if self._spaces is None else "num_steps")
-            if self._observation_view is not None or self._handed_lists:
-                self._follow_callers()
+            ring = self._ring
+            if ring is None or ring.size >= ring.steps or self._observation_view is not None or self._handed_lists:
+                ring = self._open_step()
             if self._read_row is None:
                 self._read_row = self._row_reader()
             values = self._read_row(transition)
-            if values is None:
-                values = self._row_or_extend(transition)
-            ring.write(values)
-            if self._resets is not None:
-                self._resets.follow(*self._settled)
-            if ring.size == 1:  # what is done once for each rollout
-                self._targets.blank(ring)
-                if not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
-                    self._check_spelling(given)
-            self._spent, self._last_observations = False, None
+            if values is not None:
+                begins = self._append(ring, values)
+            else:
+                begins = self._append(ring, *self._row(transition))
+                if self._resets is not None:
+                    self._resets.follow(*self._settled)
+            if begins and not (given := getattr(transition, "__dict__", {})).keys() <= self._judged:
+                self._check_spelling(given)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_read_row": None}
@@ -704,11 +741,6 @@ class RolloutStorage(RolloutCore):
         absent = {"distribution_params": 0, "hidden_states": 2, "truncated": 0, "final_values": 0}
         others: dict[str, int | None] = {**dict.fromkeys(self._row_names), **self._late}
         return self._observations.row_reader(others, {k: v for k, v in absent.items() if k not in self._late})
-
-    def _row_or_extend(self, transition: RolloutStorage.Transition) -> tuple[Any, ...]:
-        """The values of a row, once late columns that a transition is the first to bring are held."""
-        values, new = self._row(transition)
-        return self._extend(values, new) if new else values
 
     def _row(self, transition: RolloutStorage.Transition) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
         """A transition's values in the order of a row, not yet checked, and those of late columns not yet held."""
@@ -726,7 +758,7 @@ class RolloutStorage(RolloutCore):
         ends = (getattr(transition, name, None) for name in ("truncated", "final_values"))
         late = _late_values(transition.distribution_params, transition.hidden_states, *ends)
         if self._resets is not None:
-            self._settle_ends(values, late)
+            self._settle_ends(values, late, self._resets)
         elif "truncated" in late:
             # A truncated environment is done, whether or not dones says so.
             lanes, device = self._ready_ring().lanes, self._torch_device
@@ -739,7 +771,7 @@ class RolloutStorage(RolloutCore):
             )
         return self._with_late(values, late)
 
-    def _settle_ends(self, values: list[Any], late: dict[str, tuple[Any, ...]]) -> None:
+    def _settle_ends(self, values: list[Any], late: dict[str, tuple[Any, ...]], resets: ResetSteps) -> None:
         """Put the ends of a transition where they belong in a rollout with reset steps, once it is checked."""
         lanes, places = self._ready_ring().lanes, self._places
         ended = read_flags("dones", values[places["dones"]], lanes)
@@ -748,16 +780,23 @@ class RolloutStorage(RolloutCore):
             ended, cut_off = on_one_device(ended, read_flags("truncated", late["truncated"][0], lanes))
             ended, late["truncated"] = ended | cut_off, (cut_off,)
         count = -1 if ended.is_cuda else int(ended.count_nonzero())
-        self._check_next(values[places["rewards"]], ended, count, late.get("final_values"))
+        field = self._columns["rewards"].fields[0]
+        resets.check(values[places["rewards"]], ended, count, field, late.get("final_values"))
         values[places["dones"]] = values[places[RESETS]] = ended
         self._settled = ended, count
 
     def _with_late(
-        self, values: list[Any], late: dict[str, tuple[Any, ...]]
+        self, values: list[Any], late: dict[str, tuple[Any, ...]], needs_states: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, tuple[Any, ...]]]:
-        """The values of a row with those of late columns that are held, and the others."""
+        """The values of a row with those of late columns that are held, and the others.
+
+        Args:
+            values: Without them.
+            late: Those that were given; what is left of them belongs to columns that are not held.
+            needs_states: Refuse a step without the recurrent states that earlier ones had.
+        """
         for name, count in self._late.items():
-            values.extend(self._late_row(name, count, late.pop(name, None)))
+            values.extend(self._late_row(name, count, late.pop(name, None), needs_states))
         return tuple(values), late
 
     def _check_spelling(self, given: Mapping[str, Any]) -> None:
@@ -774,22 +813,28 @@ class RolloutStorage(RolloutCore):
     def _flag(self, name: str) -> Field:
         return Field(name, self._scalar_shape, torch.uint8, f"{self.num_envs} environments", is_flag=True)
 
-    def _late_row(self, name: str, count: int, given: tuple[Any, ...] | None) -> Sequence[Any]:
+    def _late_row(self, name: str, count: int, given: tuple[Any, ...] | None, needs_states: bool) -> Sequence[Any]:
         """The values of a late column that the ring has."""
         if given is None:
             if name == "distribution_params":
                 raise InvalidInputError(
                     "distribution_params are missing (None), and earlier transitions had them. Nothing was written."
                 )
+            if needs_states and name in _HIDDEN_STATES:
+                raise InvalidInputError(
+                    f"hidden_states were given in earlier steps; missing now. {_said(name)} is None, and what an "
+                    "earlier rollout left would be served. Give it in every step, zeros where there is none, or call "
+                    "reset() first, which forgets them. Nothing was written."
+                )
             # A hidden state that is not given leaves the saved one as it was.
             return [self._absent[name]] if name in self._absent else [None] * count
         if len(given) != count:
             raise InvalidInputError(
-                f"{name} has {len(given)} tensors; this storage holds {count} of them. Nothing was written."
+                f"{_said(name)} has {len(given)} tensors; this storage holds {count} of them. Nothing was written."
             )
         return given
 
-    def _extend(self, values: tuple[Any, ...], new: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
+    def _extend(self, values: tuple[Any, ...], new: Mapping[str, tuple[Any, ...]]) -> tuple[Any, ...]:
         """Add late columns, once the row is known to fit."""
         ring = self._ready_ring()
         if "distribution_params" in new and ring.size:
@@ -808,7 +853,9 @@ class RolloutStorage(RolloutCore):
             column, structure = self._columns[name], None
             if column.form == "nest":
                 structure = Structure([(index,) for index in range(len(parts))], name)
-                fields = [self._nest_field(name, *part) for part in zip(structure.names, parts, strict=True)]
+                said = _said(name)
+                names = [said] if len(parts) == 1 and said != name else [f"{said}[{i}]" for i in range(len(parts))]
+                fields = [self._nest_field(name, *part) for part in zip(names, parts, strict=True)]
             elif column.form == "flag":
                 fields = [self._flag(name)]
             else:
@@ -942,13 +989,15 @@ class RolloutStorage(RolloutCore):
     ) -> Iterator[RolloutStorage.Batch]:
         """Yield mini-batches of whole trajectories, for recurrent networks; not shuffled.
 
-        A mini-batch holds ``num_envs // num_mini_batches`` environments, in order. Their observations are split where
+        A mini-batch holds ``num_envs // num_mini_batches`` environments, in order; the last ``num_envs %
+        num_mini_batches`` environments are in none, in any epoch, so give a number that divides ``num_envs``. A storage
+        made by :meth:`from_spaces` warns of it once. Their observations are split where
         episodes ended (as ``dones`` says when the generator starts) and padded with zeros to
         ``[steps, trajectories, ...]``, environment by environment; ``masks`` is False for padding, and
         ``hidden_states`` are those saved at each trajectory's start. The other fields are ``[steps, envs, ...]``.
 
         Args:
-            num_mini_batches: Batches in each epoch.
+            num_mini_batches: Batches in each epoch; best a divisor of ``num_envs``.
             num_epochs: Epochs.
             max_trajectories: The number of trajectories in every batch; missing ones are padding. On CUDA the host then
                 does not synchronize, and the shapes are constant, as a CUDA graph needs. If there are more, an
@@ -965,6 +1014,7 @@ class RolloutStorage(RolloutCore):
         if num_mini_batches > ring.lanes:
             raise InvalidInputError(f"{num_mini_batches} mini-batches were asked for of {ring.lanes} environments")
         self._warn_of_missing_targets()
+        self._warn_of_left_out(num_mini_batches)
         self._outputs.begin()
         self._follow_callers()
         resets = None if self._resets is None else self._resets.flags(ring)
@@ -977,6 +1027,22 @@ class RolloutStorage(RolloutCore):
             if ring.size < rows:
                 raise NotReadyError("a new rollout was started while a generator was still serving the one before")
             yield from self._counted(self._recurrent_epoch(rows, found), size)
+
+    def _warn_of_left_out(self, count: int) -> None:
+        """Warn once of environments that are in none of ``count`` mini-batches; not where rsl_rl omits them too."""
+        lanes = self._ready_ring().lanes
+        first = lanes - lanes % count
+        if self._spaces is None or self._warned_of_left_out or first == lanes:
+            return
+        self._warned_of_left_out = True
+        which = f"environments {first} to {lanes - 1} are" if first < lanes - 1 else f"environment {first} is"
+        divisors = [number for number in range(1, lanes + 1) if lanes % number == 0]
+        near = [max(n for n in divisors if n < count), min(n for n in divisors if n > count)]
+        warn_caller(
+            f"{lanes} environments cannot be divided into {count} mini-batches: {which} in none of them, in no epoch, "
+            f"so nothing is learned from their steps. {near[0]} or {near[1]} mini-batches would hold all environments. "
+            "(This warning is shown once.)"
+        )
 
     def _recurrent_epoch(
         self, rows: int, found: SplitTrajectories | TabulatedTrajectories
@@ -1068,9 +1134,7 @@ class RolloutStorage(RolloutCore):
         self._last_observations = following
 
     def _check(self, sample: Sample) -> None:
-        values, new = self._row(self._transition(sample))
-        self._ready_ring().fit(values)
-        self._fit_late(self._late_columns(new), new)
+        self._check_row(*self._row(self._transition(sample)))
         if sample.get("next_observations") is not None:
             self._fit_observations(sample["next_observations"])
 
@@ -1236,7 +1300,7 @@ _RESERVED = {
 def _full(ring: Ring, length: str) -> RolloutFullError:
     return RolloutFullError(
         f"the rollout is full: {ring.size} of {ring.steps} steps since clear(). Call clear() after the "
-        f"update (or after_gradients(), before insert_transition()) or raise {length}. "
+        f"update (or after_gradients()) or raise {length}. "
         "Nothing was written."
     )
 
@@ -1259,6 +1323,11 @@ def _late_values(params: Any, states: Any, truncated: Any, final_values: Any) ->
     if final_values is not None:
         found["final_values"] = (final_values,)
     return found
+
+
+def _said(name: str) -> str:
+    """What a late column is called in errors: as a user gives it."""
+    return f"hidden_states[{_HIDDEN_STATES.index(name)}]" if name in _HIDDEN_STATES else name
 
 
 def _as_tuple(state: Any) -> tuple[Any, ...]:

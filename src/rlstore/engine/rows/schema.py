@@ -69,7 +69,15 @@ class Field:
                 rule. Values on CUDA are not looked at.
         """
         row_shape = self.row_shape(lanes)
-        given = as_tensor(value, self.name)
+        try:
+            given = as_tensor(value, self.name)
+        except InvalidInputError:
+            if found := _found_dicts(value):
+                raise InvalidInputError(
+                    f"{self.name} is {found}; this storage holds {row_shape} {dtype_name(self.dtype)}, fixed by "
+                    f"{self.origin}. Nothing was written."
+                ) from None
+            raise
         if given.shape != row_shape:
             scalar_rows = ((lanes,), (lanes, 1))
             if not (tuple(given.shape) in scalar_rows and row_shape in scalar_rows):
@@ -222,7 +230,11 @@ def as_tensor(value: Any, name: str) -> Tensor:
             return torch.stack([as_tensor(element, f"{name}[{i}]") for i, element in enumerate(value)])
         return torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = _RESET if is_from_reset(value) else f"cannot be converted to a tensor: {error}."
+        problem = f"cannot be converted to a tensor: {error}."
+        if is_from_reset(value):
+            problem = _RESET
+        elif found := _found_dicts(value):
+            problem = f"is {found}; give a tensor or an array."
         raise InvalidInputError(f"{name} {problem} Nothing was written.") from error
 
 
@@ -232,6 +244,17 @@ _RESET = "is the tuple (observations, infos) that env.reset() returns; give its 
 def is_from_reset(value: Any) -> bool:
     """True for what looks like the tuple that ``env.reset()`` returns, the observations and a dict of infos."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
+
+
+def _found_dicts(value: Any) -> str:
+    """What errors call a dict or something that holds dicts, as "a list of dicts"; "" for anything else."""
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__}"
+    is_array = isinstance(value, np.ndarray) and value.dtype == object and value.ndim > 0
+    if is_from_reset(value) or not (is_array or isinstance(value, (list, tuple))):
+        return ""
+    kinds = [type(part).__name__ for part in value if isinstance(part, Mapping)]
+    return f"{'an array' if is_array else f'a {type(value).__name__}'} of {kinds[0]}s" if kinds else ""
 
 
 def can_hold(given: Tensor, dtype: torch.dtype) -> bool:
@@ -382,24 +405,34 @@ class Structure:
         Raises:
             InvalidInputError: If a leaf is missing or unknown.
         """
-        if self.is_leaf and isinstance(value, (Tensor, np.ndarray)):
-            return [value]
+        if self.is_leaf:
+            return [value]  # whatever it is: the check of the field says what it holds
         if isinstance(value, self._mappings):
             parts = value if type(value) is dict else dict(value.items())
             if self._keys and parts.keys() == self._keys.keys():
                 return [parts[key] for key in self._keys]
-        elif self.is_leaf:
-            return [value]
         found = dict(walk(value))
         if found.keys() == set(self.paths):
             return [found[path] for path in self.paths]
         if is_from_reset(value):
             raise InvalidInputError(f"{self._name} {_RESET} Nothing was written.")
+        if not isinstance(value, tuple if isinstance(self.paths[0][0], int) else Mapping):
+            raise self._no_nest(value)
         missing = [name for path, name in zip(self.paths, self.names, strict=True) if path not in found]
         unknown = [Structure([path], self._name).names[0] for path in found if path not in self.paths]
         raise InvalidInputError(
             f"{self._name} has the wrong keys: missing {missing or 'none'}, unknown {unknown or 'none'}; "
             f"this storage holds {list(self.names)}. Nothing was written."
+        )
+
+    def _no_nest(self, value: Any) -> InvalidInputError:
+        """Something is given in the place of a dict, or of a tuple."""
+        parts = list(dict.fromkeys(path[0] for path in self.paths))
+        needed = f"a tuple of {len(parts)}" if isinstance(parts[0], int) else f"a dict with the keys {parts}"
+        is_array = isinstance(value, (np.ndarray, Tensor))
+        given = _found_dicts(value) or (f"an array {tuple(value.shape)}" if is_array else f"a {type(value).__name__}")
+        return InvalidInputError(
+            f"{self._name} is {given}; give {needed}, each [environments, ...]. Nothing was written."
         )
 
     def build(self, leaves: Iterable[Tensor], batch_size: Sequence[int]) -> Any:
