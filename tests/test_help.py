@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pydoc
 import re
+from functools import cached_property
 
 import pytest
 
@@ -44,7 +45,7 @@ def public_of(value, name):
             continue
         if inspect.isclass(found):
             yield from public_of(found, f"{name}.{member}")
-        elif inspect.isroutine(getattr(value, member)):
+        elif inspect.isroutine(getattr(value, member)) and not isinstance(found, cached_property):
             yield f"{name}.{member}", getattr(value, member)
 
 

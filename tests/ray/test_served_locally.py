@@ -115,6 +115,7 @@ def test_a_saved_storage_is_restored_as_a_whole(monkeypatch, tmp_path):
     learner = served.learner(16, prefetch=1, seed=0)
     next(learner)
     learner.close()
+    learner._threads.shutdown()  # a batch that is being prefetched is drawn before the save, too
     served._connection.ask_ledger("count_lost", 5, 7, 0)
     served.save()
     report, ids = served.report(), ids_held(served)
