@@ -405,6 +405,7 @@ NB_MODULE(_native, m) {
       .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
       .def("allow", &EpisodeRing::allow)
+      .def("repeated", &EpisodeRing::repeated)
       .def(
           "guard_with",
           [](EpisodeRing& ring, nb::object guard, nb::object steps, WindowIndex* windows, Priorities* priorities) {

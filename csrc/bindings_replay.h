@@ -61,7 +61,7 @@ inline bool fills(const std::vector<int64_t>& shape, const DLDataType& dtype, si
 class EpisodeRing {
  public:
   // Return values of write(), besides the index of a value that does not fit.
-  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4, kBusy = -5, kNeedRoom = -6 };
+  enum Outcome : int64_t { kDone = -1, kNeedSlots = -2, kNeedStarts = -3, kDoneWithBreak = -4, kBusy = -5, kNeedRoom = -6, kDoneWithRepeat = -7 };
 
   // counters: written, begun, current, after_end, free_count, each int64 [lanes]. leaves: (block, shape, stack, outer) for
   // each leaf of the observations, with the shape of a whole stack. columns: (block, shape), `reward` is the index of the
@@ -72,7 +72,7 @@ class EpisodeRing {
       : reward_(reward), resets_(static_cast<ResetSteps>(resets)), first_(first) {
     const Block slot_block = bind_block(episode_of, &lanes_.lanes, &lanes_.rows);
     if (!(slot_block.dtype == DLDataType{kInt, 32, 1}) || slot_block.bytes != 4) throw nb::value_error("episode_of is int32 [lanes, rows]");
-    if (resets < 0 || resets > 2) throw nb::value_error("resets is 0, 1 or 2");
+    if (resets < 0 || resets > 3) throw nb::value_error("resets is 0, 1, 2 or 3");
     if (steps < 1 || lanes_.lanes < 1 || lanes_.rows >= kCountLimit / lanes_.lanes) throw nb::value_error("a ring has lanes and steps");
     lanes_.steps = steps;
     lanes_.by_lanes = Divider(lanes_.lanes), lanes_.by_rows = Divider(lanes_.rows), lanes_.by_steps = Divider(steps);
@@ -132,8 +132,8 @@ class EpisodeRing {
 
   // values: observation leaves, next observation leaves, columns, terminated, truncated, mask, final observation leaves, and
   // where those are given; the last three groups may be None. With a single leaf final observations may be a list of them, None
-  // for lanes that have none. Returns kDone or kDoneWithBreak (a broken episode was closed); or, with nothing written, the index
-  // of the first value that must be converted or refused, or what is needed first.
+  // for lanes that have none. Returns kDone, kDoneWithBreak (a broken episode was closed) or kDoneWithRepeat (see repeated()); or, with
+  // nothing written, the index of the first value that must be converted or refused, or what is needed first.
   int64_t write(nb::tuple values) {
     const Writing writing(this);
     const int64_t misfit = find_values(values, 0);
@@ -142,7 +142,7 @@ class EpisodeRing {
 
   // Writes the steps from `begin` to before `end` of values that are those of `steps` steps: [steps, lanes, ...]. All values are
   // checked before anything is written. `resumed`: none is a reset step, and the first need not continue what is held. Returns the
-  // first step that was not written, and what write() returns: of a break in any step, or if none was written why not.
+  // first step that was not written, and what write() returns: of a break or else a repeat in any step, or if none was written why not.
   std::tuple<int64_t, int64_t> write_steps(nb::tuple values, int64_t steps, int64_t begin, int64_t end, bool resumed, bool /*checked*/) {
     if (steps < 1 || begin < 0 || begin > end || end > steps || steps >= kCountLimit / lanes_.lanes) throw nb::value_error("there are no such steps");
     const Writing writing(this);
@@ -153,8 +153,8 @@ class EpisodeRing {
       for (int64_t lane = 0; resumed && lane < lanes_.lanes; lane++)
         if (!has_mask_ || mask_.at[step * lanes_.lanes + lane]) lanes_.after_end[lane] = step ? -1 : kResumed;
       const int64_t written = write_found(static_cast<size_t>(step));
-      if (written != kDone && written != kDoneWithBreak) return {step, step > begin ? outcome : written};
-      if (written == kDoneWithBreak) outcome = written;
+      if (!is_done(written)) return {step, step > begin ? outcome : written};
+      if (outcome != kDoneWithBreak && written != kDone) outcome = written;
       step++;
       if (lanes_.lanes == 1) step += write_run(step, end);
     }
@@ -179,9 +179,13 @@ class EpisodeRing {
     guard_->enter();
     const Exit exit{guard_};
     const int64_t outcome = write(values);
-    if (outcome == kDone || outcome == kDoneWithBreak) follow_();
+    if (is_done(outcome)) follow_();
     return outcome;
   }
+
+  // The row of the last kDoneWithRepeat, -1 before any: it repeats the final observation of the episode before, without a flag, and
+  // was not taken to be a reset step.
+  int64_t repeated() const { return repeated_; }
 
   // Other processes write: `written` int64 [lanes] is their count; the count of this ring is what it has observed so far.
   void watch(nb::object written) {
@@ -315,8 +319,14 @@ class EpisodeRing {
     }
     if (room_ == 0) return kNeedRoom;
     room_--;
-    return write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data()) ? kDoneWithBreak : kDone;
+    const Told told = write_step(lanes_, leaves_, columns_, step_, resets_, moves_.data());
+    if (told.has_broken) return kDoneWithBreak;
+    if (told.repeat < 0) return kDone;
+    repeated_ = told.repeat;
+    return kDoneWithRepeat;
   }
+
+  static bool is_done(int64_t outcome) { return outcome == kDone || outcome == kDoneWithBreak || outcome == kDoneWithRepeat; }
 
   // Writes the steps from `begin` on that continue the episode of the single lane, as far as they may be written at once; returns
   // how many.
@@ -488,6 +498,7 @@ class EpisodeRing {
   std::vector<Rule> rules_;
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
   int64_t room_ = 0;  // steps that may still be written
+  int64_t repeated_ = -1;
   bool writing_ = false;
   Guard* guard_ = nullptr;
   nb::object guard_owner_;

@@ -52,17 +52,28 @@ bool continues(const Lanes& lanes, const std::vector<Observation>& leaves, const
   return true;
 }
 
-// In next-step autoreset the step after an end repeats the final observation, with a reward of 0 and no flag.
-bool is_reset_step(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
-  if (step.terminated[lane] || step.truncated[lane]) return false;
+bool has_reward(const Step& step, int64_t lane) {
   for (size_t i = 0; i < step.reward_width; i++)
-    if (step.rewards[lane * step.reward_width + i] != 0.0f) return false;
+    if (step.rewards[lane * step.reward_width + i] != 0.0f) return true;
+  return false;
+}
+
+// True if a step without a flag shows the final observation of the episode before.
+bool repeats_final(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, int64_t lane) {
+  if (step.terminated[lane] || step.truncated[lane]) return false;
   const int64_t slot = lanes.after_end[lane];
   for (size_t k = 0; k < leaves.size(); k++) {
     const char *given = step.observations[k] + lane * leaves[k].stack_bytes(), *final = leaves[k].finals + slot * leaves[k].frame_bytes();
     if (!stack_continues(lanes, leaves[k], given, lane, slot, final)) return false;
   }
   return true;
+}
+
+// The effect of a step after an end. In next-step autoreset it repeats the final observation, with a reward of 0 and no flag.
+Move move_after_end(const Lanes& lanes, const std::vector<Observation>& leaves, const Step& step, ResetSteps resets, int64_t lane) {
+  if (resets == ResetSteps::kAlways) return Move::kSkip;
+  if (resets == ResetSteps::kNever || !repeats_final(lanes, leaves, step, lane)) return Move::kBegin;
+  return resets == ResetSteps::kTell && !has_reward(step, lane) ? Move::kSkip : Move::kRepeat;
 }
 
 // Which of the two usual paddings the older frames of a first stack have, or kKept if neither.
@@ -152,7 +163,9 @@ void write_row(const Lanes& lanes, const std::vector<Observation>& leaves, const
   if (ended) {
     lanes.episodes[slot].end = (step.terminated[lane] ? +kTerminated : 0) | (step.truncated[lane] ? +kTruncated : 0);
     __atomic_store_n(&lanes.episodes[slot].stop, count + 1, __ATOMIC_RELEASE);
-    lanes.after_end[lane] = resets == ResetSteps::kAlways || (resets == ResetSteps::kTell && !given) ? slot : -1;
+    // With a final observation of its own, the new episode has begun, unless resets are known to take a step.
+    const bool may_repeat = resets == ResetSteps::kAlways || (resets != ResetSteps::kNever && !given);
+    lanes.after_end[lane] = may_repeat ? slot : -1;
   }
   __atomic_store_n(lanes.written + lane, count + 1, __ATOMIC_RELEASE);
   __atomic_thread_fence(__ATOMIC_RELEASE);  // published before the next row overwrites anything, and before the oldest row counts as whole
@@ -226,11 +239,9 @@ Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const
       moves[lane] = Move::kSkip;
     else if (lanes.current[lane] >= 0)
       moves[lane] = continues(lanes, leaves, step, lane) ? Move::kContinue : Move::kBreak;
-    else if (lanes.after_end[lane] >= 0 && (resets == ResetSteps::kAlways || is_reset_step(lanes, leaves, step, lane)))
-      moves[lane] = Move::kSkip;
     else
-      moves[lane] = Move::kBegin;
-    if (moves[lane] != Move::kBegin && moves[lane] != Move::kBreak) continue;
+      moves[lane] = lanes.after_end[lane] >= 0 ? move_after_end(lanes, leaves, step, resets, lane) : Move::kBegin;
+    if (moves[lane] == Move::kSkip || moves[lane] == Move::kContinue) continue;
     if (lanes.free_count[lane] == 0)
       need = Need::kSlots;
     else if (need == Need::kNothing && no_starts && padding_of_all(leaves, step, lane) == kKept)
@@ -239,17 +250,18 @@ Need plan_step(const Lanes& lanes, const std::vector<Observation>& leaves, const
   return need;
 }
 
-int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
-                   const Step& step, ResetSteps resets, const Move* moves) {
-  int64_t broken = 0;
+Told write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                const Step& step, ResetSteps resets, const Move* moves) {
+  Told told;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
-    broken += moves[lane] == Move::kBreak && lanes.after_end[lane] != kResumed;
+    if (moves[lane] == Move::kBreak && lanes.after_end[lane] != kResumed) told.has_broken = true;
+    if (moves[lane] == Move::kRepeat && told.repeat < 0) told.repeat = lanes.row(lane, lanes.written[lane]);
     if (moves[lane] != Move::kSkip)
       write_row(lanes, leaves, columns, step, resets, lane, moves[lane]);
     else if (!(step.mask && !step.mask[lane]))
       lanes.after_end[lane] = -1;  // the reset step is dropped; the next step is a transition again
   }
-  return broken;
+  return told;
 }
 
 }  // namespace rlstore

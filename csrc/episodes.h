@@ -59,8 +59,8 @@ struct Lanes {
   const int64_t* written_now = nullptr;  // [lanes] the count of the writers, or null if no other process writes
   int64_t* begun = nullptr;      // [lanes] rows written before the last reset
   int64_t* current = nullptr;    // [lanes] the slot of the open episode, or -1; kWriting during a write
-  // [lanes] The slot of the episode that ended in the previous row, if a reset step may follow; kResumed if the next row may begin an
-  // episode although one is open.
+  // [lanes] The slot of the episode that ended in the previous row, if what looks like a reset step may follow; kResumed if the next
+  // row may begin an episode although one is open.
   int64_t* after_end = nullptr;
   int64_t slots = 0;             // capacity of the table
   Episode* episodes = nullptr;   // [slots]
@@ -123,7 +123,13 @@ struct Observation {
 const char* padding_frame(const Lanes& lanes, const Observation& leaf, int64_t lane, int64_t slot, int64_t padding, int64_t start, int64_t at);
 
 // The effect of a write on a lane.
-enum class Move : uint8_t { kSkip, kContinue, kBegin, kBreak };
+enum class Move : uint8_t {
+  kSkip,
+  kContinue,
+  kBegin,
+  kBreak,
+  kRepeat,  // begins an episode with the final observation of the one before
+};
 
 constexpr int64_t kResumed = -2;  // in Lanes::after_end
 
@@ -139,7 +145,14 @@ struct Step {
   size_t reward_width = 1;
 };
 
-enum class ResetSteps { kTell, kAlways, kNever };
+// kTell: a step is one if it looks like one. kReport: none is, and one that looks like one is reported.
+enum class ResetSteps { kTell, kAlways, kNever, kReport };
+
+// What there is to tell of a step that was written.
+struct Told {
+  bool has_broken = false;  // a broken episode was closed
+  int64_t repeat = -1;      // a row that repeats the final observation of the episode before, and was not taken to be a reset step
+};
 
 // What must be allocated before a planned step can be written.
 enum class Need { kNothing, kSlots, kStarts };
@@ -158,8 +171,8 @@ int64_t count_continuing(const Lanes& lanes, const std::vector<Observation>& lea
 void write_continuing(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns, const Steps& steps,
                       int64_t count);
 
-// Writes the step as planned; returns the number of broken episodes that were closed.
-int64_t write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
-                   const Step& step, ResetSteps resets, const Move* moves);
+// Writes the step as planned.
+Told write_step(const Lanes& lanes, const std::vector<Observation>& leaves, const std::vector<Block>& columns,
+                const Step& step, ResetSteps resets, const Move* moves);
 
 }  // namespace rlstore

@@ -77,7 +77,7 @@ class SimpleReplayBuffer:
             n_env,
             n_step=n_steps,
             discount=gamma,
-            autoreset="SameStep",
+            autoreset="Disabled",  # what follows a step is its own, the final observation where an episode ended
         )
 
     @property

@@ -168,7 +168,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             num_envs=n_envs,
             n_step=n_steps,
             discount=gamma if n_steps > 1 else 1.0,  # 0 only after a termination
-            autoreset="SameStep",
+            autoreset="Disabled",  # next_obs is the final observation, and may be the one that comes next
             **options,
         )
         if options["memory"] != "mapped" and self._journal is None:

@@ -20,6 +20,7 @@ LAYOUTS = {
     "plain": Layout(5, 6, (Leaf(torch.float32, 1, 1, 3),), torch.int64, (), 0, 0, seed=0),
     "always reset": Layout(3, 4, (Leaf(torch.float64, 1, 1, 2),), torch.float32, (2,), 1, 3, seed=1),
     "never reset": Layout(2, 1, (Leaf(torch.bfloat16, 1, 1, 2),), torch.bool, (1,), 2, 0, seed=2),
+    "report": Layout(3, 5, (Leaf(torch.int16, 1, 1, 2),), torch.int64, (2,), 3, 0, seed=2, trouble=(0.5, 0.0, 0.1, 0)),
     "stacks": Layout(
         3,
         7,
@@ -68,7 +69,7 @@ class DeviceTwins:
             memory.make_starts()
         self.rng = np.random.default_rng(layout.seed)
         self.steps = Steps(layout, self.rng)
-        self.broken = 0
+        self.broken = self.repeats = 0
 
     def write(self, count: int = 1) -> None:
         for _ in range(count):
@@ -76,7 +77,9 @@ class DeviceTwins:
             flags = 2 * len(self.layout.leaves) + 2  # behind two columns
             last = len(values) - 1
             self.mine.write(as_given(values, self.device, (flags, flags + 1, flags + 2, last)))
-            self.broken += self.truth.write(values)[-1] == -4
+            outcome = self.truth.write(values)[-1]
+            self.broken += outcome == -4
+            self.repeats = max(self.repeats, self.truth.ring.repeated() + 1)
 
     def assert_same(self) -> None:
         for mine, truth in zip(self.mine.tensors(), self.truth.tensors(), strict=True):

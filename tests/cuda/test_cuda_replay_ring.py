@@ -38,6 +38,8 @@ def test_writes_agree_in_every_byte(name, device):
         if write == 7:
             twins.clear()
     assert (int(twins.mine.ring.words[4]) > 0) == (twins.broken > 0)
+    if twins.broken == 0:  # else a break may have hidden a repeat
+        assert int(twins.mine.ring.words[7]) == twins.repeats
 
 
 def test_lanes_of_several_programs_agree(device):
@@ -75,6 +77,27 @@ def test_that_an_episode_broke_off_is_told_once_by_a_later_write(device):
             torch.cuda.synchronize()
     assert outcomes.count(-4) == 1
     assert outcomes.index(-4) > 3
+
+
+@pytest.mark.parametrize(
+    ("resets", "reward", "told"), [(0, 0.0, 0), (0, 0.5, 1), (1, 0.5, 0), (2, 0.5, 0), (3, 0.0, 1)]
+)
+def test_that_a_step_repeats_a_final_observation_is_told_once_by_a_later_write(device, resets, reward, told):
+    """Lane 1 ends with its first step, and with its sixth: the step after that begins with the final observation."""
+    layout = Layout(2, 9, (Leaf(torch.float32, 1, 1, 1),), torch.int64, (), resets, 0, seed=0)
+    twins = DeviceTwins(layout, device)
+    outcomes = []
+    for time in range(40 if device.type == "cuda" else 14):
+        shown = torch.full((2, 1), float(time), device=device)
+        action = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        given = torch.tensor([1.0, reward if time in (1, 6) else 1.0], device=device)
+        ended = torch.tensor([False, time in (0, 5)], device=device)
+        outcomes += twins.mine.write((shown, shown + 1, action, given, ended, ended & False, None, None, None))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    assert outcomes.count(-7) == told
+    # The first look is taken after some writes, and shows the newest: of lane 1, the row after its second end.
+    assert twins.mine.ring.repeated() == (6 * 2 + 1 if told else -1)
 
 
 def test_where_the_compiler_fails_larger_tiles_are_written(device, monkeypatch):

@@ -119,7 +119,7 @@ raises(
             "rewards of int64": {"reward": 0},
             "rewards that there are not": {"reward": 2},
             "a negative place of rewards": {"reward": -1},
-            "resets of a kind that there is not": {"resets": 3},
+            "resets of a kind that there is not": {"resets": 4},
         }.items()
     },
 )

@@ -68,7 +68,7 @@ layouts = st.builds(
     leaves=st.lists(leaf_layouts, min_size=1, max_size=3).map(tuple),
     action=st.sampled_from(DTYPES),
     reward_shape=st.sampled_from([(), (1,), (2,)]),
-    resets=st.integers(0, 2),
+    resets=st.integers(0, 3),
     gap=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 2**32),
     trouble=st.sampled_from(
@@ -189,6 +189,7 @@ class Twins:
         values = self.steps.next()
         outcomes, expected = (memory.write(values) for memory in self.both)
         assert outcomes == expected
+        assert self.native.ring.repeated() == self.portable.ring.repeated()
         return outcomes
 
     def assert_same(self) -> None:

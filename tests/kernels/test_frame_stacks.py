@@ -21,7 +21,7 @@ def test_long_stacks_agree(stack):
     leaves = tuple(Leaf(dtype, stack, *shape) for dtype in DTYPES for shape in SHAPES)
     twins = Twins(Layout(2, 8, leaves, torch.int64, (), 0, 0, seed=stack, trouble=(0.2, 0.15, 0.1, 0.4)))
     outcomes = {outcome for _ in range(24) for outcome in twins.write()}
-    assert outcomes == ({-1, -2, -4} if stack == 1 else {-1, -2, -3, -4})
+    assert outcomes - {-7} == ({-1, -2, -4} if stack == 1 else {-1, -2, -3, -4})
     twins.assert_same()
     parts = [(part, k) for part in (Part.OBSERVATION, Part.NEXT_OBSERVATION) for k in range(len(leaves))]
     requests = tuple((int(part), k, as_float, leaves[k].shape) for part, k in parts for as_float in (False, True))

@@ -27,7 +27,7 @@ def write_steps(memory: Memory, values: tuple, steps: int, *, resumed: bool) -> 
     while done < steps:
         done, outcome = memory.ring.write_steps(values, steps, done, steps, resumed, True)
         broken |= outcome == -4
-        assert outcome in (-1, -2, -3, -4)
+        assert outcome in (-1, -2, -3, -4, -7)
         if outcome in (-2, -3):
             memory.grow() if outcome == -2 else memory.make_starts()
     return broken

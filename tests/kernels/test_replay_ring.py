@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,9 +27,90 @@ def test_writes_agree_in_every_byte(layout, writes):
 
 
 def test_the_steps_lead_to_every_outcome():
-    """So that a comparison on them means something: writes, breaks, new slots and new tables of starts."""
+    """So that a comparison on them means something: writes, breaks, repeats, new slots and new tables of starts."""
     twins = Twins(Layout(2, 5, (Leaf(torch.uint8, 3, 1, 2),), torch.int64, (), 0, 0, seed=1))
-    assert {outcome for _ in range(60) for outcome in twins.write()} == {-1, -2, -3, -4}
+    assert {outcome for _ in range(60) for outcome in twins.write()} == {-1, -2, -3, -4, -7}
+
+
+def step_of(shown, following, reward, ended=(False, False), final=None, mask=None):
+    """A step of two lanes; the observation of lane i is [number, i]."""
+
+    def both(numbers):
+        return torch.tensor([[number, lane] for lane, number in enumerate(numbers)], dtype=torch.float32)
+
+    flags = torch.tensor(ended), torch.zeros(2, dtype=torch.bool)
+    finals = (None, None) if final is None else (both(final), torch.tensor(ended))
+    mask = None if mask is None else torch.tensor(mask)
+    return (both(shown), both(following), torch.zeros(2, 2).long(), torch.tensor(reward), *flags, mask, *finals)
+
+
+@pytest.mark.parametrize(
+    ("resets", "reward", "outcome", "held"),
+    [(0, 0.0, -1, 1), (0, 0.5, -7, 2), (1, 0.5, -1, 1), (2, 0.0, -1, 2), (3, 0.0, -7, 2), (3, 0.5, -7, 2)],
+)
+def test_a_step_that_repeats_the_final_observation(resets, reward, outcome, held):
+    """Lane 1 ends its episode in observation 6. It sits a step out; the next begins with 6."""
+    twins = Twins(replace(PLAIN, resets=resets))
+    for memory in twins.both:
+        assert memory.write(step_of([1, 5], [2, 6], [1.0, 1.0], [False, True]))[-1] == -1
+        assert memory.write(step_of([2, 0], [3, 0], [1.0, 1.0], mask=[True, False])) == [-1]
+        assert memory.ring.repeated() == -1
+        assert memory.write(step_of([3, 6], [4, 7], [1.0, reward]))[-1] == outcome
+        assert memory.ring.repeated() == (1 * 2 + 1 if outcome == -7 else -1)  # the second row of lane 1
+        assert memory.counters[0].tolist() == [3, held]
+        assert memory.write(step_of([4, 7], [5, 8], [1.0, 1.0]))[-1] == -1  # it is told once
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("resets", [0, 3])
+@pytest.mark.parametrize("why", ["a final observation was given", "another observation", "it ends the next episode"])
+def test_a_step_after_an_end_that_repeats_nothing(resets, why):
+    twins = Twins(replace(PLAIN, resets=resets))
+    final = [0, 6] if "given" in why else None
+    shown = [2, 7 if "another" in why else 6]
+    for memory in twins.both:
+        memory.write(step_of([1, 5], [2, 6], [1.0, 1.0], [False, True], final))
+        assert memory.write(step_of(shown, [3, 8], [1.0, 0.5], [False, "ends" in why]))[-1] == -1
+        assert memory.counters[0].tolist() == [2, 2]
+    twins.assert_same()
+
+
+def test_of_a_break_and_a_repeat_in_one_step_the_break_is_told():
+    twins = Twins(PLAIN)
+    for memory in twins.both:
+        memory.write(step_of([1, 5], [2, 6], [1.0, 1.0], [False, True]))
+        assert memory.write(step_of([9, 6], [3, 8], [1.0, 0.5]))[-1] == -4
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("breaks", [None, 1, 3])
+def test_of_several_steps_a_break_is_told_and_else_a_repeat(breaks):
+    """Lane 1 ends in the first step and shows what it ended in in the third; lane 0 breaks off before or after."""
+    twins = Twins(PLAIN)
+    numbers = [1, 2, 3, 4]
+    shown = [number + 50 * (breaks == time) for time, number in enumerate(numbers)]
+    steps = [
+        step_of([shown[0], 5], [2, 6], [1.0, 1.0], [False, True]),
+        step_of([shown[1], 0], [3, 0], [1.0, 1.0], mask=[True, False]),
+        step_of([shown[2], 6], [4, 7], [1.0, 0.5]),
+        step_of([shown[3], 7], [5, 8], [1.0, 1.0]),
+    ]
+    everybody = torch.ones(2, dtype=torch.bool)
+    masks = torch.stack([everybody if step[6] is None else step[6] for step in steps])
+    stacked = [torch.stack(part) for part in zip(*(step[:6] for step in steps), strict=True)]
+    values = (*stacked, masks, None, None)
+    for memory in twins.both:
+        for _ in range(5):
+            memory.grow()
+        done, outcomes = 0, []
+        while done < 4:
+            done, outcome = memory.ring.write_steps(values, 4, done, 4, False, True)
+            outcomes.append(outcome)
+        assert (-4 in outcomes) == (breaks is not None)
+        assert (outcomes == [-7]) == (breaks is None and memory is twins.native)
+        assert memory.ring.repeated() == 3
+        assert memory.counters[0].tolist() == [4, 3]
+    twins.assert_same()
 
 
 @settings(max_examples=15)

@@ -85,7 +85,7 @@ class Envs:
         self.places[env] = Place(given.following)
         if move in ENDS:
             given.terminated, given.truncated = ENDS[move]
-            last = given.following
+            last, give_final = given.following, give_final and self.autoreset != "NextStep"  # where it is refused
             if give_final:
                 given.final, given.following = last, self.kind.start(self.ids, padding)
             self.places[env] = Place(given.following if give_final else None, last, give_final)
@@ -142,7 +142,7 @@ class Envs:
             np.array([given.terminated for given in filled]),
             np.array([given.truncated for given in filled]),
         )
-        infos = final_info(self.kind, step, final_form, key, self.ids)
+        infos = {} if self.autoreset == "NextStep" else final_info(self.kind, step, final_form, key, self.ids)
         return [mapped(observations, to_form), *(to_form(a) for a in arrays), infos, mapped(following, to_form)], (
             self._mask(step)
         )

@@ -124,6 +124,8 @@ class ReplayMachine(RuleBasedStateMachine):
         """Called when the storage was reset, or a new one took its place."""
 
     def expect_warning(self, caught: list[Any], broken: bool) -> None:
+        # Those of steps that repeat a final observation are looked at in test_autoreset_mistakes.py.
+        caught = [one for one in caught if "in which its episode had ended" not in str(one.message)]
         assert all(issubclass(one.category, UserWarning) for one in caught), [str(one.message) for one in caught]
         assert len(caught) <= 1
         if not self.envs.warning_is_open:

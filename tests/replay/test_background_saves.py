@@ -17,7 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "golden"))
 
 from programs import ARGUMENTS, BOX, DISCRETE, fill
 
-pytestmark = pytest.mark.filterwarnings("ignore:the observations of an environment")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the observations of an environment"),
+    pytest.mark.filterwarnings(
+        "ignore:a step of environment 0 begins with the observation in which its episode had ended"
+    ),
+]
 MEMORIES = ["ram", "shared", "mapped"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from nstep_steps import Lane, assert_tables, fill, ids_of, make_step, make_storage, obs_of, served, table
 
-from rlstore import NStepReplayStorage
+from rlstore import InvalidInputError, NStepReplayStorage
 
 NAN = float("nan")
 
@@ -329,25 +331,21 @@ def test_the_step_after_an_end_with_a_final_observation_is_a_step():
     ("mode", "held"), [("NextStep", 2), ("SameStep", 3), ("Disabled", 3), (AutoresetMode.NEXT_STEP, 2)]
 )
 def test_a_mode_that_is_told_is_believed(mode, held):
-    """Whatever the step after an end looks like."""
-    looks_real = make_storage(1, autoreset=mode)
-    looks_real.add(**make_step(0, 1, truncated=(0,), infos={}))
-    looks_real.add(**make_step(1, 1))
-    looks_real.add(**make_step(2, 1))
-    assert len(looks_real) == held
-    looks_like_a_reset = make_storage(1, autoreset=mode)
-    looks_like_a_reset.add(**make_step(0, 1, truncated=(0,), infos={}))
-    looks_like_a_reset.add(**make_step(1, 1, rewards=[0.0]))
-    looks_like_a_reset.add(**make_step(2, 1))
-    assert len(looks_like_a_reset) == held
+    """Whatever the step after an end looks like; with "SameStep", what cannot be right is warned of."""
+    for after in ({}, {"rewards": [0.0]}):
+        storage = make_storage(1, autoreset=mode)
+        storage.add(**make_step(0, 1, truncated=(0,), infos={}))
+        with pytest.warns(UserWarning, match="in which its episode had ended") if mode == "SameStep" else nullcontext():
+            storage.add(**make_step(1, 1, **after))
+        storage.add(**make_step(2, 1))
+        assert len(storage) == held
 
 
-def test_in_next_step_mode_the_step_after_an_end_is_dropped_though_its_final_observation_was_given():
+def test_in_next_step_mode_a_final_observation_is_refused():
     storage = make_storage(1, autoreset="NextStep")
-    storage.add(**make_step(0, 1, truncated=(0,)))
-    storage.add(**make_step(1, 1))
-    storage.add(**make_step(2, 1))
-    assert served(storage).keys() == {1, 3}
+    with pytest.raises(InvalidInputError, match=r"infos holds 'final_obs', .* need autoreset=\"SameStep\""):
+        storage.add(**make_step(0, 1, truncated=(0,)))
+    assert len(storage) == 0
 
 
 def test_reset_steps_are_told_for_each_environment_by_itself():

@@ -32,7 +32,8 @@ from rlstore.kernels.rules import NO_RULES, Rule
 FLAG_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 # What EpisodeRing.write() returns, besides the index of a value that does not fit.
-WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM = -1, -2, -3, -4, -5, -6
+WRITTEN, NEEDS_EPISODES, NEEDS_STARTS, WRITTEN_WITH_BREAK, BUSY, NEEDS_ROOM, WRITTEN_WITH_REPEAT = range(-1, -8, -1)
+DONE = (WRITTEN, WRITTEN_WITH_BREAK, WRITTEN_WITH_REPEAT)  # of a step that was written
 # In after_end: the rows of a lane are from before, so its next row may begin an episode although one is open.
 RESUMED = -2
 # In current: a row of the lane is being written.
@@ -296,7 +297,9 @@ class EpisodeRing(Protocol):
             A stack is ``outer`` pieces, each of ``stack`` frames one after another.
         columns: ``(block, shape)`` for each other field.
         reward: Which column holds the rewards, float32.
-        resets: What the step after an end is: 0 a reset step if it looks like one, 1 always, 2 never.
+        resets: What the step after an end is: 0 a reset step if it looks like one, 1 always, 2 never, 3 never, and one
+            that looks like it is reported. It looks like one if it repeats the final observation, without a flag and
+            with a reward of 0 (3: any reward), and no final observation was given apart.
         first: Of the lanes that the tables serve, the one that is the first here.
         rules: By the index of a column the values that it may hold, where not all are valid. Lanes that take no part
             are not looked at. On CUDA what breaks a rule is written and counted.
@@ -331,8 +334,10 @@ class EpisodeRing(Protocol):
 
         Returns:
             ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations do not continue it,
-            no end was flagged, and the lane was not ``RESUMED`` (on CUDA a later write returns this). Or, having
-            written nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
+            no end was flagged, and the lane was not ``RESUMED``; else ``WRITTEN_WITH_REPEAT`` if a step after an end
+            repeats the final observation without a flag, and is not a reset step: with ``resets`` 0 because it has a
+            reward, with 3 in any case (on CUDA a later write returns these, the second once). Or, having written
+            nothing: the index of the first value that has to be converted or refused, ``NEEDS_EPISODES`` if
             more episode indices are needed (on CUDA asked for ahead of the need), ``NEEDS_STARTS`` if tables of
             starts are, or ``NEEDS_ROOM`` if no step may be written before the next :meth:`allow`.
         """
@@ -353,7 +358,8 @@ class EpisodeRing(Protocol):
 
         Returns:
             The first step that was not written, and what :meth:`write` returns: ``WRITTEN_WITH_BREAK`` if any step did,
-            or if none was written why not. A value that has to be converted or refused is found before any is.
+            else ``WRITTEN_WITH_REPEAT`` if any did, or if none was written why not. A value that has to be converted or
+            refused is found before any is.
         """
 
     def guard_with(
@@ -375,6 +381,9 @@ class EpisodeRing(Protocol):
             What :meth:`write` does; or ``BUSY``, having written nothing, if a thread has the guard or no step may be
             written.
         """
+
+    def repeated(self) -> int:
+        """The row for which ``WRITTEN_WITH_REPEAT`` was returned last; -1 before any."""
 
     def allow(self, steps: int) -> None:
         """So many steps may be written from now on, whatever part of the lanes takes part in each; at first none.

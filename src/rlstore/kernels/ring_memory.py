@@ -12,10 +12,9 @@ from torch import Tensor
 
 from rlstore.kernels.protocol import (
     BUSY,
+    DONE,
     FLAG_DTYPES,
     RESUMED,
-    WRITTEN,
-    WRITTEN_WITH_BREAK,
     Column,
     Guard,
     Leaf,
@@ -29,8 +28,8 @@ TERMINATED, TRUNCATED = 1, 2
 KEPT, REPEATED, ZEROS = 0, -1, -2
 # Columns of the table of episodes.
 STOP, END = 1, 2
-# What the step after an end is: a reset step if it looks like one, always.
-DETECT, ALWAYS = 0, 1
+# What the step after an end is: a reset step if it looks like one, always, never, never and reported if it looks so.
+DETECT, ALWAYS, NEVER, REPORT = 0, 1, 2, 3
 
 _RUN_BYTES = 1 << 21  # elements of observations, roughly, that are compared and copied at once
 
@@ -115,6 +114,7 @@ class RingMemory:
         self._episodes: Tensor | None = None
         self._free_slots = torch.empty(0, self.lanes, dtype=torch.int32, device=self.home)
         self._room = 0  # steps that may still be written
+        self._repeated = -1
 
     def set_tables(
         self, episodes: Tensor, free_slots: Tensor, finals: tuple[Tensor, ...], starts: tuple[Tensor | None, ...]
@@ -135,6 +135,10 @@ class RingMemory:
     ) -> bool:
         """False: a step is many calls here, which other threads may interrupt."""
         return False
+
+    def repeated(self) -> int:
+        """The row for which ``WRITTEN_WITH_REPEAT`` was returned last; -1 before any."""
+        return self._repeated
 
     def allow(self, steps: int) -> None:
         """So many steps may be written from now on."""
@@ -157,7 +161,7 @@ class RingMemory:
         if resumed:
             self._after_end[... if mask is None else mask.to(self.home) != 0] = -1 if begin else RESUMED
         outcome = self.write(row)
-        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+        if outcome not in DONE:
             return begin, outcome
         done = begin + 1
         if resumed and self.lanes == 1:

@@ -17,6 +17,7 @@ from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.finals import final_of_next_step
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, StorageClosedError, WaitTimeoutError
 from rlstore.replay.vocabulary import check_sample, step_arguments, steps_at_once
@@ -125,6 +126,8 @@ class ReplayWriter:
         """
         part, lanes = self._part, len(self.lanes)
         check_sample(samples, part.fields, self._kind)
+        if samples.get("final_observations") is not None and part.ring.autoreset == "NextStep":
+            raise final_of_next_step("a sample holds 'final_observations'")
         given, fit = steps_at_once(samples, part.fields, steps, part.ring, has_final)
         priorities = samples.get("priorities")
         if priorities is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.memory.tensors import allocate_empty
-from rlstore.engine.rows.finals import find_final
+from rlstore.engine.rows.finals import final_of_next_step, find_final
 from rlstore.engine.rows.ring import Ring
 from rlstore.engine.rows.schema import Field
 from rlstore.errors import InvalidInputError
@@ -72,11 +72,7 @@ class ResetSteps:
             )
         found = None if infos is None or (type(infos) is dict and not infos) else find_final(infos, "")
         if found is not None:
-            raise InvalidInputError(
-                f'infos holds {found[0]!r}, and this storage was made with autoreset="NextStep", in which an '
-                "episode's final observation is that of its reset step. Environments that reset themselves in the step "
-                'in which an episode ends need autoreset="SameStep". Nothing was written.'
-            )
+            raise final_of_next_step(f"infos holds {found[0]!r}")
         if self._due is None:
             return
         if count > 0 and (wrong := (ended.numpy() != 0) & self._due).any():

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlstore.engine.calls import warn_caller
 from rlstore.engine.rows.episode_ring import EpisodeRing
-from rlstore.engine.rows.finals import ORDER, find_final, fit_final
+from rlstore.engine.rows.finals import ORDER, final_of_next_step, find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.kernels import Guard, protocol
-from rlstore.kernels.protocol import BUSY, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN
+from rlstore.kernels.protocol import BUSY, DONE, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_REPEAT
 from rlstore.kernels.protocol import WRITTEN_WITH_BREAK as WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
@@ -56,6 +56,7 @@ class Appender:
 
     Attributes:
         warned: True once it has warned of observations that do not continue their episode.
+        warned_of_repeat: True once it has warned of a step that repeats the final observation before it.
         settle: Called before rows change while batches are gathered; None if there is nothing to wait for.
         keep: Called after rows were written; None if they are kept nowhere else.
         permit: Called before a step that had to wait for the guard, during which another thread may have handed the
@@ -70,7 +71,9 @@ class Appender:
         sampler: Follower | None = None,
         whole: Follower | None = None,
     ) -> None:
-        self._steps, self.warned = array("q", [0]), False  # the kernel that appends alone counts here
+        self._steps = array("q", [0])  # the kernel that appends alone counts here
+        self.warned = self.warned_of_repeat = False
+        self._odd_reward: Tensor | None = None  # of the last step that repeated a final observation
         self.ring, self.fields = ring, fields
         self.settle: Callable[[], None] | None = None
         self.keep: Callable[[], None] | None = None
@@ -136,7 +139,7 @@ class Appender:
         outcome = BUSY if kernel is None else kernel.append(values)
         if outcome == WRITTEN:
             return
-        if outcome != WRITTEN_WITH_BREAK:
+        if outcome not in DONE:
             with self._guard:
                 if self.permit is not None:
                     self.permit()
@@ -146,8 +149,7 @@ class Appender:
                 outcome = self.write(values, outcome, infos)
                 if begin is not None:
                     begin()
-        if outcome == WRITTEN_WITH_BREAK and not self.warned:
-            self._warn_of_break()
+        self._warn_of(outcome)
 
     def begin(self, priorities: Any, mask: Any) -> Callable[[], None]:
         """Check the first priorities of the next step; returns what sets them once it is written."""
@@ -168,12 +170,32 @@ class Appender:
             outcome = self.write_steps(values, steps, fit, resumed=False)
             if begin is not None:
                 begin()
-        if outcome == WRITTEN_WITH_BREAK and not self.warned:
-            self._warn_of_break()
+        self._warn_of(outcome)
 
-    def _warn_of_break(self) -> None:
-        self.warned = True
-        warn_caller(_BROKEN, UserWarning)
+    def _warn_of(self, outcome: int) -> None:
+        """Say what is odd about a step that was written, once."""
+        if outcome == WRITTEN_WITH_BREAK and not self.warned:
+            self.warned = True
+            warn_caller(_BROKEN, UserWarning)
+        elif outcome == WRITTEN_WITH_REPEAT and not self.warned_of_repeat:
+            lane, rewards = self.ring.repeated()
+            if self.ring.autoreset is not None or self._are_of_resets(rewards):
+                self.warned_of_repeat = True
+                given = "" if rewards is None else f", with a reward of {rewards[1].numpy()!s}"
+                remedy = _DETECTED if self.ring.autoreset is None else _SAME_STEP
+                warn_caller(f"{_REPEATED.format(lane=lane, given=given)} {remedy}", UserWarning)
+
+    def _are_of_resets(self, rewards: Tensor | None) -> bool:
+        """Whether a step that repeats a final observation has the reward of a reset step that was changed.
+
+        That of every reset step is the same. A task that goes on after a truncation repeats them, too, with rewards as
+        those before.
+        """
+        if rewards is None:
+            return False
+        before, reward = rewards
+        known, self._odd_reward = self._odd_reward, reward
+        return known is not None and bool((reward == known).all() and (reward != before).any())
 
     def _find_direct(self) -> None:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
@@ -188,6 +210,8 @@ class Appender:
         found = find_final(infos)
         if found is None:
             return values
+        if self.ring.autoreset == "NextStep":
+            raise final_of_next_step(f"infos holds {found[0]!r}")
         if self.fields.structure.is_leaf:
             return (*values[:-2], found[1], None)
         return self._with_fitted_final(values, found)
@@ -220,8 +244,8 @@ class Appender:
             infos: Where a single leaf of final observations is from that was not looked at yet.
 
         Returns:
-            ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and
-            no end was flagged.
+            ``WRITTEN``; ``WRITTEN_WITH_BREAK`` if an episode was broken off: its observations did not continue, and no
+            end was flagged; or ``WRITTEN_WITH_REPEAT`` if a step that is no reset step looks nearly like one.
 
         Raises:
             InvalidInputError: If a value does not fit.
@@ -231,7 +255,7 @@ class Appender:
             self.settle()
         if outcome == BUSY:
             outcome = kernel.write(values)
-        if outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+        if outcome not in DONE:
             outcome = self._complete(kernel, values, outcome, infos)
         self._follow(1)
         return outcome
@@ -246,7 +270,7 @@ class Appender:
             resumed: None of them is a reset step, and the first need not continue what is held.
 
         Returns:
-            ``WRITTEN``, or ``WRITTEN_WITH_BREAK`` if an episode was broken off.
+            What :meth:`write` does: of a break in any step, else of a repeat in any.
         """
         done, result, checked = 0, WRITTEN, values is None
         values = fit() if values is None or steps == 0 else values
@@ -259,13 +283,14 @@ class Appender:
             done, outcome = kernel.write_steps(values, steps, done, end, resumed, checked)
             if done > before:
                 self._follow(done - before)
-            if outcome == WRITTEN_WITH_BREAK:
-                result = outcome
+            if outcome in DONE:
+                if outcome != WRITTEN and result != WRITTEN_WITH_BREAK:
+                    result = outcome
             elif outcome >= 0:
                 if checked:
                     raise RuntimeError(f"{self._place(outcome).name} was checked and does not fit its block")
                 values, checked = fit(), True
-            elif outcome != WRITTEN:
+            else:
                 self._make_room(outcome)
             if done < steps and not checked:
                 values, checked = fit(), True  # so that no other call converts all of them again
@@ -300,7 +325,7 @@ class Appender:
     def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int, infos: Any) -> int:
         """Bring a write to its end that has written nothing yet: convert values, and make room."""
         given, fitted = values, -1
-        while outcome not in (WRITTEN, WRITTEN_WITH_BREAK):
+        while outcome not in DONE:
             if outcome >= 0:
                 # The kernel cannot read it: convert it if possible, else refuse it.
                 is_final = outcome == self._columns_end + 3 and self.fields.structure.is_leaf  # nests are fitted
@@ -343,6 +368,7 @@ class Appender:
         try:
             fitted = field.fit(value, ring.lanes, ring.device, check_rule=check_rule)
         except InvalidInputError as error:
+            self._refuse_others(field, value)
             has_shape = field.name == "actions" and self._is_plain and not getattr(value, "is_nested", False)
             if has_shape and tuple(getattr(value, "shape", ())) == (ring.lanes, *self._place(0).shape):
                 raise InvalidInputError(f"{error} They have the shape of observations: {ORDER}") from error
@@ -352,6 +378,19 @@ class Appender:
                 fitted = fitted.as_subclass(Tensor)
         # A single element counts as contiguous whatever its strides; the kernel needs plain ones.
         return fitted.clone(memory_format=torch.contiguous_format) if fitted.numel() == 1 else fitted
+
+    def _refuse_others(self, field: Field, value: Any) -> None:
+        """Refuse a step of other environments than those of this part."""
+        ring = self.ring
+        shape = tuple(value.shape if hasattr(value, "shape") else np.asarray(value, dtype=object).shape)
+        is_of_others = len(shape) > 0 and shape[0] != ring.lanes and shape[1:] == field.shape
+        if is_of_others and ring.lanes < ring.whole.lanes:
+            last = ring.first + ring.lanes - 1
+            own = f"environment {last}" if ring.lanes == 1 else f"environments {ring.first} to {last}"
+            raise InvalidInputError(
+                f"{field.name} has {shape[0]} rows; this writer has {own} only, of {ring.whole.lanes}. Nothing was "
+                f"written. Give it the steps of its own, or make a writer of more: storage.writer({shape[0]})."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_kernel": None, "_direct": None, "_followers": (None, None), "keep": None, "permit": None}
@@ -364,4 +403,21 @@ _BROKEN = (
     "The episode was taken to be cut off at that point: the step before keeps its own next observation, and n-step "
     "targets and sequences stop there. If you normalize or augment observations, add them as the environment "
     "gave them. (This warning is shown once.)"
+)
+_REPEATED = (
+    "a step of environment {lane} begins with the observation in which its episode had ended{given}; it was stored as "
+    "the first step of the next episode."
+)
+_DETECTED = (
+    "That was so before, with the same reward. If the environments reset themselves in the step after an end, as "
+    "Gymnasium's do by default, these steps are no experience, and are only recognized by a reward of 0: make the "
+    'storage with autoreset=envs.metadata["autoreset_mode"]. If that is "SameStep", give add() the infos of every '
+    'step, which hold final_obs. If you reset the environments yourself, use autoreset="Disabled". (This warning is '
+    "shown once.)"
+)
+_SAME_STEP = (
+    'With autoreset="SameStep" that is not the final observation, but the first of the next episode: give add() the '
+    "infos of every step, which hold final_obs. If the environments reset themselves in the step after an end, as "
+    'Gymnasium\'s do by default, make the storage with autoreset="NextStep". If an episode may end in the observation '
+    'with which the next one begins, use autoreset="Disabled". (This warning is shown once.)'
 )

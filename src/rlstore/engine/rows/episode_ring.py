@@ -33,7 +33,7 @@ from rlstore.kernels.rules import invalid_counts
 _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
 _COMPARED = 1 << 16  # entries of the table of free indices, at a time: they stay in the cache
-_RESETS = {None: 0, "NextStep": 1, "SameStep": 2, "Disabled": 2}
+_RESETS = {None: 0, "NextStep": 1, "Disabled": 2, "SameStep": 3}
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
 # What restore_tables() finds: the table, and what is wrong with it.
@@ -76,8 +76,9 @@ class EpisodeRing:
         steps: Transitions held by each lane.
         lanes: Environments side by side.
         backing: Where the memory comes from.
-        autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "SameStep" or
-            "Disabled" (a step like any other), or None: a reset step if it looks like one.
+        autoreset: What the step after an end is: "NextStep" (a reset step, which is no transition), "Disabled" (a step
+            like any other), "SameStep" (likewise, and one that looks like a reset step is reported), or None: a reset
+            step if it looks like one.
         beside: What else is kept with the rows, as JSON: a mapped folder is reopened only if it was the same.
 
     Attributes:
@@ -448,6 +449,18 @@ class EpisodeRing:
         """The rewards and the actions that were stored although invalid, int64 ``[2]``; None where they are refused."""
         counts = [found for ring in (self, *self._parts) if (found := invalid_counts(ring.kernel)) is not None]
         return torch.stack(counts).sum(0) if counts else None
+
+    def repeated(self) -> tuple[int, Tensor | None]:
+        """Which row was last found to repeat a final observation.
+
+        Returns:
+            Its lane, among all lanes; and the rewards of the row before it and of itself, ``[2, ...]``: None if they
+            are not held any more, or on a device, which would be waited for.
+        """
+        time, lane = divmod(self.writing_kernel().repeated(), self.lanes)
+        is_there = self.device.type == "cpu" and int(self.counters[0, lane]) - time < self.steps
+        places = torch.tensor([time - 1, time]) % self.rows
+        return self.first + lane, self.blocks["rewards"][lane, places] if is_there else None
 
     def make_room(self) -> None:
         """Let some more steps be written: as many as there is memory for, and as all holds allow.

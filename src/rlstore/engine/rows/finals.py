@@ -42,6 +42,15 @@ def find_final(infos: Any, order: str = ORDER) -> tuple[str, Any] | None:
     return None
 
 
+def final_of_next_step(given: str) -> InvalidInputError:
+    """The error for final observations that are given to a storage of next-step autoreset, where there are none."""
+    return InvalidInputError(
+        f'{given}, and this storage was made with autoreset="NextStep", in which an '
+        "episode's final observation is that of its reset step. Environments that reset themselves in the step "
+        'in which an episode ends need autoreset="SameStep". Nothing was written.'
+    )
+
+
 def fit_final(name: str, value: Any, structure: Structure, fields: Sequence[Field], lanes: int) -> tuple[Any, ...]:
     """Final observations as the leaves that a ring takes, ``[lanes, ...]`` each, and a flag for each lane that has one.
 

@@ -195,6 +195,8 @@ class StepFields:
             problem = f"got {unknown}, which it does not hold" if unknown else f"needs {missing}"
             known = list(self.extra_names) or "none"
             meant = did_you_mean(unknown[0], (*self.named, "mask")) if unknown else ""
+            if unknown and not meant:
+                meant = f" Declare it in the constructor to hold it: extra_fields={{{unknown[0]!r}: ((), 'float32')}}."
             raise InvalidInputError(
                 f"add() {problem}; the extra_fields of this storage are {known}.{meant} Nothing was written."
             )

@@ -14,6 +14,7 @@ OLDEST = tl.constexpr(2)  # the oldest of them, if so
 LEAST_FREE = tl.constexpr(3)  # free episode indices of the lane that has the fewest
 BREAKS = tl.constexpr(4)  # episodes that were broken off
 INVALID = tl.constexpr(5)  # two of them: rewards that were not finite, actions outside of their space
+REPEAT = tl.constexpr(7)  # one more than a row that repeats a final observation and was not taken to be a reset step
 # The constants of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
 _STEP = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)

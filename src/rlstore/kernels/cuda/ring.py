@@ -21,12 +21,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlstore.kernels.cuda.draws import ALIKE, BREAKS, INVALID, LEAST_FREE, OLDEST, TOTAL, draw_rows
+from rlstore.kernels.cuda.draws import ALIKE, BREAKS, INVALID, LEAST_FREE, OLDEST, REPEAT, TOTAL, draw_rows
 from rlstore.kernels.cuda.launch import Argument, Fixed, Launcher, next_power_of_2
 from rlstore.kernels.cuda.memory import layout_of, place_of, plain
 from rlstore.kernels.cuda.rules import count_invalid, rule_table
 from rlstore.kernels.cuda.watch import Watch
-from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_ROOM, NEEDS_STARTS, WRITTEN, WRITTEN_WITH_BREAK, Column, Leaf
+from rlstore.kernels.protocol import (
+    NEEDS_EPISODES,
+    NEEDS_ROOM,
+    NEEDS_STARTS,
+    WRITTEN,
+    WRITTEN_WITH_BREAK,
+    WRITTEN_WITH_REPEAT,
+    Column,
+    Leaf,
+)
 from rlstore.kernels.ring_memory import RingMemory
 from rlstore.kernels.rules import NO_RULES, Rule
 
@@ -40,7 +49,7 @@ TRUNCATED = tl.constexpr(2)
 KEPT = tl.constexpr(0)
 REPEATED = tl.constexpr(-1)
 ZEROS = tl.constexpr(-2)
-# What the step after an end is: a reset step if it looks like one, always, never.
+# What the step after an end is: a reset step if it looks like one, always, never; (3) never, and reported if it does.
 DETECT = tl.constexpr(0)
 ALWAYS = tl.constexpr(1)
 NEVER = tl.constexpr(2)
@@ -253,12 +262,13 @@ def _look(
     ROW_STRIDES: tl.constexpr, OFFSETS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     REWARD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Whether each lane continues its episode or repeats its final observation, and what its older frames are."""
+    """Whether each lane continues its episode or repeats its final observation, has a reward, and its older frames."""
     goes_on = (lane >= 0).to(tl.int32)
     repeats = (is_over == 0).to(tl.int32)
+    rewarded = (lane < 0).to(tl.int32)
     for c in tl.static_range(REWARD_SIZE):
         reward = tl.load(rewards + lane * REWARD_SIZE + c, mask=there, other=0)
-        repeats = repeats & (reward == 0).to(tl.int32)
+        rewarded = rewarded | (reward != 0).to(tl.int32)
     padding = (lane * 0 + REPEATED).to(tl.int64)
     first_stack = (lane >= 0).to(tl.int32)
     for f in tl.static_range(len(SIZES)):
@@ -273,7 +283,7 @@ def _look(
             found = tl.where(equal != 0, REPEATED, tl.where(zeros != 0, ZEROS, KEPT)).to(tl.int64)
             padding = tl.where((first_stack != 0) | (found == padding), found, KEPT)
             first_stack = first_stack * 0
-    return goes_on != 0, repeats != 0, padding
+    return goes_on != 0, repeats != 0, rewarded != 0, padding
 
 
 @triton.jit
@@ -328,14 +338,20 @@ def write_step(
     if HAS_GIVEN:
         has_final = there & (tl.load(given + lane, mask=there, other=0) != 0)
     is_over = is_terminated | is_truncated
-    goes_on, repeats, padding = _look(
+    goes_on, repeats, rewarded, padding = _look(
         observations, values[REWARD], blocks, starts, finals, episodes, lane, there, count, episode, ended, is_over,
         SIZES, STACKS, INNERS, LANE_STRIDES, ROW_STRIDES, OFFSETS, TILES, ROWS, REWARD_SIZE,
     )  # fmt: skip
     going = episode >= 0
     is_reset = takes_part & (going == 0) & (ended >= 0)
-    if RESETS != ALWAYS:
-        is_reset = is_reset & repeats
+    odd = is_reset & repeats  # looks like a reset step, and is not taken to be one
+    if RESETS == DETECT:
+        is_reset = odd & (rewarded == 0)
+        odd = odd & rewarded
+    elif RESETS == ALWAYS:
+        odd = lane < 0
+    else:
+        is_reset = lane < 0
     acts = takes_part & (is_reset == 0)
     breaks = acts & going & (goes_on == 0)
     begins = breaks | (acts & (going == 0))
@@ -375,11 +391,13 @@ def write_step(
     tl.store(current + COUNTERS[2] + lane, tl.where(ends_now, -1, new), mask=acts)
     # With a final observation of its own, the new episode has begun, unless resets are known to take a step.
     may_reset = ends_now
-    if RESETS == DETECT:
-        may_reset = ends_now & (has_final == 0)
-    elif RESETS == NEVER:
+    if RESETS == NEVER:
         may_reset = lane < 0
+    elif RESETS != ALWAYS:
+        may_reset = ends_now & (has_final == 0)
     tl.store(after_end + COUNTERS[3] + lane, tl.where(may_reset, new, -1), mask=acts | is_reset)
+    repeat = tl.max(tl.where(odd & acts, count * LANES + lane + 1, 0), 0)
+    tl.atomic_max(words + REPEAT, repeat, mask=repeat > 0, sem="relaxed")
     count += acts.to(tl.int64)
     free += frees.to(tl.int64) - begins.to(tl.int64)
     tl.store(free_count + COUNTERS[4] + lane, free, mask=acts)
@@ -529,7 +547,11 @@ class EpisodeRing(RingMemory):
         self._room -= 1
         self._launch(values)
         self._watch.count_write()
-        return WRITTEN_WITH_BREAK if self._watch.has_broken() else WRITTEN
+        if self._watch.has_broken():
+            return WRITTEN_WITH_BREAK
+        row = self._watch.repeat()
+        self._repeated = self._repeated if row is None else row
+        return WRITTEN if row is None else WRITTEN_WITH_REPEAT
 
     def _is_usual(self, values: tuple[Any, ...]) -> bool:
         """True if the values are as they most often are, without final observations; a short look at each."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rlstore.kernels.cuda.rules import Report
 
-_LEAST_FREE, _BREAKS, _INVALID = 3, 4, 5  # which of the words
+_LEAST_FREE, _BREAKS, _INVALID, _REPEAT = 3, 4, 5, 7  # which of the words
 _FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words, if nothing calls for one earlier
 
 
 class Watch:
-    """How many episode indices are free, whether episodes were broken off, and how many values were invalid.
+    """How many episode indices are free, what is to be told of episodes, and how many values were invalid.
 
     A write takes at most one episode index of a lane, so those that were free at the last look, less the writes since,
     are a lower bound. A look is a copy into pinned memory; later writes ask whether it has finished. It is waited for
@@ -31,6 +31,7 @@ class Watch:
             self._seen = torch.zeros(len(words), dtype=torch.int64, pin_memory=on_cuda)
         self._event: Any = torch.cuda.Event() if on_cuda else None
         self._reported = 0  # breaks that has_broken() has reported
+        self._repeat, self._has_told = -1, False  # a row, and whether repeat() has returned it
         self.report = Report()
         self.forget()
 
@@ -54,6 +55,13 @@ class Watch:
             self._take()
         reported, self._reported = self._reported, int(self._seen[_BREAKS])
         return self._reported > reported
+
+    def repeat(self) -> int | None:
+        """A row that repeats a final observation, once a look has shown that there is one; later None."""
+        if self._has_told or self._repeat < 0:
+            return None
+        self._has_told = True
+        return self._repeat
 
     def is_short(self, deep: int) -> bool:
         """True if the tables, of ``deep`` episodes a lane, have to grow before the next write."""
@@ -86,6 +94,6 @@ class Watch:
 
     def _take(self) -> None:
         self._looking = False
-        self._least = int(self._seen[_LEAST_FREE])
+        self._least, self._repeat = int(self._seen[_LEAST_FREE]), int(self._seen[_REPEAT]) - 1
         self.report.find(*self._seen[_INVALID : _INVALID + 2].tolist())
         self._free = self._least - self._since

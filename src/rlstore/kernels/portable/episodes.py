@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from rlstore.kernels.portable.draws import take_below
-from rlstore.kernels.protocol import NEEDS_EPISODES, NEEDS_ROOM, NEEDS_STARTS, RESUMED, WRITTEN, WRITTEN_WITH_BREAK
+from rlstore.kernels.protocol import (
+    NEEDS_EPISODES,
+    NEEDS_ROOM,
+    NEEDS_STARTS,
+    RESUMED,
+    WRITTEN,
+    WRITTEN_WITH_BREAK,
+    WRITTEN_WITH_REPEAT,
+)
 from rlstore.kernels.ring_memory import (
     ALWAYS,
     DETECT,
     END,
     KEPT,
+    NEVER,
     REPEATED,
     STOP,
     TERMINATED,
@@ -46,7 +55,8 @@ class _Seen:
     """What follows from the data of each lane, ``[lanes]`` where the counters are."""
 
     goes_on: Tensor  # the observation is the one that was to follow
-    repeats_final: Tensor  # it is the final observation of the episode before, without a reward or an end
+    repeats_final: Tensor  # it is the final observation of the episode before, without a flag
+    has_reward: Tensor
     padding: Tensor
     oldest_index: Tensor
     terminated: Tensor
@@ -94,7 +104,9 @@ class EpisodeRing(RingMemory):
                 return 2 * len(self.leaves) + index
         seen = self._see(step)
         episodes, going, after = self.episodes, self._current >= 0, self._after_end >= 0
-        is_reset = seen.mask & ~going & after & ((self._resets == ALWAYS) | seen.repeats_final)
+        follows, may_be = seen.mask & ~going & after, seen.repeats_final & ~seen.has_reward
+        is_reset = follows & ((self._resets == ALWAYS) | ((self._resets == DETECT) & may_be))
+        is_odd = follows & ~is_reset & seen.repeats_final & (self._resets != NEVER)
         acts = seen.mask & ~is_reset
         breaks = acts & going & ~seen.goes_on
         is_told = bool((breaks & (self._after_end != RESUMED)).any())
@@ -107,12 +119,16 @@ class EpisodeRing(RingMemory):
         if self._room == 0:
             return NEEDS_ROOM
         self._room -= 1
+        odd = (self.written * self.lanes + self._every.to(self.home))[is_odd].tolist()
         self._break(episodes, breaks)
         self._free_oldest(episodes, acts, seen)
         self._begin(episodes, begins, seen, step)
         self._put(episodes, acts, seen, step)
         self._after_end[is_reset] = -1  # a reset step is dropped, and the next one is a step again
-        return WRITTEN_WITH_BREAK if is_told else WRITTEN
+        if is_told:
+            return WRITTEN_WITH_BREAK
+        self._repeated = odd[0] if odd else self._repeated
+        return WRITTEN_WITH_REPEAT if odd else WRITTEN
 
     def _is_flags(self, value: object) -> bool:
         if not super()._is_flags(value) or not isinstance(value, Tensor):
@@ -154,7 +170,7 @@ class EpisodeRing(RingMemory):
         ended = self._after_end.clamp(min=0)
         place, oldest, ended = self._send(self.written % self.rows, gone % self.rows, ended)
         goes_on = torch.ones(self.lanes, dtype=torch.bool, device=self.device)
-        repeats = (step.rewards == 0).all(1) & ~step.terminated & ~step.truncated
+        repeats = ~step.terminated & ~step.truncated
         for leaf, frames in zip(self.leaves, step.observations, strict=True):
             goes_on = goes_on & (leaf.rows[self._every, place] == frames[:, -1]).all(1)
             repeats = repeats & (leaf.finals[ended] == frames[:, -1]).all(1)
@@ -162,10 +178,11 @@ class EpisodeRing(RingMemory):
                 goes_on = goes_on & (self._older(leaf, self._current) == frames[:, :-1]).flatten(1).all(1)
                 repeats = repeats & (self._older(leaf, self._after_end) == frames[:, :-1]).flatten(1).all(1)
         oldest_index = self._episode_of[self._every, oldest]
-        parts = (goes_on, repeats, self._padding(step), oldest_index)
+        parts = (goes_on, repeats, (step.rewards != 0).any(1), self._padding(step), oldest_index)
         flags = (step.terminated, step.truncated, step.mask, step.given)
         seen = torch.stack([part.long() for part in (*parts, *flags)]).to(self.home).unbind()
-        return _Seen(seen[0] != 0, seen[1] != 0, seen[2], seen[3], *(flag != 0 for flag in seen[4:]))
+        told = [part != 0 for part in seen[:3]]
+        return _Seen(told[0], told[1], told[2], seen[3], seen[4], *(flag != 0 for flag in seen[5:]))
 
     def _older(self, leaf: Block, indices: Tensor) -> Tensor:
         """All but the newest frame of the stack that follows each lane's newest row, ``[lanes, stack - 1, frame]``."""
@@ -260,8 +277,8 @@ class EpisodeRing(RingMemory):
         episodes[indices, STOP] = self.written[lanes] + 1
         self._current[lanes] = -1
         # With a final observation of its own, the new episode has begun, unless resets are known to take a step.
-        may_reset = (self._resets == ALWAYS) | ((self._resets == DETECT) & ~seen.given[lanes])
-        self._after_end[lanes] = torch.where(may_reset, indices, -1)
+        may_repeat = (self._resets == ALWAYS) | ((self._resets != NEVER) & ~seen.given[lanes])
+        self._after_end[lanes] = torch.where(may_repeat, indices, -1)
 
     # ---------------------------------------------------------------------------------------------- reading
 
