@@ -21,7 +21,7 @@ from replay_kinds import (
     twins,
 )
 
-from rlstore import NotReadyError, StorageError
+from rlstore import InvalidInputError, NotReadyError, RateLimit, ReplayStorage, StorageError
 
 NAN, INF = float("nan"), float("inf")
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -387,3 +387,91 @@ def test_a_compute_reward_that_does_not_give_a_number_for_each_row_is_named(resu
     if isinstance(result, torch.Tensor):
         assert_tells(refused, str(tuple(result.shape)), "24")
     assert_same(state(storage), before)
+
+
+@pytest.mark.parametrize("served", ["sample", "sample of another size", "generate_batches"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("why", ["it raises", "it gives nan"])
+def test_a_batch_whose_reward_fails_was_not_drawn(why, num_workers, served):
+    """The next call has the batch that it would have had, and nothing was counted."""
+    broken = False
+
+    def compute_reward(achieved, desired, info):
+        if broken and why == "it raises":
+            raise OwnError
+        return torch.full((len(achieved),), torch.nan if broken else 0.5)
+
+    def draw(storage):
+        if served == "generate_batches":
+            return next(storage.generate_batches(1))
+        batch = storage.sample() if served == "sample" else storage.sample(7)
+        return batch._asdict()
+
+    limit = RateLimit(samples_per_insert=50, min_size=1, tolerance=100_000)
+    options = {"sample_info": True, "relabel_fraction": 1.0, "num_workers": num_workers}
+    storages = [HINDSIGHT.make(compute_reward=compute_reward, rate_limit=limit, **options) for _ in range(2)]
+    for storage in storages:
+        HINDSIGHT.fill(storage, 5)
+    for _ in range(3):
+        whole, failed = (draw(storage) for storage in storages)
+        before, numbers = state(storages[1]), storages[1].stats()
+        broken = True
+        for _ in range(2):
+            with pytest.raises(OwnError if why == "it raises" else InvalidInputError):
+                draw(storages[1])
+            if num_workers == 0:  # else what was drawn ahead is counted
+                assert storages[1].stats() == numbers
+        assert_same(state(storages[1]), before)
+        broken = False
+        for name in ("actions", "rewards", "draw_counts"):
+            assert torch.equal(whole[name], failed[name])
+    first, second = storages
+    assert_same_draws(first, second)
+    for storage in storages:
+        storage.close()
+
+
+def test_a_reward_that_is_not_finite_counts_only_where_a_goal_was_replaced():
+    def nan(achieved, desired, info):
+        return torch.full((len(achieved),), torch.nan)
+
+    never = HINDSIGHT.make(compute_reward=nan, relabel_fraction=0.0)
+    HINDSIGHT.fill(never, 5)
+    assert never.sample().rewards.isfinite().all()
+    always = HINDSIGHT.make(compute_reward=nan, relabel_fraction=1.0)
+    HINDSIGHT.fill(always, 5)
+    refused = refuse(always.sample, "compute_reward", note="No batch was served.")
+    assert_tells(refused, "nan", "transition 0", "allow_nonfinite_rewards=True")
+    allowed = HINDSIGHT.make(compute_reward=nan, relabel_fraction=1.0, allow_nonfinite_rewards=True)
+    HINDSIGHT.fill(allowed, 5)
+    assert allowed.sample().rewards.isnan().all()
+
+
+# ------------------------------------------------------------------------------------------------- where advice is due
+
+
+def test_a_writer_that_is_given_the_rows_of_others_says_which_are_its_own():
+    storage = BY_NAME["replay"].make(3)
+    with storage.writer(range(1, 2)) as writer, pytest.raises(InvalidInputError) as refused:
+        writer.add(**BY_NAME["replay"].step(0, 3))
+    assert str(refused.value) == (
+        "observations has 3 rows; this writer has environment 1 only, of 3. Nothing was written. Give it the steps of "
+        "its own, or make a writer of more: storage.writer(3)."
+    )
+    with storage.writer(range(1, 3)) as writer, pytest.raises(InvalidInputError, match="environments 1 to 2 only"):
+        writer.add(**BY_NAME["replay"].step(0, 3))
+    assert len(storage) == 0
+
+
+def test_a_size_in_the_place_of_the_device_is_told():
+    with pytest.raises(InvalidInputError, match=r"third argument of ReplayStorage. Did you mean storage_size=10000\?"):
+        ReplayStorage(spaces.Box(-1, 1, (2,)), spaces.Discrete(2), 10_000, 4)
+
+
+def test_an_extra_field_that_was_not_declared_tells_how():
+    storage = BY_NAME["replay"].make()
+    with pytest.raises(InvalidInputError, match=r"Declare it in the constructor .*extra_fields=\{'costs': "):
+        storage.add(**BY_NAME["replay"].step(0), costs=[1.0, 2.0])
+    with pytest.raises(InvalidInputError, match=r"Did you mean 'mask'\? Nothing was written\.$"):
+        storage.add(**BY_NAME["replay"].step(0), masks=[True, True])
+    assert len(storage) == 0

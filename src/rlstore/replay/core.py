@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
-from rlstore.engine.calls import check_keywords, explained
+from rlstore.engine.calls import check_keywords, explained, warn_caller
 from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
@@ -86,7 +86,13 @@ class ReplayCore(Storage):
         owner = type(self).__name__
         options.check(owner)
         _STORAGES.add(self)
-        super().__init__(options.storage_size, options.device, seed=options.seed)
+        try:
+            super().__init__(options.storage_size, options.device, seed=options.seed)
+        except InvalidInputError as error:
+            if not isinstance(options.device, int):
+                raise
+            hint = f"It is the third argument of {owner}. Did you mean storage_size={options.device!r}?"
+            raise InvalidInputError(f"{error}. {hint}") from None
         self.device = self._torch_device
         self.observation_space, self.action_space = options.observation_space, options.action_space
         self.storage_size, self.batch_size, self.num_envs = options.storage_size, options.batch_size, options.num_envs
@@ -162,6 +168,7 @@ class ReplayCore(Storage):
         appender = Appender(ring, fields, self._guard, sampler)
         if self._rows is not None:
             appender.added, appender.warned = self._appender.added, self._appender.warned
+            appender.warned_of_repeat = self._appender.warned_of_repeat
             self._appender.close()  # a thread may be about to use it
         self._appender = appender
         self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
@@ -450,7 +457,10 @@ class ReplayCore(Storage):
     @guarded
     def lost_writers(self) -> int:
         """Writers that died, and whose environments were reclaimed."""
-        return 0 if self._sharing is None else self._sharing.lost_writers
+        if self._sharing is None:
+            return 0
+        self._sharing.sweep()
+        return self._sharing.lost_writers
 
     @guarded
     def set_rate_limit(self, limit: RateLimit | None) -> None:
@@ -639,6 +649,7 @@ class ReplayCore(Storage):
             return {**held(0, self.storage_size, 0), **used(0, self._samples)}
         ring = self._ring_of()
         if sharing is not None:
+            sharing.sweep()  # first: it closes the episodes of dead writers
             sharing.catch_up()
         measures = {
             **held(ring.held().sum(), ring.steps * ring.lanes, self.nbytes),
@@ -667,7 +678,11 @@ class ReplayCore(Storage):
                 raise self._not_ready()
             if batch_size is not None and size * self._view.nbytes >= MUCH:
                 self._require_batches(self._view, size)
-            batch = self._view.build(*self._pipeline.take(size, self._added, self._sharing))
+            place = (size, self._added, self._sharing)
+            if self._view.asks_caller:
+                batch = self._pipeline.serve(*place, self._view.build, ahead=True)
+            else:
+                batch = self._view.build(*self._pipeline.take(*place))
             self._samples += size
             return batch
 
@@ -849,8 +864,11 @@ class ReplayCore(Storage):
             if self._pipeline is None:
                 raise self._not_ready()
             self._require_batches(self._view, size)
-            drawn, tensors = self._pipeline.read(size, self._sharing)
-            batch = self._view.as_dict(self._view.build(drawn, tensors), drawn)
+            place = (size, self._added, self._sharing)
+            if self._view.asks_caller:
+                batch = self._pipeline.serve(*place, self._view.build_dict, ahead=False)
+            else:
+                batch = self._view.build_dict(*self._pipeline.read(size, self._sharing))
             self._samples += size
             yield batch
 
@@ -1087,6 +1105,12 @@ class ReplayCore(Storage):
 
 def _sent_by_value(storage: ReplayCore) -> Any:
     """How a storage goes to another process: torch would move its tensors, whose addresses kernels hold."""
+    if storage._rows is not None and storage._rows.backing.kind == "shared":
+        warn_caller(
+            f'this {type(storage).__name__} with memory="shared" is sent to another process, which gets a copy of its '
+            "own: nothing that is added there reaches this one, or the other way round. Send storage.writer() instead, "
+            "which adds to this one. If it is to have a copy, send pickle.dumps(storage)."
+        )
     return pickle.loads, (pickle.dumps(storage),)
 
 

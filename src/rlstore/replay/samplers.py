@@ -71,6 +71,11 @@ class Sampler:
         rows = self._first_rows(drawn)
         return drawn._replace(probabilities=self._chances(rows), counts=self._counts.add(rows))
 
+    def take_back(self, drawn: Drawn) -> None:
+        """A batch that was drawn was not served."""
+        if self._counts is not None:
+            self._counts.take_back(self._first_rows(drawn))
+
     def _draw(self, count: int, random: Tensor) -> Drawn:
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,6 +116,7 @@ class View(ABC):
     others: list[Request]
     casts: Casts
     nbytes: int
+    asks_caller: ClassVar[bool] = False  # whether a batch is built with a function of the caller's, which may raise
     _informs = False  # whether a batch holds INFO
     _rows = 1  # that are gathered for one item of a batch
 
@@ -160,9 +162,9 @@ class View(ABC):
     def build(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> Any:
         """The batch as it is served."""
 
-    def as_dict(self, batch: Any, drawn: Drawn) -> dict[str, Any]:
-        """A batch in the words of the vocabulary, with its rows."""
-        named: dict[str, Any] = batch._asdict()
+    def build_dict(self, drawn: Drawn, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        """The batch in the words of the vocabulary, with its rows."""
+        named: dict[str, Any] = self.build(drawn, tensors)._asdict()
         if "rows" not in named:
             named["rows"] = moved(drawn.rows, self._device)
         return named
@@ -278,6 +280,7 @@ class HindsightView(TransitionView):
     """
 
     parameters: ClassVar[dict[str, Check]] = {"discount": fraction}
+    asks_caller = True
 
     def __init__(self, owner: str, discount: float, compute_reward: ComputeReward) -> None:
         super().__init__(owner, 1, discount)
@@ -324,8 +327,20 @@ class HindsightView(TransitionView):
                 "one for each transition of the batch"
             )
         computed, given = rewards.reshape(batch, 1).to(self._device, torch.float32), transition[self._leaves + 1]
+        if not computed.is_cuda and not np.isfinite(computed.numpy()).all():
+            self._check_finite(computed, replaced)
         transition[self._leaves + 1] = torch.where(replaced.unsqueeze(1), computed, given)
         return super().build(drawn, transition)
+
+    def _check_finite(self, computed: Tensor, replaced: Tensor) -> None:
+        """Refuse rewards that ``add`` would refuse, where they count."""
+        wrong = (~computed.isfinite().flatten() & replaced).nonzero().flatten().tolist()
+        if wrong and self._fields.columns[1].rule is not None:
+            raise InvalidInputError(
+                f"compute_reward gave {computed[wrong[0]].item()} for transition {wrong[0]} of the batch; a reward has "
+                "to be finite. Fix it where it comes from, or give the storage allow_nonfinite_rewards=True. No batch "
+                "was served."
+            )
 
 
 class SequenceView(View):

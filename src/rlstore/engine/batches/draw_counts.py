@@ -37,13 +37,21 @@ class DrawCounts:
 
     def add(self, rows: Tensor) -> Tensor:
         """Count a batch, int64 ``[n]``, in which a row may come several times: the draws so far, int64 ``[n]``."""
-        place = rows % self._lanes * self._steps + rows // self._lanes % self._steps
+        place = self._places(rows)
         numbered = rows + 1  # 0: no row
         known = self._rows[place] == numbered
         self._counts[place] = torch.where(known, self._counts[place], 0)
         self._rows[place] = numbered
         self._counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
         return self._counts[place].long()
+
+    def take_back(self, rows: Tensor) -> None:
+        """A batch that was counted was not served."""
+        place = self._places(rows)
+        self._counts.index_add_(0, place, torch.full_like(place, -1, dtype=torch.int32))
+
+    def _places(self, rows: Tensor) -> Tensor:
+        return rows % self._lanes * self._steps + rows // self._lanes % self._steps
 
     def of_held(self, ring: EpisodeRing) -> Tensor:
         """The draws of the rows that are held now, int32 ``[places]`` in the order of memory; 0 of others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -143,6 +143,10 @@ class Draws(Protocol):
         """The rows of a batch of ``count``."""
         ...
 
+    def take_back(self, drawn: Drawn) -> None:
+        """A batch that was drawn was not served."""
+        ...
+
     def draw_and_gather(self, gather: Gather, count: int, random: Tensor) -> tuple[Drawn, tuple[Tensor, ...]] | None:
         """The same rows and their tensors in one call; None, having drawn nothing, where the kernel cannot."""
         ...
@@ -171,6 +175,9 @@ class Gate(Protocol):
     def catch_up(self) -> None:
         """Take in what was written."""
         ...
+
+
+Build = Callable[[Drawn, tuple[Tensor, ...]], Any]
 
 
 class _Reader:
@@ -278,7 +285,7 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.take(count, added, gate)
-        if self.prefetch is not None and count == self._batch_size and (gate is None or gate.may_prefetch):
+        if self.prefetch is not None and self._is_ahead(count, gate):
             draw, would_admit = partial(self._draw, count, gate), partial(_would_admit, count, gate)
             return self._delivered(*self.prefetch.take(added, draw, would_admit), gate)
         if self._fuses and gate is None:
@@ -294,6 +301,35 @@ class Pipeline:
                 return self.read(count, gate)
         drawn = self._draw(count, gate)
         return self._delivered(drawn, self._reader(drawn), gate)
+
+    def serve(self, count: int, added: int, gate: Gate | None, build: Build, *, ahead: bool) -> Any:
+        """What ``build`` makes of the next batch. If it raises, no batch was taken: the next call has the same one.
+
+        Args:
+            count: As for :meth:`take`.
+            added: As for :meth:`take`.
+            gate: As for :meth:`take`.
+            build: Makes the batch of what was drawn and its tensors.
+            ahead: Take a prefetched batch, if there are any; else :meth:`read` one.
+        """
+        prefetch = self.prefetch if ahead and self._is_ahead(count, gate) else None
+        before = self._random.clone() if prefetch is None else None
+        drawn, tensors = self.take(count, added, gate) if ahead else self.read(count, gate)
+        try:
+            return build(drawn, tensors)
+        except BaseException:
+            if prefetch is not None:
+                prefetch.take_back(drawn, tensors)
+            elif before is not None:
+                self._random.copy_(before)
+                self._sampler.take_back(drawn)
+                if gate is not None:
+                    gate.take_back(count)
+            raise
+
+    def _is_ahead(self, count: int, gate: Gate | None) -> bool:
+        """Whether a batch of ``count`` is prefetched."""
+        return self.prefetch is not None and count == self._batch_size and (gate is None or gate.may_prefetch)
 
     def _draw(self, count: int, gate: Gate | None) -> Drawn:
         if gate is None:

@@ -56,6 +56,7 @@ class Prefetch(Generic[Drawn]):
         self._jobs: deque[_Job[Drawn]] = deque()
         self._executor: ThreadPoolExecutor | None = None
         self._process = 0
+        self._taken_at = 0  # steps that had been added when the batch was drawn that was taken last
 
     def take(
         self, added: int, draw: Callable[[], Drawn], may_draw: Callable[[], bool] = lambda: True
@@ -71,7 +72,13 @@ class Prefetch(Generic[Drawn]):
         while not self._jobs or (len(self._jobs) <= self._count and may_draw()):
             self._submit(draw(), added)
         job = self._jobs.popleft()
+        self._taken_at = job.added
         return job.drawn, job.prepared.result()
+
+    def take_back(self, drawn: Drawn, batch: Any) -> None:
+        """The batch that was taken last is the next one again."""
+        self.put(drawn, self._taken_at, batch)
+        self._jobs.rotate()
 
     def settle(self) -> None:
         """Wait until nothing is being gathered, because the rows are about to change."""
