@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -30,7 +31,9 @@ def test_a_storage_that_was_sent_goes_on(kind, memory):
     space = Box(-999, 999, (2,)), Discrete(3)
     storage = kind(*space, storage_size=40, batch_size=8, memory=memory, seed=3, **more)
     add(storage, 0, 30)
-    twin = pickle.loads(ForkingPickler.dumps(storage))
+    with pytest.warns(RuntimeWarning, match="gets a copy") if memory == "shared" else nullcontext():
+        sent = ForkingPickler.dumps(storage)
+    twin = pickle.loads(sent)
     for each in (storage, twin):
         add(each, 30, 30)
         assert len(each) == 40
@@ -39,3 +42,14 @@ def test_a_storage_that_was_sent_goes_on(kind, memory):
     for value, other in zip(ours, theirs, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, other)
+
+
+def test_only_what_is_sent_and_shared_is_warned_of():
+    space = Box(-999, 999, (2,)), Discrete(3)
+    shared = ReplayStorage(*space, storage_size=40, num_envs=2, memory="shared")
+    with pytest.warns(RuntimeWarning, match=r"this ReplayStorage with memory=\"shared\".*Send storage\.writer\(\)"):
+        ForkingPickler.dumps({"storage": shared})
+    pickle.loads(pickle.dumps(shared)).close()
+    ForkingPickler.dumps(shared.writer(1))
+    ForkingPickler.dumps(ReplayStorage(*space, storage_size=40))
+    shared.close()

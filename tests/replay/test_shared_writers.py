@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import os
 import pickle
@@ -73,6 +74,20 @@ def test_what_a_killed_writer_had_finished_stays_and_its_episode_is_cut(kind, do
         twin.add(**step)
     assert storage.lost_writers == 1
     assert_same_rows(storage, twin)
+
+
+def test_a_writer_that_died_and_its_episode_are_counted_in_the_same_stats():
+    """Also if nobody has looked for dead writers since."""
+    storage = REPLAY.make(lanes=1, memory="shared")
+    process, _ = start_and_hold(storage.writer(), REPLAY.plan([0], 3, kinds=(0,), longest=9)[:1])
+    assert storage.stats()["episodes_open"] == 1
+    kill(process)
+    storage._sharing._swept = math.inf
+    with pytest.warns(RuntimeWarning, match="died"):
+        numbers = storage.stats()
+    assert (numbers["lost_writers"], numbers["episodes_open"], numbers["episodes_broken"]) == (1, 0, 1)
+    assert storage.stats() == numbers
+    storage.close()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ class Inherited(Sharing):
                 "(copy.deepcopy). Nothing was drawn."
             )
 
+    def sweep(self) -> None:
+        """Nothing: the other process looks for dead writers."""
+
     @property
     def lost_writers(self) -> int:
         """The other process counts them."""

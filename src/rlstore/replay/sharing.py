@@ -62,11 +62,10 @@ class Sharing:
 
     @property
     def lost_writers(self) -> int:
-        """Writers that died."""
-        self._sweep()
+        """Writers that died, as far as :meth:`sweep` has found them."""
         return self.control.peers.lost_count("writer")
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Find dead writers, and reclaim their lanes."""
         control, ring = self.control, self._ring
         with self._guard:
@@ -85,7 +84,7 @@ class Sharing:
         """Take in what writers have added."""
         ring = self._ring
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
-            self._sweep()
+            self.sweep()
         ring.catch_up()
         self._sampler.follow()
         while ring.is_shared and (lanes := ring.overrun()) is not None:
@@ -100,7 +99,7 @@ class Sharing:
     def require_no_writers(self) -> None:
         """Refuse what only a storage without writers can do."""
         if self.control.has_writers:
-            self._sweep()
+            self.sweep()
             if self.control.has_writers:
                 raise InvalidInputError(
                     "the environments of this storage are added by its writers; add through one of them, or close "
@@ -185,7 +184,7 @@ class Sharing:
     def _admits(self, count: int, seconds: float) -> bool:
         """Wait until the limit lets ``count`` be sampled, and count them; False after so many seconds."""
         with released(self._guard):  # others have to add meanwhile
-            return self.control.limiter.sample(count, seconds, self._sweep)
+            return self.control.limiter.sample(count, seconds, self.sweep)
 
     def _late(self, done: str, awaited: str) -> WaitTimeoutError:
         limiter, peers = self.control.limiter, self.control.peers
@@ -198,7 +197,7 @@ class Sharing:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Hold the writers of other processes back, and take in what was added."""
-        with self.control.pause(self._timeout, self._sweep) if self._ring.is_shared else nullcontext():
+        with self.control.pause(self._timeout, self.sweep) if self._ring.is_shared else nullcontext():
             self.catch_up()
             yield
 
