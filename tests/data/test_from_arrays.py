@@ -132,7 +132,7 @@ def test_an_open_end_is_cut_off() -> None:
 def test_next_observations_are_the_truth() -> None:
     """One of them does not continue, without a flag: the episode was cut off there."""
     following = observed(2, 3, 3.5, 4.5, 5.5, 6.5)
-    with pytest.warns(UserWarning, match="some next_observations are not the observations of the next steps"):
+    with pytest.warns(UserWarning, match="not the observations of the next steps, in 1 of 6 steps"):
         storage = ReplayStorage.from_arrays({**D4RL, "next_observations": following})
     assert transitions(storage) == [
         (1, 10, 0.1, 2, 0, 0),

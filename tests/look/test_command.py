@@ -280,6 +280,7 @@ def test_without_rich_the_page_can_still_be_made(capsys, tmp_path, monkeypatch):
         "rlstore: in the terminal it needs rich: pip install 'rlstore[inspect]', or give --html FILE\n",
     )
     assert shown(capsys, tmp_path / "saved", "--html", tmp_path / "page.html")[0] == 0
+    assert "nowhere cannot be read: No such file" in shown(capsys, tmp_path / "nowhere")[2]
 
 
 @pytest.mark.parametrize(

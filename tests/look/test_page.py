@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import re
 
 import gymnasium as gym
@@ -201,6 +202,26 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "page.html").read_text() == "before"
     storage.to_html(str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_two_who_write_the_same_page_do_not_meet(tmp_path, monkeypatch):
+    """One writes while the other has not replaced the page yet; what is there under other names stays."""
+    (tmp_path / "page.html.new").write_text("somebody's")
+    one, replace = filled(), os.replace
+
+    def meanwhile(source, target):
+        monkeypatch.setattr(os, "replace", replace)
+        one.to_html(tmp_path / "page.html", title="second")
+        assert "second" in (tmp_path / "page.html").read_text()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    one.to_html(tmp_path / "page.html", title="first")
+    text = (tmp_path / "page.html").read_text()
+    assert "first" in text
+    assert text.rstrip().endswith("</html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "page.html.new"]
+    assert (tmp_path / "page.html.new").read_text() == "somebody's"
 
 
 def test_a_storage_that_cannot_show_its_episodes_says_so(tmp_path):

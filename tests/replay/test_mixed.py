@@ -191,3 +191,23 @@ def test_other_refusals():
 def test_batches_of_other_fields_are_refused(other, message):
     with pytest.raises(InvalidInputError, match=message):
         MixedReplay(made(ReplayStorage), made(ReplayStorage, **other), batch_size=4).sample()
+
+
+def test_stats_has_the_numbers_of_both():
+    online, offline = pair(ReplayStorage)
+    online.sample(3)
+    mixed = MixedReplay(online, offline, share=0.25, batch_size=8)
+    mixed.sample()
+    numbers = mixed.stats()
+    assert numbers["share"] == 0.25
+    assert (numbers["online_samples"], numbers["offline_samples"]) == (3 + 2, 6)
+    assert {name: value for name, value in numbers.items() if name.startswith("offline_")} == {
+        f"offline_{name}": value for name, value in offline.stats().items()
+    }
+    assert len(numbers) == 1 + len(online.stats()) + len(offline.stats())
+
+
+def test_repr_says_what_is_mixed():
+    online, offline = pair(ReplayStorage)
+    mixed = MixedReplay(online, offline, share=0.25, batch_size=8)
+    assert repr(mixed) == f"MixedReplay(batches of 8, 0.25 of each online: {online!r}, offline: {offline!r})"

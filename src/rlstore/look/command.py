@@ -23,8 +23,6 @@ def inspect(path: Path, page: Path | None) -> int:
     Raises:
         NothingShownError: If nothing can be shown, though nothing is damaged.
     """
-    if page is None and find_spec("rich") is None:
-        raise NothingShownError("in the terminal it needs rich: pip install 'rlstore[inspect]', or give --html FILE")
     if page is not None and not page.absolute().parent.is_dir():
         raise NothingShownError(f"{page} cannot be written: there is no folder {page.absolute().parent}")
     if page is not None and page.is_dir():
@@ -39,6 +37,8 @@ def inspect(path: Path, page: Path | None) -> int:
         raise NothingShownError(f"{path} is not a folder that rlstore has written, and has none in it")
     if found[0][0] != path:
         return _list(path, found, page)
+    if page is None and find_spec("rich") is None:
+        raise NothingShownError("in the terminal it needs rich: pip install 'rlstore[inspect]', or give --html FILE")
     try:
         with opened(path) as subject:
             return _show(subject, page)

@@ -9,6 +9,7 @@ import html
 import json
 import math
 import os
+import tempfile
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -36,13 +37,11 @@ def write_page(subject: Subject, path: str | os.PathLike[str]) -> Summary:
         raise InvalidInputError(f"there is no folder {folder} for {target.name}; create it. Nothing was written.")
     summary = summarize(subject)
     text = page(summary)
-    part = target.with_name(f"{target.name}.new")
-    try:
+    # Of each who writes, in the same folder, so that one page replaces another and none is a mixture.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder) as place:
+        part = Path(place) / target.name
         part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+        os.replace(part, target)
     return summary
 
 

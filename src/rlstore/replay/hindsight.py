@@ -40,7 +40,8 @@ class HindsightReplayStorage(ReplayCore):
         observation_space: A Dict space with "observation", "achieved_goal" and "desired_goal".
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
         device: The device of the batches and, with ``memory="device"``, of the data.
-        storage_size: The number of transitions held, over all environments; then the oldest are overwritten.
+        storage_size: The number of transitions held, over all environments; then the oldest are overwritten. Each
+            environment has ``storage_size // num_envs`` of them: with 10 for 4 environments 8 are held.
         num_envs: The number of environments that are stepped together.
         batch_size: Transitions in a batch.
         compute_reward: ``compute_reward(achieved, desired, info)``, called once for a whole batch with tensors

@@ -29,6 +29,10 @@ class Replay(Protocol[_Served]):
         """Set the priorities of rows."""
         ...
 
+    def stats(self) -> dict[str, int | float]:
+        """Numbers of the storage for a logger."""
+        ...
+
     def _require_written(self, rows: Tensor) -> None:
         """Refuse rows that the storage never had."""
         ...
@@ -149,6 +153,18 @@ class MixedReplay(Generic[_Batch]):
                 raise InvalidInputError(f"{name}: {error}") from error
         for storage, ids, part in parts:
             storage.update(ids, part)
+
+    def stats(self) -> dict[str, int | float]:
+        """The numbers of ``stats()`` of both storages, as ``online_fill`` and ``offline_fill``, and the ``share``."""
+        parts = (("online", self.online), ("offline", self.offline))
+        told = {f"{part}_{name}": value for part, storage in parts for name, value in storage.stats().items()}
+        return {"share": self._share, **told}
+
+    def __repr__(self) -> str:
+        return (
+            f"MixedReplay(batches of {self.batch_size}, {self._share:g} of each online: {self.online!r}, "
+            f"offline: {self.offline!r})"
+        )
 
 
 def _names(batch: Any) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ class ReplayStorage(ReplayCore):
             (default: float32).
         action_space: A Discrete, Box, MultiDiscrete or MultiBinary space, or a mapping with ``shape`` and ``type``.
         device: The device of the batches and, with ``memory="device"``, of the data.
-        storage_size: The number of transitions held, over all environments; then the oldest are overwritten.
+        storage_size: The number of transitions held, over all environments; then the oldest are overwritten. Each
+            environment has ``storage_size // num_envs`` of them: with 10 for 4 environments 8 are held.
         num_envs: The number of environments that are stepped together.
         batch_size: Transitions in a batch.
         n_step: Steps over which rewards are summed before the bootstrap.

@@ -53,8 +53,8 @@ def store(source: Source, fields: StepFields, lanes: Lanes, bar: Bar) -> int:
         lanes.flush()
     if lost:
         warn_caller(_LOST.format(lost=lost, stored=stored), UserWarning)
-    if lanes.has_broken:
-        warn_caller(_BROKEN, UserWarning)
+    if lanes.broken:
+        warn_caller(_BROKEN.format(broken=lanes.broken, stored=stored), UserWarning)
     return stored
 
 
@@ -65,7 +65,8 @@ _LOST = (
     "observation more."
 )
 _BROKEN = (
-    "some next_observations are not the observations of the next steps, and no end was flagged there. The episodes "
-    "were taken to be cut off at those points: n-step targets and sequences stop there. If they should not, flag all "
-    "ends, and give observations and next_observations that were not normalized apart."
+    "some next_observations are not the observations of the next steps, in {broken:,} of {stored:,} steps, and no end "
+    "was flagged there. The episodes were taken to be cut off at those points: n-step targets and sequences stop "
+    "there. If they should not, flag all ends, and give observations and next_observations that were not normalized "
+    "apart."
 )

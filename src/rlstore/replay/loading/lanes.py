@@ -34,7 +34,7 @@ class Lanes:
     Attributes:
         takes_alone: Whether it takes episodes one by one.
         copies: Whether values are copied to a device before they are written.
-        has_broken: Whether the observations of an episode did not continue it.
+        broken: Steps that the observations of the next did not continue.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lanes:
         # Where each goes to the lane with the fewest rows, or to the disk before it can be overwritten.
         self.takes_alone = kept is not None or ring.lanes > 1
         self.copies = ring.device.type != "cpu"
-        self.has_broken = False
+        self.broken = 0
 
     def append(self, steps: Steps) -> None:
         """Append whole episodes, which fit; they may wait for others until :meth:`flush`."""
@@ -103,7 +103,8 @@ class Lanes:
         ring.require_episodes(steps.episodes)
         tensors = partial(steps.tensors, ring.device)
         outcome = part.write_steps(steps.values(), len(steps), tensors, resumed=True)
-        self.has_broken |= outcome == WRITTEN_WITH_BREAK
+        if outcome == WRITTEN_WITH_BREAK:
+            self.broken += steps.count_breaks()
         ring.cut_off()
         if ended >= 0 and int(ring.written) - before < ring.kept:
             ring.after_end.fill_(ended)  # a reset step that is still to come follows the episode that ended before

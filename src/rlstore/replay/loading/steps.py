@@ -63,6 +63,14 @@ class Steps:
         """The episodes that there are at most, unless observations do not continue one."""
         return int(np.count_nonzero(self.terminated | self.truncated)) + 1
 
+    def count_breaks(self) -> int:
+        """The steps whose next observation is not the observation of the step after, although no end is flagged."""
+        breaks = torch.zeros(len(self) - 1, dtype=torch.bool)
+        for before, after in zip(self.observations, self.following, strict=True):
+            now, then = (_bytes_of(leaf) for leaf in (before, after))
+            breaks |= (then[:-1] != now[1:]).any(1)
+        return int((breaks & ~torch.from_numpy(self.terminated | self.truncated)[:-1].bool()).count_nonzero())
+
     @staticmethod
     def merged(parts: Sequence[Steps]) -> Steps:
         """Several of a kind as one."""
@@ -98,6 +106,13 @@ class Steps:
         # The axis of the lane comes last: numpy gives it a stride of 0, which kernels do not take.
         tensors = (None if value is None else as_tensor(value, "steps").to(device) for value in self._values())
         return tuple(None if tensor is None else tensor.unsqueeze(1) for tensor in tensors)
+
+
+def _bytes_of(leaf: Array) -> Tensor:
+    """A leaf as bytes ``[steps, bytes]``, as kernels compare it."""
+    # A copy, because a single element counts as contiguous whatever its strides, and those are not viewed as bytes.
+    rows = as_tensor(leaf, "steps").reshape(len(leaf), -1).clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
 
 
 def as_array(value: Any, name: str) -> Array:
