@@ -230,7 +230,9 @@ class Training:
 
 
 def _replay(kind: type[Any], space: Any = BOX, *, is_mapped: bool = False, **options: Any) -> Training:
-    return Training(lambda **more: kind(space, DISCRETE, **ARGUMENTS, **options, **more), replay_turn, is_mapped)
+    # Without infos the episodes of some go on where they ended.
+    given = {**ARGUMENTS, "autoreset": "Disabled", **options}
+    return Training(lambda **more: kind(space, DISCRETE, **given, **more), replay_turn, is_mapped)
 
 
 def _of_program(make: Callable[..., Any], turn: Callable[[Any, int], list[str]]) -> Training:

@@ -34,8 +34,6 @@ def test_the_public_surface_is_the_frozen_one():
     assert found == frozen
 
 
-# The program of hindsight gives no infos, and its episodes go on where they ended.
-@pytest.mark.filterwarnings("ignore:a step of environment 0 begins with the observation in which its episode had ended")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_seed_gives_the_same_draws_as_ever(name):
     make, run = PROGRAMS[name]

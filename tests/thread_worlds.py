@@ -42,7 +42,7 @@ class ReplayWorld:
         self.kind, self.folder = kind, folder
         box = spaces.Box(-np.inf, np.inf, (WIDTH,), np.float32)
         given = {"storage_size": LANES * STEPS, "num_envs": LANES, "batch_size": BATCH, "seed": 0, "dtype": None}
-        given.update(options)
+        given.update(autoreset="Disabled", **options)  # episodes go on where they ended
         space = spaces.Dict(observation=box, achieved_goal=box, desired_goal=box) if kind == "hindsight" else box
         own = {
             "replay": (rlstore.ReplayStorage, {"n_step": N_STEP, "discount": 1.0}),

@@ -278,6 +278,7 @@ def test_a_folder_is_whole_after_every_kill(tmp_path):
 # ---------------------------------------------------------------------------------------------------- what adds write
 
 
+@pytest.mark.filterwarnings("ignore:a step of environment . begins with the observation in which its episode had ended")
 @pytest.mark.parametrize("frame_stack", [1, 2])
 @pytest.mark.parametrize("autoreset", [None, "NextStep", "SameStep"])
 def test_an_add_writes_the_next_row_and_what_follows_it_and_no_other(frame_stack, autoreset):

@@ -267,7 +267,8 @@ def _replay_maker(kind: type[Any], arguments: dict[str, Any]) -> Callable[[str],
 
 
 def _hindsight_maker(strategy: str) -> Callable[[str], Any]:
-    arguments = {**ARGUMENTS, "compute_reward": same_goal, "strategy": strategy}
+    # Without infos: its episodes go on where they ended.
+    arguments = {**ARGUMENTS, "autoreset": "Disabled", "compute_reward": same_goal, "strategy": strategy}
     return lambda device: rlstore.HindsightReplayStorage(GOALS, DISCRETE, device, **arguments)
 
 

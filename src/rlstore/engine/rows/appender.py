@@ -382,9 +382,8 @@ class Appender:
     def _refuse_others(self, field: Field, value: Any) -> None:
         """Refuse a step of other environments than those of this part."""
         ring = self.ring
-        shape = tuple(value.shape if hasattr(value, "shape") else np.asarray(value, dtype=object).shape)
-        is_of_others = len(shape) > 0 and shape[0] != ring.lanes and shape[1:] == field.shape
-        if is_of_others and ring.lanes < ring.whole.lanes:
+        shape = tuple(as_tensor(value, field.name).shape) if ring.lanes < ring.whole.lanes else ()
+        if shape and shape[0] != ring.lanes and shape[1:] == field.shape:
             last = ring.first + ring.lanes - 1
             own = f"environment {last}" if ring.lanes == 1 else f"environments {ring.first} to {last}"
             raise InvalidInputError(
