@@ -135,7 +135,8 @@ def _fill_mapped(name: str, storage: Any) -> None:
         return
     for step in range(30):
         terminated, truncated = ends(step)
-        storage.add(frames(step), torch.arange(ENVS) % 2, ids(step)[:, 0], terminated, truncated, {}, frames(step + 1))
+        actions, infos = torch.arange(ENVS) % 2, {"final_obs": frames(step + 1)}
+        storage.add(frames(step), actions, ids(step)[:, 0], terminated, truncated, infos, frames(step + 1))
 
 
 def saved_folders(root: Path) -> list[Saved]:

@@ -35,7 +35,8 @@ def on_triton(monkeypatch, device):
 
 def filled(kind, device, invalid=False, **options):
     """Ten steps, and perhaps in one of them two rewards that are not finite and an action outside of its space."""
-    storage = kind(BOX, MOVES, device, storage_size=7 * ENVS, num_envs=ENVS, batch_size=4, seed=3, **options)
+    given = {"storage_size": 7 * ENVS, "num_envs": ENVS, "batch_size": 4, "seed": 3, "autoreset": "Disabled", **options}
+    storage = kind(BOX, MOVES, device, **given)
     none = torch.zeros(ENVS, dtype=torch.bool, device=device)
     every, obs = torch.arange(ENVS, device=device), torch.zeros(ENVS, 1, device=device)
     for step in range(10):

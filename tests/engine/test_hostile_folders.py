@@ -416,11 +416,12 @@ def test_a_folder_whose_making_was_interrupted_is_completed(made, tmp_path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fails)
-        with pytest.raises(DiskFullError):
+        with pytest.raises(DiskFullError) as kept:
             make()
     storage = make()
     play(storage, 0, 3)
     assert len(storage) == 3
+    assert kept.value.errno == 28  # who keeps the error does not keep the folder
 
 
 # ---------------------------------------------------------------------------------------------------- episodes

@@ -161,8 +161,13 @@ class ReplayCore(Storage):
         place = self._torch_device if on_device else torch.device("cpu")
         backing = Backing(owner, "ram" if on_device else options.memory, place, options.path)
         fields = self._fields
-        ring = EpisodeRing(fields.leaves, fields.columns, steps, num_envs, backing, options.autoreset, sampler.schema())
-        sampler.bind(owner, ring)
+        held = (fields.leaves, fields.columns, steps, num_envs)
+        try:
+            ring = EpisodeRing(*held, backing, options.autoreset, sampler.schema())
+            sampler.bind(owner, ring)
+        except BaseException:
+            backing.close()  # who keeps the error keeps the storage, and must not keep the folder
+            raise
         if options.sample_info:
             sampler.count_draws()
         appender = Appender(ring, fields, self._guard, sampler)
