@@ -327,8 +327,10 @@ class HindsightView(TransitionView):
                 "one for each transition of the batch"
             )
         computed, given = rewards.reshape(batch, 1).to(self._device, torch.float32), transition[self._leaves + 1]
-        if not computed.is_cuda and not np.isfinite(computed.numpy()).all():
-            self._check_finite(computed, replaced)
+        if not computed.is_cuda:
+            values = computed.numpy()
+            if not math.isfinite(np.vdot(values, values)):  # the quickest to find that all are finite
+                self._check_finite(computed, replaced)
         transition[self._leaves + 1] = torch.where(replaced.unsqueeze(1), computed, given)
         return super().build(drawn, transition)
 

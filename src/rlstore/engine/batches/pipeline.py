@@ -313,15 +313,16 @@ class Pipeline:
             ahead: Take a prefetched batch, if there are any; else :meth:`read` one.
         """
         prefetch = self.prefetch if ahead and self._is_ahead(count, gate) else None
-        before = self._random.clone() if prefetch is None else None
+        # A device would be waited for; on the CPU numbers are read faster than a tensor is made.
+        before = self._random.clone() if self._random.is_cuda else self._random.tolist()
         drawn, tensors = self.take(count, added, gate) if ahead else self.read(count, gate)
         try:
             return build(drawn, tensors)
         except BaseException:
             if prefetch is not None:
                 prefetch.take_back(drawn, tensors)
-            elif before is not None:
-                self._random.copy_(before)
+            else:
+                self._random.copy_(torch.as_tensor(before))
                 self._sampler.take_back(drawn)
                 if gate is not None:
                     gate.take_back(count)
