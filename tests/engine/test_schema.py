@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -161,6 +163,20 @@ def test_the_refusal_says_why_a_dtype_does_not_fit(given, entries, held):
         words = "uint8"
     with pytest.raises(ValueError, match=words):
         Field("levels", (), held, "the space").fit(torch.tensor(entries, dtype=given), 1, CPU)
+
+
+@pytest.mark.parametrize(
+    ("held", "remedy"),
+    [
+        (torch.uint8, "Add pixels as they are, from 0 to 255, and normalize after sampling."),
+        (torch.int64, "give them as such, as in levels.astype(np.int64)."),
+        (torch.bool, "If the data changed, build a new storage."),
+    ],
+    ids=str,
+)
+def test_the_refusal_of_floats_says_what_to_give(held, remedy):
+    with pytest.raises(ValueError, match=f"Nothing was written. .*{re.escape(remedy)}$"):
+        Field("levels", (), held, "the space").fit(torch.tensor([0.5]), 1, CPU)
 
 
 def test_dtypes_are_named_without_their_module():

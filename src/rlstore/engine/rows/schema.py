@@ -136,6 +136,10 @@ class Field:
         count = self._count_lanes(given)
         if given.shape == self.row_shape(lanes):
             hint = _dtype_hint(given, self.dtype)
+            if given.is_floating_point() and self.dtype is torch.uint8:
+                remedy = "Add pixels as they are, from 0 to 255, and normalize after sampling."
+            elif given.is_floating_point() and not (self.dtype.is_floating_point or self.dtype is torch.bool):
+                remedy = f"If all are whole numbers, give them as such, as in {self.name}.astype(np.int64)."
         elif self._is_of_all(given, lanes):
             hint = f" That is the space of all {lanes} environments together."
             name = "single_action_space" if self.name == "actions" else "single_observation_space"
