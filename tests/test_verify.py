@@ -140,14 +140,15 @@ def resident(name):
 
 def test_the_rows_of_a_large_folder_are_not_held_in_memory(tmp_path):
     pixels = np.zeros((1, 256, 512), np.uint8)
-    storage = ReplayStorage(gym.spaces.Box(0, 255, pixels.shape[1:], np.uint8), DISCRETE, storage_size=800)
-    for step in range(700):
+    storage = ReplayStorage(gym.spaces.Box(0, 255, pixels.shape[1:], np.uint8), DISCRETE, storage_size=1600)
+    for step in range(1400):
         storage.add(pixels, [0], [0.0], [step % 100 == 99], [False], {}, pixels)
     storage.save(tmp_path / "saved")
     held = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
-    assert held > 80 << 20
+    assert held > 160 << 20
     verifying, loading = (peak(lambda look=look: look(tmp_path / "saved")) for look in (verify.verify, Storage.load))
-    # What remains does not depend on the rows: pages of 2 MiB of which a few bytes are used, and one record.
+    # What remains does not depend on the rows: pages of 2 MiB of which a few bytes are used, one record, and pages of
+    # libraries that are used for the first time, of which a torch for CUDA has many.
     assert verifying < 0.8 * held < loading
 
 
