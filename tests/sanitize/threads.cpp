@@ -135,7 +135,7 @@ void write_lanes(Ring* ring) {
     step.columns = {reinterpret_cast<const char*>(reward)}, step.rewards = reward, step.terminated = ended, step.truncated = no;
     Move moves[Ring::kLanes];
     require(plan_step(lanes, leaves, step, ResetSteps::kNever, moves) == Need::kNothing, "a step needs memory");
-    require(write_step(lanes, leaves, columns, step, ResetSteps::kNever, moves) == 0, "an episode was broken");
+    require(!write_step(lanes, leaves, columns, step, ResetSteps::kNever, moves).has_broken, "an episode was broken");
   }
 }
 
