@@ -157,6 +157,8 @@ void read_lanes(Ring* ring) {
     std::vector<Output> outputs = {{Part::kObservation}, {Part::kNext}, {Part::kRewards}, {Part::kTerminated}};
     outputs[0].memory = reinterpret_cast<char*>(now.data()), outputs[1].memory = reinterpret_cast<char*>(next.data());
     outputs[2].memory = reinterpret_cast<char*>(rewards.data()), outputs[3].memory = terminated.data();
+    const size_t bytes[] = {2 * sizeof(float), 2 * sizeof(float), sizeof(float), 1};
+    for (size_t i = 0; i < 4; i++) outputs[i].bytes = bytes[i];
     require(gather_transitions(lanes, leaves, columns, 0, fold, rows.data(), rows.size(), outputs) != Gathered::kNotHeld, "rows are not held");
     for (size_t i = 0; i < rows.size(); i++) {
       const float time = static_cast<float>(rows[i] / Ring::kLanes);
