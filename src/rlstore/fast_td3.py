@@ -155,17 +155,19 @@ class SimpleReplayBuffer:
         Returns:
             A TensorDict ``[n_env * batch_size]``: ``observations`` and ``actions`` of the first step of a window of k
             steps, and under ``next`` ``rewards`` (``sum_{i<k} gamma^i r_i``), ``observations`` (after the last step),
-            ``dones`` and ``truncations`` (of the last step, int64) and ``effective_n_steps`` (k, int64); with
-            ``asymmetric_obs`` also ``critic_observations`` in both places.
+            ``dones`` and ``truncations`` (of the last step, int64) and ``effective_n_steps`` (k; as in FastTD3 int64
+            with ``n_steps=1`` and float32 with more); with ``asymmetric_obs`` also ``critic_observations`` in both
+            places.
         """
         check_positive("sample()", batch_size=batch_size)
         count = self.n_env * batch_size
         batch, ends = sample_with_ends(self._storage, count)
+        steps = ends.steps.squeeze(1)
         following = {
             "rewards": batch["rewards"].squeeze(1),
             "dones": (ends.terminated | ends.truncated).squeeze(1).long(),
             "truncations": ends.truncated.squeeze(1).long(),
-            "effective_n_steps": ends.steps.squeeze(1),
+            "effective_n_steps": steps if self.n_steps == 1 else steps.float(),
             **self._served(batch["next_observations"]),
         }
         now = self._served(batch["observations"])

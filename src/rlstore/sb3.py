@@ -617,7 +617,7 @@ def _as_held(observations: Any, space: spaces.Space[Any], n_envs: int) -> Any:
         return {key: _as_held(observations[key], part, n_envs) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Discrete):
         observations = np.reshape(observations, (n_envs, 1))
-    dtype: Any = space.dtype
+    dtype = np.dtype(space.dtype)  # CleanRL's programs assign a type: space.dtype = np.float32
     if isinstance(observations, np.ndarray) and observations.dtype is not dtype and dtype.kind != "f":
         with np.errstate(invalid="ignore"):
             whole = observations.astype(dtype)

@@ -101,8 +101,9 @@ def test_every_row_served_is_one_that_the_naive_model_has(n_steps, steps, mode):
         assert row["next", "effective_n_steps"].item() == taken
 
 
-def test_names_shapes_and_dtypes_are_those_that_the_learner_reads():
-    buffer = make(3, asymmetric_obs=True)
+@pytest.mark.parametrize(("n_steps", "counts"), [(1, torch.int64), (3, torch.float32)])
+def test_names_shapes_and_dtypes_are_those_that_fast_td3_serves(n_steps, counts):
+    buffer = make(n_steps, asymmetric_obs=True)
     for step in play(5, asymmetric=True):
         buffer.extend(step)
     batch = buffer.sample(4)
@@ -116,10 +117,10 @@ def test_names_shapes_and_dtypes_are_those_that_the_learner_reads():
         ("next", "rewards"): ((12,), torch.float32),
         ("next", "dones"): ((12,), torch.int64),
         ("next", "truncations"): ((12,), torch.int64),
-        ("next", "effective_n_steps"): ((12,), torch.int64),
+        ("next", "effective_n_steps"): ((12,), counts),
     }
     batch["observations"] = batch["observations"] * 2  # FastTD3 puts normalized observations back
-    assert (buffer.ptr, buffer.n_env, buffer.buffer_size, buffer.n_steps) == (5, ENVS, 9, 3)
+    assert (buffer.ptr, buffer.n_env, buffer.buffer_size, buffer.n_steps) == (5, ENVS, 9, n_steps)
 
 
 def test_an_observation_is_stored_once():

@@ -80,6 +80,21 @@ def test_every_transition_is_theirs(observations, actions, n_envs, count, memory
     assert len(rows(served)) == min(count, their.buffer_size) * n_envs
 
 
+@pytest.mark.parametrize(("given", "assigned"), [(np.float64, np.float32), (np.int64, np.int32), (np.uint8, np.uint8)])
+def test_the_dtype_of_a_space_may_be_assigned_as_a_type(given, assigned):
+    """As CleanRL's SAC, TD3 and DDPG do, whose environments go on to return the dtype of before."""
+    observations, actions = spaces.Box(0, 200, (3,), given), spaces.Box(-1, 1, (2,), np.float32)
+    taken = steps(observations, actions, 1, 40)
+    observations.dtype = assigned
+    their, our = pair(observations, actions, n_envs=1)
+    add_all(their, taken)
+    add_all(our, taken)
+    expected, served = their.sample(DRAWS), our.sample(DRAWS)
+    assert forms(served) == forms(expected)
+    assert rows(served) == rows(expected)
+    assert len(rows(served)) == 40
+
+
 @pytest.mark.parametrize("handled", [True, False])
 def test_ends_by_a_time_limit_are_terminations_only_if_that_is_asked_for(handled):
     their, _ = pair(handle_timeout_termination=handled)

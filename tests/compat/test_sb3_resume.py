@@ -111,12 +111,13 @@ def test_a_loaded_ppo_predicts_and_learns_with_another_journal(tmp_path):
     learning.save(tmp_path / "model.zip")
     learning.rollout_buffer.storage.journal.close()
     before = files(tmp_path)
-    loaded = PPO.load(tmp_path / "model.zip", env=Still(1.0))
+    loaded = PPO.load(tmp_path / "model.zip", env=Still(1.0), device="cpu")
     loaded.predict(np.zeros(2, np.float32))
     with pytest.raises(InvalidInputError, match="rollouts are not resumed: give another folder"):
         loaded.learn(8)
     assert files(tmp_path) == before
-    loaded = PPO.load(tmp_path / "model.zip", env=Still(2.0), rollout_buffer_kwargs={"journal": tmp_path / "other"})
+    other = {"journal": tmp_path / "other"}
+    loaded = PPO.load(tmp_path / "model.zip", env=Still(2.0), device="cpu", rollout_buffer_kwargs=other)
     loaded.learn(8)
     loaded.rollout_buffer.storage.journal.close()
     rewards = [Storage.load(tmp_path / name).rewards.flatten().tolist() for name in ("run", "other")]
