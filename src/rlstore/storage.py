@@ -39,8 +39,9 @@ import copy
 import copyreg
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
@@ -650,6 +651,39 @@ class Storage(ABC):
             f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
             f"{ring.size} steps held, {ring.nbytes / 1e6:.1f} MB)"
         )
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+def saved_arguments(
+    make: Callable[..., Any], settings: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The settings of a snapshot, if they are those that are saved: nothing else that a file says is an argument.
+
+    Args:
+        make: What they are arguments of.
+        settings: What the file says.
+        needed: The names that are always saved.
+        optional: Those that are saved where they are not as usual.
+
+    Raises:
+        InvalidInputError: If a name is missing or unknown, or a plain value is not of its parameter's kind.
+    """
+    needed = tuple(needed)
+    missing = [name for name in needed if name not in settings]
+    unknown = sorted(settings.keys() - {*needed, *optional})
+    if missing or unknown:  # the default of a missing one would be another storage
+        problem = f"lack {missing}" if missing else f"have {unknown}, which is never saved"
+        raise InvalidInputError(f"the settings of {getattr(make, '__qualname__', make)} {problem}")
+    parameters = signature(make).parameters
+    for name, value in settings.items():
+        annotation = str(parameters[name].annotation) if name in parameters else ""
+        kinds = _KINDS.get(annotation.removesuffix(" | None"))
+        may_be_none = annotation.endswith(" | None") and value is None
+        if kinds is not None and type(value) not in kinds and not may_be_none:
+            raise InvalidInputError(f"{name} is {str(value)[:80]!r}, and {annotation} is saved")
+    return dict(settings)
 
 
 def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:

@@ -33,7 +33,7 @@ from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fi
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
-from rlstore.storage import BatchDict, Sample, Storage
+from rlstore.storage import BatchDict, Sample, Storage, saved_arguments
 from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
 
 _AnyStorage = TypeVar("_AnyStorage", bound="DistributedStorage")
@@ -636,10 +636,11 @@ class DistributedStorage(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyStorage], settings: Mapping[str, Any], device: str | torch.device) -> _AnyStorage:
-        given = {name: value for name, value in settings.items() if name != "learnt"}
+        given = saved_arguments(cls, settings, (*_SETTINGS, "learnt"), ("extra_fields", "allow_nonfinite_rewards"))
+        learnt = given.pop("learnt")
         storage = cls(**given, device=device, seed=0)
-        if settings["learnt"] is not None:
-            storage._allocate(RolloutFields.of_settings(settings["learnt"], *storage._row_options()))
+        if learnt is not None:
+            storage._allocate(RolloutFields.of_settings(learnt, *storage._row_options()))
         return storage
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -48,7 +48,7 @@ from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
-from rlstore.storage import BatchDict, Sample, Storage, saved_samples
+from rlstore.storage import BatchDict, Sample, Storage, saved_arguments, saved_samples
 from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
@@ -70,7 +70,9 @@ class ReplayCore(Storage):
 
     # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
-    # Arguments of a public class that name folders.
+    # Other arguments that it has to be given, and what a storage that was loaded has instead.
+    _not_saved: ClassVar[Mapping[str, Any]] = {}
+    # Arguments of a public class that name folders: a snapshot says that they are used, and never where they are.
     _folders: ClassVar[tuple[str, ...]] = ("path",)
     _pipeline: Pipeline | None = None  # None until the fields are known, and after close()
     _rows: EpisodeRing | None = None
@@ -1021,16 +1023,18 @@ class ReplayCore(Storage):
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
-        required = (*_SETTINGS, *cls._own_settings, "options", "learnt")
-        missing = [name for name in required if name not in settings]
-        if missing:  # their defaults would be another storage
-            raise InvalidInputError(f"the settings of {cls.__name__} lack {missing}")
-        given = {name: value for name, value in settings.items() if name not in ("options", "learnt", "path")}
-        options = {**settings["options"], "path": settings.get("path")}
+        folders = cls._used_folders(settings)  # as the caller of load() has named them
+        needed = (*_SETTINGS, *cls._own_settings, "options", "learnt")
+        given = saved_arguments(cls, settings, needed, ("extra_fields", *folders))
+        options = saved_arguments(cls, settings["options"], (), Options.SAVED)
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
+        arguments = {**options, **given}
+        for name in ("options", "learnt", *cls._folders):
+            arguments.pop(name, None)
+        arguments.update({name: settings[name] for name in folders}, **cls._not_saved)
         make: Any = cls
-        storage: _AnyReplay = make(**given, **options, device=device, seed=0)
+        storage: _AnyReplay = make(**arguments, device=device, seed=0)
         if settings["learnt"] is not None:
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])

@@ -78,6 +78,7 @@ class HindsightReplayStorage(ReplayCore):
     """
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
+    _not_saved: ClassVar[Mapping[str, Any]] = {"compute_reward": _lost_reward}
     compute_reward: ComputeReward = of_part("_view", "compute_reward", "The reward of achieved and desired goals.")
     strategy: str = of_part("_sampler", "strategy", 'Where goals are taken from: "future", "final" or "episode".')
     relabel_fraction: float = of_part("_sampler", "relabel_fraction", "The fraction of a batch that is relabeled.")
@@ -149,7 +150,3 @@ class HindsightReplayStorage(ReplayCore):
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
         batch: ReplayBatch = self._sample(batch_size)
         return batch
-
-    @classmethod
-    def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> HindsightReplayStorage:
-        return super()._from_settings({**settings, "compute_reward": _lost_reward}, device)

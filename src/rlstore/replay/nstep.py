@@ -167,12 +167,13 @@ class NStepReplayStorage(ReplayCore):
 
     @classmethod
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] else {}
+        kept = {"snapshot_dir": settings["snapshot_dir"]} if settings["save_snapshot"] is True else {}
         return {**super()._used_folders(settings), **kept}
 
     @classmethod
     def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super()._without_folders(settings), "save_snapshot": False}
+        in_ram = super()._without_folders(settings)
+        return {**in_ram, "save_snapshot": False} if settings["save_snapshot"] is True else in_ram
 
     def _opened(self, ring: EpisodeRing, appender: Appender) -> None:
         if self._kept is not None:

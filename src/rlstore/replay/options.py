@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,11 @@ class Options:
     sample_info: bool
     journal: str | os.PathLike[str] | Journal | None  # no part of a snapshot, which cannot choose folders
 
+    SAVED: ClassVar[tuple[str, ...]] = (
+        *("dtype", "frame_stack", "stack_axis", "reward_shape", "autoreset", "memory", "timeout", "num_workers"),
+        *("pin_memory", "fetch_every", "allow_nonfinite_rewards", "sample_info", "path", "rate_limit"),
+    )
+
     def check(self, owner: str) -> None:
         """Refuse what cannot be, and make values plain."""
         check_positive(owner, storage_size=self.storage_size, batch_size=self.batch_size, fetch_every=self.fetch_every)
@@ -68,12 +73,10 @@ class Options:
 
     def settings(self) -> dict[str, Any]:
         """Those that a snapshot holds under "options"."""
-        names = ("dtype", "frame_stack", "stack_axis", "reward_shape", "autoreset", "memory", "timeout", "num_workers")
         limit = self.rate_limit
-        return {
-            **{name: getattr(self, name) for name in (*names, "pin_memory", "fetch_every")},
-            # Only if it is not as in snapshots of earlier versions.
-            **{name: True for name in ("allow_nonfinite_rewards", "sample_info") if getattr(self, name)},
-            "path": None if self.path is None else os.fspath(self.path),
-            "rate_limit": limit and (limit.samples_per_insert, limit.min_size, limit.tolerance),
-        }
+        saved = {name: getattr(self, name) for name in self.SAVED}
+        saved["path"] = None if self.path is None else os.fspath(self.path)
+        saved["rate_limit"] = limit and (limit.samples_per_insert, limit.min_size, limit.tolerance)
+        # Only if it is not as in snapshots of earlier versions.
+        usual = [name for name in ("allow_nonfinite_rewards", "sample_info") if not saved[name]]
+        return {name: value for name, value in saved.items() if name not in usual}

@@ -45,6 +45,7 @@ from rlstore.trainer import (
 _Batch = TypeVar("_Batch")
 # Blocks to serve, by the name that they are served under: how their leaves are nested (None: one tensor), the leaves.
 Sources = dict[str, tuple[Structure | None, list[Tensor]]]
+SAVED_OPTIONS = ("extra_fields", "allow_nonfinite_rewards")  # arguments that are saved where they are given
 _PLAIN = Structure([()], "")  # of what is one tensor
 
 
@@ -791,8 +792,8 @@ class RolloutCore(Storage):
 
     def _saved_options(self) -> dict[str, Any]:
         """Settings that snapshots of earlier versions do not have, where they are not as in those."""
-        extra = {"extra_fields": describe_extra_fields(self._extra)} if self._extra else {}
-        return {**extra, "allow_nonfinite_rewards": True} if self._allows_nonfinite else extra
+        options = zip(SAVED_OPTIONS, (describe_extra_fields(self._extra), self._allows_nonfinite), strict=True)
+        return {name: value for name, value in options if value}
 
     @classmethod
     def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:

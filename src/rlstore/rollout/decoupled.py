@@ -26,9 +26,12 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.rollout.core import BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
-from rlstore.storage import Sample
+from rlstore.rollout.core import SAVED_OPTIONS, BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
+from rlstore.storage import Sample, saved_arguments
 from rlstore.trainer import Check, check_names, fraction, whole_number
+
+# The arguments that are always saved.
+_SETTINGS = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
 
 # The columns of a rollout, in the order of a row.
 _COLUMNS = (
@@ -384,8 +387,7 @@ class DecoupledRolloutStorage(RolloutCore):
     # ---------------------------------------------------------------------------------------------- save and load
 
     def _settings(self) -> dict[str, Any]:
-        names = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
-        settings = {**{name: getattr(self, name) for name in names}, **self._saved_options()}
+        settings = {**{name: getattr(self, name) for name in _SETTINGS}, **self._saved_options()}
         if self._ring is not None and self.observation_space is None:  # learnt from the first sample
             fields = describe_fields(self._observations, self._columns["obs"].fields)
             settings["learnt"] = {**fields, "action_shape": list(self.actions.shape[2:])}
@@ -406,10 +408,10 @@ class DecoupledRolloutStorage(RolloutCore):
 
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> DecoupledRolloutStorage:
-        given = {name: value for name, value in settings.items() if name != "learnt"}
+        given = saved_arguments(cls, settings, _SETTINGS, (*SAVED_OPTIONS, "learnt"))
+        learnt = given.pop("learnt", None)
         storage = cls(device=device, seed=0, **given)
-        if "learnt" in settings:
-            learnt = settings["learnt"]
+        if learnt is not None:
             structure, fields = described_fields(learnt, "obs")
             actions = Field("actions", tuple(learnt["action_shape"]), torch.float32, "the action space")
             storage._allocate(structure, fields, actions, settings["num_envs"])

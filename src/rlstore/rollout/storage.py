@@ -27,6 +27,7 @@ from rlstore.engine.rows.schema import (
     Field,
     Structure,
     as_tensor,
+    check_dtype,
     describe_fields,
     described_fields,
     fields_of_example,
@@ -34,6 +35,7 @@ from rlstore.engine.rows.schema import (
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
 from rlstore.rollout.core import (
+    SAVED_OPTIONS,
     BlockAttribute,
     ObservationAttribute,
     RolloutColumn,
@@ -45,7 +47,7 @@ from rlstore.rollout.core import (
 from rlstore.rollout.held_steps import StepField
 from rlstore.rollout.resets import BLOCK as RESETS
 from rlstore.rollout.resets import ResetSteps
-from rlstore.storage import BatchDict, Critic, Sample, Shared
+from rlstore.storage import BatchDict, Critic, Sample, Shared, saved_arguments
 from rlstore.trainer import Check, at_step, check_names, fraction, whole_number
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ _NO_STATES: tuple[HiddenState, HiddenState] = (None, None)
 _FLAG_ALONE = {"truncated": 1}  # of the late columns
 _ALMOST = 0.88  # how alike two names are of which one is taken to be a misspelling of the other
 _HIDDEN_STATES = ("saved_hidden_state_a", "saved_hidden_state_c")
+# The arguments that are saved, of a storage made from spaces and of another one.
+_OF_SPACES = ("observation_space", "action_space", "num_envs", "num_steps", "autoreset", "gamma", "lam")
+_OF_EXAMPLE = ("training_type", "num_envs", "num_transitions_per_env", "obs", "actions_shape", "gamma", "lam")
 
 # The columns of a rollout, in the order of a row; late ones follow in the order in which they are first given.
 _COLUMNS = {
@@ -877,7 +882,7 @@ class RolloutStorage(RolloutCore):
         if example.dtype.is_complex:
             raise InvalidInputError(f"{name} is {example.dtype}; it must be real. Nothing was written.")
         del shape[lane_axis]
-        dtype = example.dtype if example.dtype.is_floating_point else torch.float32
+        dtype = check_dtype(example.dtype, name) if example.dtype.is_floating_point else torch.float32
         return Field(name, tuple(shape), dtype, "the first transition that had it", lane_axis=lane_axis)
 
     def _fit_late(self, columns: Sequence[RolloutColumn], new: Mapping[str, tuple[Any, ...]]) -> list[Tensor]:
@@ -1208,28 +1213,14 @@ class RolloutStorage(RolloutCore):
     # ---------------------------------------------------------------------------------------------- save and load
 
     def _settings(self) -> dict[str, Any]:
-        if self._spaces is not None:
-            return {
-                "observation_space": self._spaces[0],
-                "action_space": self._spaces[1],
-                "num_envs": self.num_envs,
-                "num_steps": self.max_size,
-                "autoreset": self._autoreset,
-                "gamma": self.gamma,
-                "lam": self.lam,
-                **self._saved_options(),
-            }
-        obs = None if self._ring is None else describe_fields(self._observations, self._columns["observations"].fields)
-        return {
-            "training_type": self.training_type,
-            "num_envs": self.num_envs,
-            "num_transitions_per_env": self.max_size,
-            "obs": obs,
-            "actions_shape": None if self.actions_shape is None else list(self.actions_shape),
-            "gamma": self.gamma,
-            "lam": self.lam,
-            **self._saved_options(),
-        }
+        sizes, both = (self.num_envs, self.max_size), (self.gamma, self.lam)
+        names, values = _OF_SPACES, (*(self._spaces or ()), *sizes, self._autoreset, *both)
+        if self._spaces is None:
+            fields = self._columns["observations"].fields
+            obs = None if self._ring is None else describe_fields(self._observations, fields)
+            shape = None if self.actions_shape is None else list(self.actions_shape)
+            names, values = _OF_EXAMPLE, (self.training_type, *sizes, obs, shape, *both)
+        return {**dict(zip(names, values, strict=True)), **self._saved_options()}
 
     @classmethod
     def _saved_fields(cls, settings: Mapping[str, Any]) -> tuple[int, int, list[Field]]:
@@ -1249,14 +1240,16 @@ class RolloutStorage(RolloutCore):
     @classmethod
     def _from_settings(cls, settings: Mapping[str, Any], device: str | torch.device) -> RolloutStorage:
         if "observation_space" in settings:
-            return cls.from_spaces(**settings, device=device, seed=0)
-        obs = settings["obs"]
+            given = saved_arguments(cls.from_spaces, settings, _OF_SPACES, SAVED_OPTIONS)
+            return cls.from_spaces(**given, device=device, seed=0)
+        given = saved_arguments(cls, settings, _OF_EXAMPLE, SAVED_OPTIONS)
+        obs = given.pop("obs")
         if obs is not None:
             structure, fields = described_fields(obs, "observations")
             lanes = settings["num_envs"]
             examples = [torch.zeros((lanes, *field.shape), dtype=field.dtype) for field in fields]
             obs = structure.build(examples, (lanes,))
-        return cls(**{**settings, "obs": obs}, device=device, seed=0)
+        return cls(**given, obs=obs, device=device, seed=0)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         numbers, tensors = super()._state()

@@ -37,7 +37,7 @@ from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.segments import SEGMENT_BYTES, SEGMENT_NAME, Record, SegmentFile, records_of
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
-from rlstore.engine.rows.schema import dtype_name
+from rlstore.engine.rows.schema import DTYPES, dtype_name
 from rlstore.errors import SnapshotError
 
 _TENSOR_FILE = re.compile(r"tensors-([0-9]{6,})\.safetensors")
@@ -413,8 +413,8 @@ class SnapshotReader:
             other = sorted(shapes.keys() ^ self._tensors.keys())[0]
             raise self._file.damaged(f"{other} is in the file or in {manifest.NAME}, and not in both")
         for name, entry in self._tensors.items():
-            dtype = getattr(torch, entry["dtype"], None)
-            if not isinstance(dtype, torch.dtype):
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is None:
                 raise self.damaged(f"tensors.{name}.dtype", entry["dtype"])
             form = (dtype.to_real(), (*entry["shape"], 2)) if dtype.is_complex else (dtype, tuple(entry["shape"]))
             if (dtypes[name], shapes[name]) != form:
@@ -482,8 +482,7 @@ class SnapshotReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor."""
-        dtype: torch.dtype = getattr(torch, self._entry(name)["dtype"])
-        return dtype
+        return DTYPES[self._entry(name)["dtype"]]
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A tensor, in new memory. It is never an inference tensor."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlstore.engine.rows.schema import dtype_name
+from rlstore.engine.rows.schema import DTYPES, dtype_name
 from rlstore.errors import InvalidInputError
 
 _LEAST_ROOM = 64 << 20
@@ -86,8 +86,8 @@ class _Decoder:
         (content,) = value.values()
         if marked == "$float" and content in ("inf", "-inf", "nan"):
             return float(content)
-        if marked == "$dtype" and isinstance(content, str):
-            return _torch_dtype(content)
+        if marked == "$dtype" and content in DTYPES:
+            return DTYPES[content]
         if marked == "$tuple" and isinstance(content, list):
             return tuple(self.decode(part) for part in content)
         raise ValueError(f"{marked} is {str(content)[:40]!r}")
@@ -123,13 +123,6 @@ class _Decoder:
             raise ValueError(f"a space of shape {shape}, which is larger than the data")
         value = np.array(self.decode(entries), dtype=_numpy_dtype(space["dtype"]))
         return value.reshape(shape) if value.ndim else np.full(shape, value)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name[:40]!r}")
-    return dtype
 
 
 def _numpy_dtype(name: Any) -> np.dtype[Any]:

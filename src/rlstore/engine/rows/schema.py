@@ -12,12 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlstore.errors import InvalidInputError
+from rlstore.errors import InvalidInputError, UnsupportedSpaceError
 from rlstore.kernels import RowReader
 from rlstore.kernels import count_readable as count_readable
 from rlstore.kernels import is_in_memory as is_in_memory
 from rlstore.kernels.rules import FINITE, obeys
 from rlstore.kernels.rules import Rule as Rule
+
+# All dtypes that a field may have, by name: whatever else torch has, as quantized numbers, has no bytes of its own.
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+        *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn),
+        *(torch.float8_e5m2, torch.complex64, torch.complex128),
+    )
+}
 
 # A path into nested dicts (by name) and tuples (by position).
 Path = tuple[str | int, ...]
@@ -309,15 +319,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
+    """Refuse a dtype that no field can have, as that of quantized numbers."""
+    if dtype not in DTYPES.values():
+        raise UnsupportedSpaceError(
+            f"{name} is {dtype_name(dtype)}, which no storage holds; convert it to one of {', '.join(DTYPES)}. Nothing "
+            "was allocated."
+        )
+    return dtype
+
+
 def read_form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype that a schema in JSON has for a field, as ``[4], "torch.float32"``.
+    """The shape and dtype that a file has for a field: ``[4], "torch.float32"``, or the dtype itself.
 
     Raises:
         ValueError: If they are none.
     """
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    found = DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
-    if not isinstance(found, torch.dtype) or not is_shape:
+    if found is None or not is_shape:
         raise ValueError(f"{str(shape)[:40]} {str(dtype)[:40]!r} is no shape and dtype")
     return tuple(shape), found
 
@@ -476,7 +497,7 @@ def fields_of_example(example: Any, name: str, lead: int, origin: str) -> tuple[
         given = as_tensor(leaf, leaf_name)
         if given.dim() < lead:
             raise InvalidInputError(f"{leaf_name} is {tuple(given.shape)}; expected [environments, ...]")
-        fields.append(Field(leaf_name, tuple(given.shape[lead:]), given.dtype, origin))
+        fields.append(Field(leaf_name, tuple(given.shape[lead:]), check_dtype(given.dtype, leaf_name), origin))
     return structure, fields
 
 
@@ -493,7 +514,7 @@ def described_fields(settings: Mapping[str, Any], name: str) -> tuple[Structure,
     """The structure and the fields that :func:`describe_fields` described."""
     structure = Structure([tuple(path) for path in settings["paths"]], name)
     parts = zip(structure.names, settings["shapes"], settings["dtypes"], strict=True)
-    return structure, [Field(leaf, tuple(shape), dtype, "the snapshot") for leaf, shape, dtype in parts]
+    return structure, [Field(leaf, *read_form(shape, dtype), "the snapshot") for leaf, shape, dtype in parts]
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from rlstore.engine.checks import check_shape
-from rlstore.engine.rows.schema import Field, Path, Structure, check_real
+from rlstore.engine.rows.schema import Field, Path, Structure, check_dtype, check_real
 from rlstore.errors import InvalidInputError, UnsupportedSpaceError
 from rlstore.kernels.rules import Rule
 
@@ -205,14 +205,12 @@ def _is_mapping(space: object) -> bool:
 
 
 def _torch_dtype(dtype: Any, space: object) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    # torch has more than one name for some dtypes: "float", "long".
+    known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(known, torch.dtype):
+        return check_dtype(known, f"a dtype in {space}")
     try:
-        if isinstance(dtype, str):
-            dtype = dtype.removeprefix("torch.")
-            known = getattr(torch, dtype, None)
-            if isinstance(known, torch.dtype):
-                return known
+        dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
         return torch.from_numpy(np.empty(0, dtype=np.dtype(dtype))).dtype
     except (TypeError, ValueError) as error:
         raise UnsupportedSpaceError(f"a dtype of {dtype!r} is not supported, in {space}") from error
