@@ -155,7 +155,7 @@ class Sharing:
         return limit is None or limit.allows_sample(limiter.inserted, limiter.sampled, count)
 
     def take_back(self, count: int) -> None:
-        """A batch that was saved_arguments was not drawn."""
+        """A batch that was admitted was not drawn."""
         if self.control.limiter.is_on:
             self.control.limiter.take_back_samples(count)
 

@@ -169,7 +169,7 @@ class Gate(Protocol):
         ...
 
     def take_back(self, count: int) -> None:
-        """A batch that was saved_arguments was not drawn."""
+        """A batch that was admitted was not drawn."""
         ...
 
     def catch_up(self) -> None:
