@@ -15,6 +15,7 @@
 #include "bindings_flags.h"
 #include "bindings_gather.h"
 #include "bindings_launch.h"
+#include "bindings_lazy.h"
 #include "bindings_outputs.h"
 #include "bindings_pieces.h"
 #include "bindings_reader.h"
@@ -370,6 +371,7 @@ void first_states_binding(nb::handle states_tensor, nb::handle lanes, nb::handle
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a storage may live until the interpreter exits
   load_exchange();
+  load_lazy_place(nb::module_::import_("torch"));
   load_numpy();
   nb::class_<RowWriter>(m, "RowWriter")
       .def(nb::init<nb::sequence, nb::dict>(), nb::arg(), nb::arg("rules") = nb::dict())
@@ -470,6 +472,8 @@ NB_MODULE(_native, m) {
       .def("acquire_sample", &LimiterObject::acquire_sample)
       .def("wake_all", &LimiterObject::wake_all);
   m.def("is_in_memory", &is_in_memory);
+  m.def("is_lazy", [](nb::handle tensor) { return is_lazy(tensor.ptr()); });
+  m.def("asked_is_lazy", [](nb::handle tensor) { return asked_is_lazy(tensor.ptr()); });
   m.def("join_flags", &join_flags, nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   m.def("count_readable", &count_readable, nb::arg().none(), nb::arg());
   m.def("kind_of", &kind_of);

@@ -189,8 +189,7 @@ class Priorities {
 
   static bool read_plain(nb::handle value, Given* given) {
     if (Py_TYPE(value.ptr()) == numpy.array) return read_array(value.ptr(), given);
-    Asking asking;
-    return Py_TYPE(value.ptr()) == tensor_type && read_tensor(value.ptr(), given, &asking) && !given->strides;
+    return Py_TYPE(value.ptr()) == tensor_type && read_tensor(value.ptr(), given) && !given->strides;
   }
 
   std::tuple<int64_t, int64_t, int64_t> set(const int64_t* rows, const Given& priorities, size_t count, float alpha, WindowIndex* windows) {

@@ -10,9 +10,8 @@ namespace rlstore {
 
 // Finds the memory of flags of one byte each for so many lanes; false if they are anything else, which may still be right.
 inline bool find_flags(nb::handle value, size_t lanes, Given* given) {
-  Asking asking{false};  // only floats need to be asked
   const bool is_array = Py_TYPE(value.ptr()) == numpy.array;
-  if (!(is_array ? read_array(value.ptr(), given) : read_tensor(value.ptr(), given, &asking))) return false;
+  if (!(is_array ? read_array(value.ptr(), given) : read_tensor(value.ptr(), given))) return false;
   const bool is_byte = given->dtype.bits == 8 && given->dtype.lanes == 1 && given->dtype.code != kFloat;
   const bool is_row = given->ndim == 1 || (given->ndim == 2 && given->shape[1] == 1);
   return is_byte && is_row && !given->strides && static_cast<size_t>(given->shape[0]) == lanes;

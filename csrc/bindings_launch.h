@@ -36,7 +36,7 @@ inline int64_t count_readable(nb::handle given, nb::handle like) {
   const bool is_same = tensor.dtype == expected.dtype && tensor.device.type == expected.device.type && tensor.device.id == expected.device.id;
   const bool has_shape = tensor.ndim == 1 || (tensor.ndim == 2 && tensor.shape[1] == 1);
   if (!is_same || !has_shape || !is_contiguous(tensor) || !has_memory(given, tensor)) return -1;
-  if (may_be_lazy(tensor, true) && is_lazy(given.ptr(), tensor)) return -1;
+  if (is_lazy(given.ptr())) return -1;
   return tensor.shape[0];
 }
 
@@ -56,7 +56,7 @@ inline nb::object kind_of(nb::tuple tensors) {
       return nb::none();
     }
     if (!is_contiguous(tensor) || !has_memory(given, tensor)) return nb::none();
-    if (may_be_lazy(tensor, true) && is_lazy(given.ptr(), tensor)) return nb::none();
+    if (is_lazy(given.ptr())) return nb::none();
     words.push_back(static_cast<int64_t>(tensor.dtype.code) << 32 | tensor.dtype.bits << 16 | tensor.dtype.lanes);
     words.push_back(static_cast<int64_t>(tensor.device.type) << 32 | static_cast<uint32_t>(tensor.device.id));
     words.push_back(tensor.ndim);

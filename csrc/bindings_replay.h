@@ -272,14 +272,6 @@ class EpisodeRing {
   // Finds the memory of all values of so many steps, or (0) of a step without an axis for steps; returns -1, or the index of the
   // first value that must be converted or refused.
   int64_t find_values(nb::tuple values, size_t steps) {
-    asking_ = Asking{};
-    const int64_t misfit = find_all(values, steps);
-    if (misfit >= 0 || !asking_.has_run) return misfit;
-    asking_.allowed = false;
-    return find_all(values, steps);
-  }
-
-  int64_t find_all(nb::tuple values, size_t steps) {
     const size_t leaves = leaves_.size(), columns = columns_.size(), flags = leaves * 2 + columns;
     const size_t lanes = moves_.size() * std::max<size_t>(steps, 1);
     steps_ = static_cast<int64_t>(steps);
@@ -394,14 +386,14 @@ class EpisodeRing {
   }
 
   bool find(PyObject* value, const std::vector<int64_t>& shape, DLDataType dtype, Given* given) {
-    return read_value(value, given, &asking_) && !given->strides && fits_step(*given, shape) && given->become(dtype);
+    return read_value(value, given) && !given->strides && fits_step(*given, shape) && given->become(dtype);
   }
 
   // Flags of one byte are read where they are.
   bool find_flags(PyObject* value, size_t lanes, Flags* flags) {
     static const std::vector<int64_t> scalar;
     Given& given = flags->given;
-    if (!read_value(value, &given, &asking_) || given.strides || !can_be_flag(given.dtype) || !fits_step(given, scalar)) return false;
+    if (!read_value(value, &given) || given.strides || !can_be_flag(given.dtype) || !fits_step(given, scalar)) return false;
     if (given.dtype.bits == 8) {
       flags->at = reinterpret_cast<const uint8_t*>(given.memory);
       return true;
@@ -423,7 +415,7 @@ class EpisodeRing {
       const nb::object entry = object_at(value, lane, list);
       has_final[lane] = 0;
       if (entry.is_none()) continue;
-      if (!entry.is_valid() || !read_value(entry.ptr(), &entry_, &asking_) || entry_.strides || !has_shape(entry_, 1, leaf_shapes_[0]) ||
+      if (!entry.is_valid() || !read_value(entry.ptr(), &entry_) || entry_.strides || !has_shape(entry_, 1, leaf_shapes_[0]) ||
           !entry_.become(leaves_[0].block.dtype))
         return false;
       memcpy(finals.copy.data() + lane * bytes, entry_.memory, bytes);
@@ -494,7 +486,6 @@ class EpisodeRing {
   int64_t steps_ = 0;  // their first axis, or 0 if they have none for steps
   std::vector<Given> givens_;
   Given list_, entry_;
-  Asking asking_;
   std::vector<Rule> rules_;
   nb::object kept_, tables_, watched_;  // the owners of the memory that is pointed to
   int64_t room_ = 0;  // steps that may still be written

@@ -30,10 +30,8 @@ class RowLauncher {
   // refused, or ~i if it fits once it is copied into contiguous memory.
   nb::object write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
-    // Not members: to look at a value may run code of its class, which may write a row.
     std::vector<Kind> kinds(fields_.size());
     std::vector<uint64_t> addresses(fields_.size());
-    bool is_plain = true;  // such code may also change values that were looked at
     for (size_t i = 0; i < fields_.size(); i++) {
       const RowField& field = fields_[i];
       PyObject* value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
@@ -42,14 +40,12 @@ class RowLauncher {
       DLTensor tensor;
       if (!field.describe_fitting(value, &tensor)) return nb::int_(i);
       const bool contiguous = is_contiguous(tensor);
-      const bool lazy = may_be_lazy(tensor, contiguous) && is_lazy(value, tensor);
-      if ((!contiguous && !has_plain_entries(tensor)) || lazy) return nb::int_(~static_cast<int64_t>(i));
-      is_plain = is_plain && Py_TYPE(value) == tensor_type;
+      if ((!contiguous && !has_plain_entries(tensor)) || is_lazy(value)) return nb::int_(~static_cast<int64_t>(i));
       kinds[i] = Kind{tensor.dtype.code, tensor.dtype.bits, contiguous ? -1 : tensor.strides[0]};
       addresses[i] = reinterpret_cast<uint64_t>(address(tensor));
     }
     for (const Plan& plan : plans_) {
-      const bool fits = is_plain && !memcmp(plan.kinds.data(), kinds.data(), kinds.size() * sizeof(Kind));
+      const bool fits = !memcmp(plan.kinds.data(), kinds.data(), kinds.size() * sizeof(Kind));
       if (fits && launch(plan, row, addresses)) return nb::none();
     }
     return nb::bytes(kinds.data(), kinds.size() * sizeof(Kind));

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "bindings_lazy.h"
 #include "bindings_tensor.h"
 #include "convert.h"
 
@@ -104,51 +105,17 @@ inline bool read_array(PyObject* value, Given* given) {
   return true;
 }
 
-// True if the memory of a tensor may differ from its values, which DLPack does not report: it may be lazily negated or
-// conjugated. Integers are neither. Except for a single element, a negated tensor is never contiguous.
-inline bool may_be_lazy(const DLTensor& tensor, bool contiguous) {
-  if (tensor.dtype.code == kInt || tensor.dtype.code == kUInt || tensor.dtype.code == kBool) return false;
-  return !contiguous || element_count(tensor) == 1 || tensor.dtype.code == kComplex;
-}
-
-// What a method of a tensor says, which may be code of the caller's; an error is a yes.
-inline bool says_yes(PyObject* tensor, PyObject* method) {
-  PyObject* answer = PyObject_CallMethodNoArgs(tensor, method);
-  if (!answer && !PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // an interrupt
-  if (!answer) PyErr_Clear();
-  Py_XDECREF(answer);
-  return answer != Py_False;
-}
-
-// True if it does.
-inline bool is_lazy(PyObject* value, const DLTensor& tensor) {
-  static PyObject *is_neg = PyUnicode_InternFromString("is_neg"), *is_conj = PyUnicode_InternFromString("is_conj");
-  return says_yes(value, is_neg) || (tensor.dtype.code == kComplex && says_yes(value, is_conj));
-}
-
-// Whether tensors may be asked while values are read, and whether one was. That may run code of the caller's, which may have freed
-// values that were read before: then all are read again, without asking.
-struct Asking {
-  bool allowed = true, has_run = false;
-};
-
-inline bool read_tensor(PyObject* value, Given* given, Asking* asking) {
+inline bool read_tensor(PyObject* value, Given* given) {
   DLTensor tensor;
   if (exchange->describe(value, &tensor)) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != kCpu || !has_memory(value, tensor)) return false;
-  const bool contiguous = is_contiguous(tensor);
-  if (asking->allowed && may_be_lazy(tensor, contiguous)) {
-    asking->has_run = true;
-    Asking answered{false};  // it may have changed itself meanwhile
-    return !is_lazy(value, tensor) && read_tensor(value, given, &answered);
-  }
+  if (tensor.device.type != kCpu || is_lazy(value) || !has_memory(value, tensor)) return false;
   given->memory = address(tensor);
   given->dtype = tensor.dtype;
   given->ndim = tensor.ndim;
-  given->shape = tensor.shape, given->strides = contiguous ? nullptr : tensor.strides;
+  given->shape = tensor.shape, given->strides = is_contiguous(tensor) ? nullptr : tensor.strides;
   return true;
 }
 
@@ -223,14 +190,14 @@ inline bool read_list(PyObject* value, Given* given) {
 }
 
 // Returns false if the value must be converted first.
-inline bool read_value(PyObject* value, Given* given, Asking* asking) {
+inline bool read_value(PyObject* value, Given* given) {
   given->release();
   const PyTypeObject* type = Py_TYPE(value);
   if (type == numpy.array) return read_array(value, given);
-  if (type == tensor_type) return read_tensor(value, given, asking);
+  if (type == tensor_type) return read_tensor(value, given);
   if (read_scalar(value, given)) return true;
   if (type == &PyList_Type || type == &PyTuple_Type) return read_list(value, given);
-  if (!PyObject_CheckBuffer(value)) return read_tensor(value, given, asking);
+  if (!PyObject_CheckBuffer(value)) return read_tensor(value, given);
   return !PyBytes_CheckExact(value) && read_array(value, given);  // text is no numbers
 }
 

@@ -85,10 +85,7 @@ class RowWriter {
   int64_t write(size_t row, nb::tuple values) {
     if (values.size() != fields_.size()) throw nb::value_error("a row has one value for each field");
     const Release release{&givens_};
-    Asking asking;
-    int64_t misfit = find_values(row, values.ptr(), &asking);
-    asking.allowed = false;  // what ran meanwhile may also have written another row with this writer
-    if (misfit < 0 && asking.has_run) misfit = find_values(row, values.ptr(), &asking);
+    const int64_t misfit = find_values(row, values.ptr());
     if (misfit >= 0) return misfit;
     for (const Rule& rule : rules_)
       if (!obeys(rule)) return static_cast<int64_t>(rule.field);
@@ -124,7 +121,7 @@ class RowWriter {
   };
 
   // Finds the memory of every block and value; returns the index of the first value that does not fit, or -1.
-  int64_t find_values(size_t row, PyObject* values, Asking* asking) {
+  int64_t find_values(size_t row, PyObject* values) {
     for (size_t i = 0; i < fields_.size(); i++) {
       Field& field = fields_[i];
       DLTensor block = describe(field.block);
@@ -136,16 +133,16 @@ class RowWriter {
       if (value == Py_None && field.optional) continue;
       field.check_row(row);
       const char* target = field.base + (row + field.lead) * field.bytes;
-      if (!find_value(value, field, target, &givens_[i], asking)) return static_cast<int64_t>(i);
+      if (!find_value(value, field, target, &givens_[i])) return static_cast<int64_t>(i);
     }
     return -1;
   }
 
   // Finds the memory of a value that can be copied, once it is converted; false if Python must convert or refuse it.
-  static bool find_value(PyObject* value, const Field& field, const char* target, Given* given, Asking* asking) {
+  static bool find_value(PyObject* value, const Field& field, const char* target, Given* given) {
     given->release();
     const bool is_array = Py_TYPE(value) == numpy.array;  // what else lends memory may run code of the caller's
-    if (!(is_array ? read_array(value, given) : read_tensor(value, given, asking))) return false;
+    if (!(is_array ? read_array(value, given) : read_tensor(value, given))) return false;
     if (!field.has_shape(given->shape, given->ndim)) return false;
     if (field.is_flag) return !given->strides && can_be_flag(given->dtype) && is_nan_free(given->memory, given->dtype, field.count);
     if (given->strides && (!(given->dtype == field.dtype) || overlaps(*given, target, field.bytes))) return false;

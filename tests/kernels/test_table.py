@@ -72,7 +72,7 @@ def test_the_native_stub_has_the_operations_methods_and_parameters_of_the_protoc
     others = {"Guard", "SlotTable", "Limiter", "is_in_memory", "process_start", "add_to_word", "exchange_word"}
     others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowLauncher", "restore_tables", "OutputPool"}
     others |= {"Cutter", "Fixed", "RowReader", "count_readable", "crc32", "crc32_by_tables", "gather_at_once"}
-    others |= {"start_writeback", "join_flags", "instruction_set", "kind_of"}
+    others |= {"start_writeback", "join_flags", "is_lazy", "asked_is_lazy", "instruction_set", "kind_of"}
     assert set(DECLARED) == NATIVE | others
     for name in NATIVE:
         node = DECLARED[name]

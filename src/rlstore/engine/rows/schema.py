@@ -233,6 +233,10 @@ def as_tensor(value: Any, name: str) -> Tensor:
     """
     if isinstance(value, Tensor):
         check_memory(value, name)
+        if value.dtype == torch.bool and value.is_neg():  # torch has no values for it
+            raise InvalidInputError(
+                f"{name} are truth values with the negative bit, which have none. Nothing was written."
+            )
         return value.detach().resolve_conj().resolve_neg()
     if value is None:
         raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
