@@ -72,8 +72,7 @@ test: $(VENV)/ready
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 torture: $(VENV)/ready
-	$(PY) -m pytest -m torture
-	RLSTORE_EXAMPLES=1000 $(PY) -m pytest --timeout 3600 $(wildcard tests/replay/test_*_machine.py)
+	$(PY) -m pytest -m torture --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # The C++ with sanitizers of GCC: the tests that reach most of it, with random and hostile input; those in which threads use it;
 # and, in threads and without Python, what processes share without a lock.

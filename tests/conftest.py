@@ -33,11 +33,14 @@ def unit(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests with Ray take longest, and those of whole programs after them.
+    """The tests with Ray take longest; after them the long proofs, where they run, and those of whole programs.
 
     They begin first, so that both processes end at about the same time.
     """
-    items.sort(key=lambda item: (unit(item.nodeid) != "ray", item.path.parent != Path(__file__).parent))
+    here = Path(__file__).parent
+    items.sort(
+        key=lambda item: (unit(item.nodeid) != "ray", item.path.parent != here / "torture", item.path.parent != here)
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

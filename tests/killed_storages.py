@@ -287,10 +287,9 @@ def images(kind: Kind, folder: Path, before: list[int], watched: list[int], seed
             operate(kind, storage, operation, progress, random_, folder / "saved")
         by_line = _LineImages(path, progress)
         if libc.ptrace(_TRACE_ME, 0, None, None) == 0:  # else processes may not be traced here, and lines have to do
-            appender = storage._appender
-            appender._kernel, appender._direct = _Stopped(appender._kernel), _Stopped(appender._direct)
+            _stop_at_appends(storage._appender)
             if kind.by_priority:
-                storage._sampler.tree._kernel = _Stopped(storage._sampler.tree._kernel)
+                _stop_at_updates(storage._sampler.tree)
         sys.settrace(by_line.enter)
         for operation in watched:
             operate(kind, storage, operation, progress, random_, folder / "saved")
@@ -329,6 +328,37 @@ class _Stopped:
             return result
 
         return stopped
+
+
+def _stop_at_appends(appender: Any) -> None:
+    """Stop at whatever writes a step; after a save that is found anew."""
+    find = appender._find_direct
+
+    def stop() -> None:
+        for name in ("_kernel", "_direct"):
+            native = getattr(appender, name)
+            setattr(appender, name, native and _Stopped(native))
+
+    def find_and_stop() -> None:
+        find()
+        stop()
+
+    stop()
+    appender._find_direct = find_and_stop
+
+
+def _stop_at_updates(priorities: Any) -> None:
+    """Stop at native calls of an update; others are given the native object itself."""
+    update = priorities.update
+
+    def update_with_stops(*args: Any) -> None:
+        native, priorities._kernel = priorities.kernel, _Stopped(priorities.kernel)
+        try:
+            update(*args)
+        finally:
+            priorities._kernel = native
+
+    priorities.update = update_with_stops
 
 
 class _LineImages:
@@ -527,3 +557,37 @@ def judge_saved(folder: Path) -> None:
         return
     shutil.rmtree(folder.parent / "loaded", ignore_errors=True)
     Storage.load(folder, folders={"path": folder.parent / "loaded"}).close()
+
+
+# ---------------------------------------------------------------------------------------------------- again and again
+
+
+def kill_again_and_again(name: str, folder: Path, kills: int) -> None:
+    """Each process opens the folder that the one before it left, and is killed; what it leaves is judged."""
+    kind, progress, random_ = KINDS[name], Progress(), random.Random(name)
+    for _ in range(kills):
+        kill_at_random(kind, folder, progress, random_)
+        judge(kind, folder / "mapped", progress)
+        judge_saved(folder / "saved")
+        progress.end()
+
+
+# What goes before, and what is watched: the first rows, rows that overwrite others, tables that grow, and so on.
+PLANS = {
+    "first rows": ([ADD] * 2, [ADD] * 8),
+    "overwritten rows": ([ADD] * 30, [ADD] * 6),
+    "tables that grow": ([ADD] * 54, [ADD] * 6),
+    "priorities": ([ADD] * 30, [UPDATE, ADD, UPDATE]),
+    "some lanes": ([ADD] * 30, [MASKED] * 4),
+    "reset": ([ADD] * 30, [RESET, ADD, ADD]),
+    "saves": ([ADD] * 20, [SAVE, ADD, SAVE]),
+}
+
+
+def judge_every_instant(name: str, folder: Path, before: list[int], watched: list[int]) -> int:
+    """What is left at every instant of some operations is judged. Returns how many differed."""
+    found = images(KINDS[name], folder, before, watched, seed=0)
+    for image in found:
+        judge_image(KINDS[name], image, folder / "image")
+    judge_saved(folder / "saved")
+    return len(found)

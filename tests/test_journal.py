@@ -538,7 +538,6 @@ threading.Thread(target=go_on).start()
 """
 
 
-@pytest.mark.torture
 def test_the_end_of_an_interpreter_commits_what_its_threads_added_last(tmp_path):
     subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM, tmp_path / "journal"], check=True, timeout=100)
     assert rewards_in(tmp_path / "journal") == list(range(7))

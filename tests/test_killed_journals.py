@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from called_worlds import WORLDS
 from killed_journals import FAULTS, kill
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-NAMES = ["uniform", "prioritized", "sequence", "n-step", "rollout", "distributed"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS)
 def test_what_was_committed_is_there_after_a_kill(name, tmp_path):
-    assert kill(name, tmp_path, 5, calls=60)["rounds"] == 5
+    assert kill(name, tmp_path, 3, calls=60)["rounds"] == 3
 
 
 @pytest.mark.parametrize(("name", "fault"), [("prioritized", FAULTS[1]), ("uniform", FAULTS[2])])

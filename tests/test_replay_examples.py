@@ -73,7 +73,6 @@ def test_dqn_keeps_final_observations_and_feeds_back_priorities(monkeypatch):
     assert set(np.round(batch.discounts.flatten().tolist(), 4)) <= {0.0, 0.99, 0.9801, 0.9703}
 
 
-@pytest.mark.torture
 def test_dqn_learns_to_hold_the_pole_a_while():
     import dqn
 
@@ -226,7 +225,6 @@ def steering_return(policy, episodes=100):
     return total / episodes
 
 
-@pytest.mark.torture
 def test_drqv2_has_a_threshold_that_takes_more_than_one_frame():
     import drqv2
 
@@ -257,7 +255,6 @@ def test_drqv2_shifts_each_stack_as_one():
     assert len(set(found)) > 10
 
 
-@pytest.mark.torture
 def test_hindsight_solves_five_bits(monkeypatch):
     import her
 

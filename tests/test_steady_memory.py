@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 import torch
 from gymnasium import spaces
+from soak import soak
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -178,6 +179,13 @@ def test_resident_memory_is_flat_over_many_rollouts(loop, rollouts):
     gc.collect()
     # If a rollout, or the batches of one, were kept each time, it would be 6 MB and more.
     assert resident_bytes() - before < 4 << 20
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_at_work_together_leave_memory_flat_and_the_counts_right():
+    """The long form is in tests/torture."""
+    soak(500)
 
 
 def test_no_python_object_is_left_behind(loop):

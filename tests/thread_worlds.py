@@ -1,16 +1,10 @@
-"""Storages that several threads use at once, and whether a row is wrong: every value follows from (lane, time).
-
-As a program, ``python thread_worlds.py KIND SCENARIO SECONDS``, it runs one scenario for so long.
-"""
+"""Storages that several threads use at once, and whether a row is wrong: every value follows from (lane, time)."""
 
 from __future__ import annotations
 
 import copy
 import random
-import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -333,11 +327,8 @@ SCENARIOS = {
 }
 
 
-def run(kind, scenario, folder, go_on, memory="ram"):
-    """Run a scenario in which each thread goes on as long as ``go_on(its turns so far)``; returns all turns.
-
-    The first exception of a thread is raised.
-    """
+def run(kind, scenario, folder, turns, memory="ram"):
+    """Run a scenario until each thread has taken so many turns. The first exception of a thread is raised."""
     make = ReplayWorld if kind in REPLAY_KINDS else RolloutWorld
     workers = {"num_workers": 2} if scenario.startswith("prefetch") else {}
     world = make(kind, Path(folder), memory=memory, **workers)
@@ -349,13 +340,13 @@ def run(kind, scenario, folder, go_on, memory="ram"):
         for lane in range(LANES):  # so that there is something to sample from the beginning
             for _ in range(30):
                 world.adding(lane)()
-    errors, turns = [], [0] * len(actions)
+    errors, taken = [], [0] * len(actions)
 
     def work(place, action):
         try:
-            while not errors and go_on(turns[place]):
+            while not errors and min(taken) < turns:  # who is done goes on beside the others
                 action()
-                turns[place] += 1
+                taken[place] += 1
         except BaseException as error:
             errors.append(error)
 
@@ -368,11 +359,3 @@ def run(kind, scenario, folder, go_on, memory="ram"):
         world.storage.close()
     if errors:
         raise errors[0]
-    return dict(zip([f"{n} {name}" for n, name in enumerate(SCENARIOS[scenario])], turns, strict=True))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    end = time.monotonic() + float(sys.argv[3])
-    with tempfile.TemporaryDirectory() as place:
-        print(run(sys.argv[1], sys.argv[2], place, lambda turns: time.monotonic() < end, *sys.argv[4:]))

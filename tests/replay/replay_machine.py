@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
 import tempfile
 import warnings
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from replay_batches import ENVS, Config, each_leaf, flattened, match, read_batch, same_nest
 from replay_envs import MOVES, STARTS, Envs, Place
 from replay_model import ReplayModel, Step
@@ -24,12 +23,8 @@ from replay_world import FINAL_FORMS, Given
 
 from rlstore import NotReadyError, RowNotHeldError
 
-# `make torture` looks at many more.
-LIMITS = settings(
-    max_examples=int(os.environ.get("RLSTORE_EXAMPLES", "25")),
-    stateful_step_count=15,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [25, pytest.param(1000, marks=[pytest.mark.torture, pytest.mark.timeout(3600)])]
 )
 EVERY_MOVE = st.tuples(*[st.sampled_from(MOVES)] * ENVS)
 EVERY_FLAG = st.tuples(*[st.booleans()] * ENVS)
@@ -389,3 +384,11 @@ class ReplayMachine(RuleBasedStateMachine):
         assert [tuple(reward) for reward in rewards.tolist()] == [step.reward for step in steps]
         for name in ("terminated", "truncated"):
             assert found[name].flatten().tolist() == [getattr(step, name) for step in steps]
+
+
+def explore(machine: type[ReplayMachine], examples: int) -> None:
+    """Try so many interleavings of calls."""
+    limits = settings(
+        max_examples=examples, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(machine, settings=limits)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 from replay_batches import configs, read_batch
-from replay_machine import LIMITS, ReplayMachine
+from replay_machine import EXAMPLES, ReplayMachine, explore
 from replay_model import ReplayModel
 from replay_world import Goal
 
@@ -102,8 +102,9 @@ class HindsightMachine(ReplayMachine):
             assert self.check(batch, size) == pairs
 
 
-def test_any_interleaving_of_calls_of_hindsight_replay_storage():
-    run_state_machine_as_test(HindsightMachine, settings=LIMITS)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_hindsight_replay_storage(examples):
+    explore(HindsightMachine, examples)
 
 
 def test_a_reward_tells_both_goals():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from killed_storages import ADD, KINDS, UPDATE, Progress, images, judge, judge_image, kill_at_random
+from killed_storages import ADD, KINDS, UPDATE, judge_every_instant, kill_again_and_again
 
 from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage
 
@@ -22,19 +21,12 @@ BOX = spaces.Box(-1e9, 1e9, (1,), np.float32)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_killed_process_leaves_is_whole(name, tmp_path):
-    progress, random_ = Progress(), random.Random(name)
-    for _ in range(2):
-        kill_at_random(KINDS[name], tmp_path, progress, random_)
-        judge(KINDS[name], tmp_path / "mapped", progress)
-        progress.end()
+    kill_again_and_again(name, tmp_path, 2)
 
 
 def test_every_instant_of_an_add_to_a_full_storage(tmp_path):
-    kind = KINDS["prioritized"]
-    found = images(kind, tmp_path, [ADD] * 28 + [UPDATE], [ADD], 0)
-    assert len(found) > 15  # two rows, four priorities and what belongs to them
-    for image in found:
-        judge_image(kind, image, tmp_path / "image")
+    # Two rows, four priorities and what belongs to them.
+    assert judge_every_instant("prioritized", tmp_path, [ADD] * 28 + [UPDATE], [ADD]) > 15
 
 
 def left_behind(make, body):

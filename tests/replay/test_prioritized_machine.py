@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 from replay_batches import configs
-from replay_machine import LIMITS
+from replay_machine import EXAMPLES, explore
 from replay_priorities import PriorityMachine
 
 from rlstore import PrioritizedReplayStorage
@@ -34,5 +34,6 @@ class PrioritizedMachine(PriorityMachine):
         return super().check(batch, size)
 
 
-def test_any_interleaving_of_calls_of_prioritized_replay_storage():
-    run_state_machine_as_test(PrioritizedMachine, settings=LIMITS)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_prioritized_replay_storage(examples):
+    explore(PrioritizedMachine, examples)

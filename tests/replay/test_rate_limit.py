@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 import torch
 from combinations import each
-from rate_sides import RATIO, add_at_changing_speed, sample_at_changing_speed
+from rate_sides import hold_ratio
 from shared_kinds import REPLAY, SHARED
 from shared_steps import DEADLINE, FIVE, OBSERVATIONS, add_and_wait, join, kill, put, start
 
@@ -37,14 +37,8 @@ def counts(storage):
 
 
 def test_the_ratio_holds_with_producers_and_consumers_of_changing_speed():
-    storage = REPLAY.make(lanes=2, steps=500, memory="shared", batch_size=32, rate_limit=RateLimit(RATIO, min_size=100))
-    plans = [REPLAY.plan([lane], 200, seed=lane) for lane in range(2)]
-    processes = [start("fork", add_at_changing_speed, storage.writer(1), plan) for plan in plans]
-    sample_at_changing_speed(storage, 10_000, REPLAY.check)
-    inserted, sampled = counts(storage)
-    assert sampled / (inserted - 100) == pytest.approx(RATIO, rel=0.05)
-    storage.close()
-    join(*processes)
+    """The long form is in tests/torture."""
+    hold_ratio(lanes=2, steps=400, runs=2, entries=5_000)
 
 
 def test_with_a_minimum_size_alone_a_sample_waits_for_that_many_rows_and_nothing_else_waits(tmp_path):

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 from replay_batches import configs, match, read_batch
 from replay_envs import Place
-from replay_machine import LIMITS, ReplayMachine
+from replay_machine import EXAMPLES, ReplayMachine, explore
 from replay_model import Transition
 
 from rlstore import NStepReplayStorage, ReplayStorage
@@ -123,14 +122,16 @@ class NStepMachine(ReplayMachine):
             super().see_all()
 
 
-def test_any_interleaving_of_calls_of_replay_storage():
-    run_state_machine_as_test(UniformMachine, settings=LIMITS)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_replay_storage(examples):
+    explore(UniformMachine, examples)
 
 
-def test_any_interleaving_of_calls_of_replay_storage_in_files():
-    limits = settings(LIMITS, max_examples=LIMITS.max_examples // 4)  # files take their time
-    run_state_machine_as_test(MappedMachine, settings=limits)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_replay_storage_in_files(examples):
+    explore(MappedMachine, examples // 4)  # files take their time
 
 
-def test_any_interleaving_of_calls_of_n_step_replay_storage():
-    run_state_machine_as_test(NStepMachine, settings=LIMITS)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_n_step_replay_storage(examples):
+    explore(NStepMachine, examples)

@@ -184,9 +184,7 @@ class Loop:
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.torture] if i % 3 else []) for i, kind in enumerate(KINDS)], ids=repr
-)
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
 def test_resident_memory_is_flat_over_thousands_of_steps_and_batches(kind):
     loop = Loop(kind)
     loop.run(300)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 from replay_batches import configs, flattened
-from replay_machine import LIMITS
+from replay_machine import EXAMPLES, explore
 from replay_model import ReplayModel, Window
 from replay_priorities import PriorityMachine
 
@@ -165,5 +165,6 @@ class SequenceMachine(PriorityMachine):
             assert self.check(batch, size) == set(range(len(windows)))
 
 
-def test_any_interleaving_of_calls_of_sequence_replay_storage():
-    run_state_machine_as_test(SequenceMachine, settings=LIMITS)
+@EXAMPLES
+def test_any_interleaving_of_calls_of_sequence_replay_storage(examples):
+    explore(SequenceMachine, examples)

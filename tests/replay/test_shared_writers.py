@@ -12,8 +12,9 @@ import re
 import pytest
 import torch
 from combinations import each
+from killed_writers import kill_writers
 from replay_kinds import assert_same, assert_same_draws, leaves
-from shared_kinds import REPLAY, SEQUENCE, SHARED, part_of
+from shared_kinds import PRIORITIZED, REPLAY, SEQUENCE, SHARED, part_of
 from shared_steps import DEADLINE, FIVE, OBSERVATIONS, add_and_wait, join, kill, put, start, write_plan
 
 from rlstore import InvalidInputError, PeerLostError, RateLimit, ReplayStorage, SlotQueue, StorageClosedError
@@ -168,25 +169,11 @@ def test_lanes_of_a_dead_writer_are_given_to_the_next_and_those_of_a_live_one_ar
     storage.close()
 
 
-def test_writers_killed_at_any_moment_leave_every_batch_whole():
-    """Twelve times one of three is killed wherever it is, and its lane is given to the next."""
-    storage = REPLAY.make(lanes=3, steps=40, memory="shared", batch_size=256)
-    plans = [REPLAY.plan([lane], 200, seed=lane) for lane in range(3)]
-    writers, once = [storage.writer(1) for _ in range(3)], [FORK.Event() for _ in range(3)]
-    processes = [start("fork", write_plan, *job, None, event) for *job, event in zip(writers, plans, once, strict=True)]
-    assert all(event.wait(DEADLINE) for event in once)
-    for number in range(12):
-        REPLAY.check(storage.sample())
-        lane = number % 3
-        kill(processes[lane])
-        with pytest.warns(RuntimeWarning, match="died"):
-            assert storage.lost_writers == number + 1
-        REPLAY.check(storage.sample())
-        written = FORK.Event()
-        processes[lane] = start("fork", write_plan, writers[lane], plans[lane], None, written)
-        assert written.wait(DEADLINE)
-    storage.close()
-    join(*processes)
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are read from /proc")
+@pytest.mark.parametrize("kind", [REPLAY, PRIORITIZED, SEQUENCE], ids=repr)
+def test_writers_killed_at_any_moment_cost_their_own_episodes_alone(kind):
+    """The long form is in tests/torture."""
+    kill_writers(kind, 6)
 
 
 def test_a_death_is_told_by_sample_as_well(monkeypatch):

@@ -1,4 +1,4 @@
-"""A three-node cluster on one machine: a million transitions, a lost node, a rate limit over 100,000 samples."""
+"""A three-node cluster on one machine: many transitions, a lost node, a rate limit, deaths; in short and in long."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from ray_play import chi_square, held_ids, prioritized, until
 from rlstore import Journal, RateLimit
 from rlstore.ray import serve
 
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(1200)]
-
 WRITERS, ENVS, STEPS = 4, 16, 15_625  # a million in all
-BATCHES, BATCH = 400, 1000
+BATCH = 1000
 
 
-def sample(writer, step, envs=ENVS):
+def short_and_long(names, short, long):
+    """Two sizes of a test: that of every run, and that of `make torture`."""
+    return pytest.mark.parametrize(
+        names, [short, pytest.param(*long, marks=[pytest.mark.torture, pytest.mark.timeout(1200)])]
+    )
+
+
+def sample(writer, step, steps=STEPS):
     """As of ray_play, with ids that are dense, so that a million of them are told apart in float32."""
-    ids = torch.arange(envs) + envs * (step + STEPS * writer)
+    ids = torch.arange(ENVS) + ENVS * (step + steps * writer)
     return {
         "observations": torch.stack([ids, -ids], 1).float(),
         "actions": ids,
         "rewards": ids.float(),
-        "terminated": torch.zeros(envs, dtype=torch.bool),
-        "truncated": torch.zeros(envs, dtype=torch.bool),
-        "next_observations": torch.stack([ids + envs, -ids - envs], 1).float(),
+        "terminated": torch.zeros(ENVS, dtype=torch.bool),
+        "truncated": torch.zeros(ENVS, dtype=torch.bool),
+        "next_observations": torch.stack([ids + ENVS, -ids - ENVS], 1).float(),
     }
 
 
@@ -44,7 +49,7 @@ class Writer:
 
     def write(self, steps, pauses=()):
         while self.step < steps and self.goes_on:
-            self.writer.add(sample(self.number, self.step % STEPS))
+            self.writer.add(sample(self.number, self.step % STEPS, min(steps, STEPS)))
             self.step += 1
             if pauses:
                 time.sleep(pauses[self.step // 50 % len(pauses)])
@@ -65,15 +70,16 @@ def three_nodes(cluster):
     return cluster, nodes
 
 
-def test_a_million_transitions_are_there_once_and_are_drawn_by_priority(three_nodes):
-    factory = prioritized(size=640_000, num_envs=2 * ENVS, beta=1.0)
+@short_and_long(("steps", "batches"), (300, 120), (STEPS, 400))
+def test_all_transitions_are_there_once_and_are_drawn_by_priority(three_nodes, steps, batches):
+    factory = prioritized(size=41 * steps, num_envs=2 * ENVS, beta=1.0)
     served, _ = serve_until(lambda shards: len({s.where.split(",")[0] for s in shards}) == 3, factory, deadline=300.0)
     writers = [Writer.remote(served, number) for number in range(WRITERS)]
-    written = ray.get([writer.write.remote(STEPS) for writer in writers], timeout=900)
-    assert written == [(STEPS * ENVS, 0)] * WRITERS
+    written = ray.get([writer.write.remote(steps) for writer in writers], timeout=900)
+    assert written == [(steps * ENVS, 0)] * WRITERS
     held = [held_ids(data) for data in served.each("get_all_buffer_data")]
-    assert set().union(*held) == set(range(WRITERS * ENVS * STEPS))
-    assert sum(map(len, held)) == served.report().held == served.report().inserted == 1_000_000
+    assert set().union(*held) == set(range(WRITERS * ENVS * steps))
+    assert sum(map(len, held)) == served.report().held == served.report().inserted == WRITERS * ENVS * steps
 
     rows, priorities = [], []
     with served.learner(1) as learner:
@@ -90,17 +96,17 @@ def test_a_million_transitions_are_there_once_and_are_drawn_by_priority(three_no
     # Cells: the shard, the row's remainder (and so its priority), and where in the shard it lies.
     cells = {}
     for shard in range(3):
-        keys = cell_of(shard, rows[shard])
+        keys = cell_of(shard, rows[shard], steps)
         for key in np.unique(keys):
-            cells[int(key)] = float(priorities[shard][keys == key].sum()) / total * BATCHES * BATCH
+            cells[int(key)] = float(priorities[shard][keys == key].sum()) / total * batches * BATCH
     counts = dict.fromkeys(cells, 0)
     with served.learner(BATCH, prefetch=3, seed=5) as learner:
-        for _ in range(BATCHES):
+        for _ in range(batches):
             batch = next(learner)
             drawn = batch["rows"].numpy()
             assert torch.equal(batch["rewards"].flatten(), batch["actions"].float())
             for shard in range(3):
-                keys, many = np.unique(cell_of(shard, drawn[drawn[:, 0] == shard, 1]), return_counts=True)
+                keys, many = np.unique(cell_of(shard, drawn[drawn[:, 0] == shard, 1], steps), return_counts=True)
                 for key, count in zip(keys.tolist(), many.tolist(), strict=True):
                     counts[key] += count
             p = (1.0 + drawn[:, 1] % 13) * (1 + 2 * drawn[:, 0])
@@ -115,8 +121,8 @@ def held_rows(served, shard):
     return np.flatnonzero(masks.flatten().numpy())
 
 
-def cell_of(shard, rows):
-    return shard * 10_000 + (rows // 40_000) * 13 + rows % 13
+def cell_of(shard, rows, steps):
+    return shard * 10_000 + (rows * 16 // (41 * steps)) * 13 + rows % 13
 
 
 def serve_until(well_spread, factory, **options):
@@ -136,10 +142,11 @@ def one_shard_alone(nodes, shards):
     return next(((node, mine[0]) for node, mine in there if len(mine) == 1), None)
 
 
-def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_nodes, tmp_path):
+@short_and_long(("batches", "saved"), (60, 2_000), (600, 20_000))
+def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_nodes, tmp_path, batches, saved):
     cluster, nodes = three_nodes
     deadline = 60.0
-    options = {"deadline": deadline, "snapshot_dir": tmp_path, "snapshot_every": 20_000}
+    options = {"deadline": deadline, "snapshot_dir": tmp_path, "snapshot_every": saved}
     factory = prioritized(size=100_000, num_envs=2 * ENVS)
     served, (node, doomed) = serve_until(lambda shards: one_shard_alone(nodes, shards), factory, **options)
     nodes.remove(node)
@@ -149,18 +156,18 @@ def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_
     running = [writer.write.remote(10**9, pauses=(0.0, 0.002)) for writer in writers]
     learner = served.learner(256, prefetch=2)
     until(lambda: served.report().shards[doomed].snapshots, "a snapshot of the shard", 120)
-    longest, batches, removed = 0.0, 0, 0.0
+    longest, learned, removed = 0.0, 0, 0.0
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        while served.report().restarts == 0 or batches < 600:
-            if batches == 200:
+        while served.report().restarts == 0 or learned < batches:
+            if learned == batches // 3:
                 cluster.remove_node(node, allow_graceful=False)
                 removed = time.monotonic()
             start = time.monotonic()
             batch = next(learner)
             longest = max(longest, time.monotonic() - start)
             learner.update(batch["rows"], batch["rewards"] * 0 + 1)
-            batches += 1
+            learned += 1
             assert not removed or time.monotonic() - removed < 3 * deadline
     assert longest < deadline
     assert any(f"shard {doomed} of" in str(warning.message) for warning in told)
@@ -173,7 +180,7 @@ def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_
     added, lost = (sum(part) for part in zip(*sent, strict=True))
     assert report.lost_in_flight == lost
     assert report.restarts == 1
-    assert report.shards[doomed].restored >= 20_000
+    assert report.shards[doomed].restored >= saved
     assert 0 < report.lost_in_shards == report.shards[doomed].lost
     # What was sent was stored or lost; a call that died with the shard may have been both.
     assert added <= report.inserted + lost <= added + lost
@@ -181,15 +188,15 @@ def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_
     served.shutdown()
 
 
-@pytest.mark.parametrize("ratio", [1.0, 8.0])
-def test_the_ratio_holds_over_100_000_samples_with_changing_speeds(three_nodes, ratio):
+@short_and_long(("ratio", "samples"), (1.0, 10_000), (8.0, 100_000))
+def test_the_ratio_holds_over_many_samples_with_changing_speeds(three_nodes, ratio, samples):
     limit = RateLimit(ratio, min_size=1000)
     served = serve(prioritized(size=100_000, num_envs=2 * ENVS), shards=2, rate_limit=limit, deadline=120.0)
     writers = [Writer.remote(served, number) for number in range(2)]
     running = [writer.write.remote(10**9, pauses=(0.0, 0.01, 0.001)) for writer in writers]
     rng, drawn = np.random.default_rng(0), 0
     with served.learner(256, prefetch=2) as learner:
-        while drawn < 100_000:
+        while drawn < samples:
             next(learner)
             drawn += 256
             if rng.random() < 0.1:
@@ -199,7 +206,8 @@ def test_the_ratio_holds_over_100_000_samples_with_changing_speeds(three_nodes, 
     for writer in writers:
         writer.stop.remote()
     ray.get(running, timeout=120)
-    assert abs(report.limiter_sampled / (report.limiter_inserted - 1000) - ratio) <= 0.05 * ratio
+    # Permits are given for whole batches ahead: a number that does not grow with the samples.
+    assert abs(report.limiter_sampled - (report.limiter_inserted - 1000) * ratio) <= 1_000 + 500 * ratio
     served.shutdown()
 
 
@@ -208,8 +216,9 @@ def was_restarted(served, times):
     return report.ledger_restarts == report.restarts == times
 
 
-def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp_path):
-    """What was committed is there, and what was inserted is held or was lost; judged after each of 12 rounds."""
+@short_and_long("rounds", 1, (12,))
+def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp_path, rounds):
+    """What was committed is there, and what was inserted is held or was lost; judged after each round."""
     rng = np.random.default_rng(0)
     factory = prioritized(size=2_000_000, num_envs=2 * ENVS)
     served = serve(factory, shards=2, deadline=120.0, journal=Journal(tmp_path, interval=0.2))
@@ -217,7 +226,7 @@ def test_the_ledger_and_a_shard_killed_together_again_and_again(three_nodes, tmp
     step = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a shard is gone
-        for times in range(1, 13):
+        for times in range(1, rounds + 1):
             saved = [set(), set()]
             for number in range(int(rng.integers(20, 400))):
                 for index, writer in enumerate(writers):
