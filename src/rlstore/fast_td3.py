@@ -9,15 +9,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rlstore import ReplayStorage
+from rlstore.engine.batches.pipeline import Part, Request
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_positive
 from rlstore.errors import InvalidInputError
-from rlstore.replay.tensordicts import entry, sample_with_ends
+from rlstore.replay.tensordicts import entry, sample_windows
 
 __all__ = ["SimpleReplayBuffer"]
 
 _OWNER = "SimpleReplayBuffer"
 _SETTINGS = ("storage_size", "num_envs", "observation_space", "action_space", "n_step", "discount")
+_ENDS = tuple(Request(part, 0, (), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED))
 
 
 class SimpleReplayBuffer:
@@ -161,12 +163,11 @@ class SimpleReplayBuffer:
         """
         check_positive("sample()", batch_size=batch_size)
         count = self.n_env * batch_size
-        batch, ends = sample_with_ends(self._storage, count)
-        steps = ends.steps.squeeze(1)
+        batch, steps, (terminated, truncated) = sample_windows(self._storage, count, _ENDS)
         following = {
             "rewards": batch["rewards"].squeeze(1),
-            "dones": (ends.terminated | ends.truncated).squeeze(1).long(),
-            "truncations": ends.truncated.squeeze(1).long(),
+            "dones": (terminated | truncated).long(),
+            "truncations": truncated.long(),
             "effective_n_steps": steps if self.n_steps == 1 else steps.float(),
             **self._served(batch["next_observations"]),
         }

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +15,14 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from rlstore import PrioritizedReplayStorage, ReplayStorage
+from rlstore.engine.batches.pipeline import Part, Request
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_path, check_positive
 from rlstore.engine.disk.journal import Journal, as_journal
-from rlstore.engine.disk.snapshot import SnapshotReader
+from rlstore.engine.disk.snapshot import SnapshotReader, snapshot_files, write_snapshot_files
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
-from rlstore.replay.tensordicts import Key, entry, insert_steps, sample_with_ends
+from rlstore.replay.tensordicts import Key, entry, insert_steps, sample_windows
 
 __all__ = ["ReplayBuffer"]
 
@@ -168,6 +172,7 @@ class ReplayBuffer:
     def _new_storage(self, layout: _Layout, steps: TensorDictBase) -> _Storage:
         """An empty storage for data like these."""
         forms = {name: (layout.extra_shapes[name], steps.get(key).dtype) for name, key in layout.extra.items()}
+        forms.update((name, ((), torch.bool)) for name in _FLAG_FIELDS.values())
         reward_shape = tuple(steps.get(("next", "reward")).shape[2:])
         reward_shape = () if reward_shape == (1,) else reward_shape
         storage: _Storage = self._kind(None, None, **self._options, extra_fields=forms, reward_shape=reward_shape)
@@ -232,12 +237,14 @@ class ReplayBuffer:
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
         storage = self.storage
-        batch, ends = sample_with_ends(storage, size)
+        # Flags are those of the last step of a window, and so in the batch where that is the only one.
+        asked = [] if storage.n_step == 1 else _flag_requests(storage)
+        batch, steps, flags = sample_windows(storage, size, asked)
         assert self._layout is not None  # there is a storage
         served = batch["observations"].set("action", batch["actions"])
         following = batch["next_observations"].set("reward", batch["rewards"])
-        following.set("done", ends.terminated | ends.truncated)
-        following.set("terminated", ends.terminated).set("truncated", ends.truncated)
+        for name, flag in zip(_FLAGS, flags or [batch[name] for name in _FLAG_FIELDS.values()], strict=True):
+            following.set(name, flag.reshape(size, 1))
         served.set("next", following).set("index", batch["rows"])
         for name, key in self._layout.extra.items():
             served.set(key, batch[name].reshape(size, *self._layout.extra_shapes[name]))
@@ -245,7 +252,7 @@ class ReplayBuffer:
             weights = batch["weights"].squeeze(1)
             served.set("priority_weight", weights).set("_weight", weights)  # its name before TorchRL 0.9
         if storage.n_step > 1:
-            served.set(_STEPS, ends.steps)
+            served.set(_STEPS, steps.unsqueeze(1))
         return served
 
     # ---------------------------------------------------------------------------------------------- priorities
@@ -331,6 +338,49 @@ class ReplayBuffer:
         storage = self._kind.load(path, self._options["device"], journal=self._journal)
         self._storage, self._layout = storage, _layout_of_storage(storage)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that :meth:`dumps` saves, in memory: a copy, which ``torch.load(weights_only=True)`` reads.
+
+        It is made in a temporary folder, which for a moment needs as much disk as the data; :meth:`dumps` and a journal
+        need no copy in memory.
+
+        Returns:
+            The files of :meth:`dumps` by name, as tensors of bytes; none for a buffer that is empty.
+        """
+        if self._storage is None:
+            return {}
+        with TemporaryDirectory(prefix="rlstore-") as folder:
+            self._storage.save(folder)
+            self._storage._ring_of().saved.pop(Path(folder), None)  # there is no later save to the same folder
+            return snapshot_files(folder)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state_dict` returned, as :meth:`loads` does; what this buffer holds is dropped.
+
+        Args:
+            state_dict: What it returned; of an empty buffer it makes this one empty.
+
+        Raises:
+            SnapshotError: (a RuntimeError) if no ReplayBuffer has made it, or it is damaged.
+            InvalidInputError: (a ValueError) if it is something else, or the arguments differ. Nothing was changed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise InvalidInputError(
+                f"state_dict is a {type(state_dict).__name__}; give what state_dict() of a ReplayBuffer of rlstore "
+                "returned. Nothing was changed."
+            )
+        if not state_dict:
+            self._storage = self._layout = None
+            return
+        with TemporaryDirectory(prefix="rlstore-") as folder:
+            try:
+                write_snapshot_files(state_dict, folder)
+            except InvalidInputError as error:
+                raise InvalidInputError(
+                    f"state_dict is none that a ReplayBuffer of rlstore has returned: {error}"
+                ) from error
+            self.loads(folder)
+
     def _require_alike(self, reader: SnapshotReader) -> None:
         """Refuse what a buffer with other arguments has saved, and what no buffer has."""
         saved = reader.settings
@@ -338,7 +388,8 @@ class ReplayBuffer:
         extra: Any = saved.get("extra_fields")
         is_known = reader.class_name in ("rlstore.ReplayStorage", "rlstore.PrioritizedReplayStorage")
         has_keys = isinstance(learnt, dict) and [] not in learnt.get("paths", [[]]) and isinstance(extra, dict)
-        if not is_known or not has_keys or not all(name.startswith(_PREFIX) for name in extra):
+        has_flags = has_keys and extra.keys() >= set(_FLAG_FIELDS.values())
+        if not is_known or not has_flags or not all(name.startswith(_PREFIX) for name in extra):
             raise SnapshotError(
                 f"{reader.folder} holds a {reader.class_name} that no ReplayBuffer of this version has saved. "
                 "Nothing was changed."
@@ -394,7 +445,8 @@ def _layout_of_storage(storage: _Storage) -> _Layout:
     """That of the data that a storage holds."""
     fields = storage._fields
     observations = [_short(tuple(map(str, path))) for path in fields.structure.paths]
-    return _layout(observations, {field.name: (_key(field.name), field.shape) for field in fields.extra})
+    extra = [field for field in fields.extra if field.name not in _FLAG_FIELDS.values()]
+    return _layout(observations, {field.name: (_key(field.name), field.shape) for field in extra})
 
 
 def _stored_keys(data: TensorDictBase, priority_key: Key | None) -> list[Key]:
@@ -436,6 +488,16 @@ def _key(name: str) -> Key:
     return _short(tuple(re.sub("Q([0-9a-f]+)_", lambda c: chr(int(c[1], 16)), part) for part in parts))
 
 
+# Flags as they were given: an end that a storage knows may be one that only some of them tell.
+_FLAG_FIELDS = {name: _name(("next", name)) for name in _FLAGS}
+
+
+def _flag_requests(storage: _Storage) -> list[Request]:
+    """The flags of a step, as parts of a batch."""
+    columns = [column.name for column in storage._fields.columns]
+    return [Request(Part.COLUMN, columns.index(name), (), torch.bool) for name in _FLAG_FIELDS.values()]
+
+
 def _by_time(data: TensorDictBase, shape: tuple[int, int]) -> TensorDictBase:
     """The data as ``[steps, num_envs]``."""
     return data.detach().reshape(shape).transpose(0, 1)
@@ -443,7 +505,7 @@ def _by_time(data: TensorDictBase, shape: tuple[int, int]) -> TensorDictBase:
 
 def _sample(steps: TensorDictBase, layout: _Layout) -> dict[str, Any]:
     """Steps in the words of the vocabulary."""
-    terminated, truncated = _ends(steps)
+    ends = _ends(steps)
     before = {name: entry(steps, key, "data") for name, key in layout.extra.items()}
     for place, inner in (("data", steps), ("data['next']", steps.get("next"))):
         for key in layout.observations:
@@ -453,21 +515,32 @@ def _sample(steps: TensorDictBase, layout: _Layout) -> dict[str, Any]:
         "next_observations": steps.get("next").select(*layout.observations),
         "actions": entry(steps, "action", "data"),
         "rewards": entry(steps, ("next", "reward"), "data"),
-        "terminated": terminated,
-        "truncated": truncated,
+        **ends,
         **before,
     }
 
 
-def _ends(steps: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Whether each step terminated its episode, and whether the episode was truncated after it."""
-    flags = {name: steps.get(("next", name), None) for name in _FLAGS}
-    given = {name: flag != 0 for name, flag in flags.items() if flag is not None}
+def _ends(steps: TensorDictBase) -> dict[str, Tensor]:
+    """Which steps terminated their episode, which were the last before a truncation, and the flags to be served.
+
+    Flags that are missing follow from the others. Those that are there are served as they are: TorchRL's trainer marks
+    the last step of each batch as truncated, and not as done.
+    """
+    given = {}
+    for name in _FLAGS:
+        if ("next", name) in steps.keys(include_nested=True):
+            flag = entry(steps, ("next", name), "data")
+            if flag.shape[2:] not in ((), (1,)):
+                raise InvalidInputError(
+                    f"data has {('next', name)!r} of {tuple(flag.shape[2:])} for each step; give one flag, () or (1,). "
+                    "Nothing was written."
+                )
+            given[name] = (flag != 0).reshape(steps.shape)
     if not given:
         entry(steps, ("next", "done"), "data")
-    done = torch.stack(list(given.values())).any(0)
-    terminated = given.get("terminated")
-    if terminated is None:
-        terminated = done & ~given["truncated"] if "truncated" in given else done
-    truncated = done & ~terminated
-    return terminated, truncated | given["truncated"] if "truncated" in given else truncated
+    ended = torch.stack(list(given.values())).any(0)
+    terminated = given.get("terminated", ended & ~given["truncated"] if "truncated" in given else ended)
+    truncated = given.get("truncated", ended & ~terminated)
+    served = {"done": ended, "terminated": terminated, "truncated": truncated, **given}
+    flags = {_FLAG_FIELDS[name]: flag for name, flag in served.items()}
+    return {"terminated": terminated, "truncated": truncated | (ended & ~terminated), **flags}

@@ -9,6 +9,7 @@ from rlstore import Journal, NotReadyError, NStepReplayStorage, ReplayStorage, S
 from rlstore.torchrl import ReplayBuffer
 
 ENVS, GAMMA = 2, 0.5
+FLAGS = ("done", "terminated", "truncated")
 EXTRA = ("sample_log_prob", ("collector", "traj_ids"), ("next", "cost"))
 
 
@@ -43,11 +44,14 @@ def expected(steps, n_step=1):
     for lane in steps.cpu().unbind(0):
         rows = lane.unbind(0)
         for start, row in enumerate(rows):
-            total, taken = 0.0, 0
-            for last in rows[start : start + n_step]:
+            last, total, taken = row, 0.0, 0
+            for following in rows[start : start + n_step]:
+                if taken and not torch.equal(following["observation"], last["next", "observation"]):
+                    break
+                last = following
                 total += GAMMA**taken * last["next", "reward"].item()
                 taken += 1
-                if last["next", "done"]:
+                if any(last["next", name] for name in FLAGS):
                     break
             found[row["observation"][0].item()] = (row, last, total, taken)
     return found
@@ -80,6 +84,39 @@ def test_everything_that_was_given_is_served(n_step, flat):
     assert len(buffer) == data.numel() == 80
     assert {row.item() for row in batch["observation"][:, 0]} == lines.keys()
     assert_served(batch, lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.6}], ids=str)
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("marked", [True, False])
+def test_environments_one_after_another_are_served_with_their_own_flags(n_step, marked, options):
+    """TorchRL's trainer marks the last step of each environment as truncated, not as done, and flattens the batch."""
+    buffer, lines = make(1000, n_step=n_step, gamma=GAMMA, seed=0, **options), {}
+    for part in play(40, seed=1).split(8, dim=1):
+        if marked:
+            part["next", "truncated"][:, -1] = True
+        buffer.extend(part.reshape(-1))
+        lines.update(expected(part, n_step))  # no window reaches from one environment into the next
+    cut = [row for row, *_ in lines.values() if row["next", "truncated"] > row["next", "done"]]
+    assert bool(cut) == marked
+    batch = buffer.sample(1000)
+    assert {row.item() for row in batch["observation"][:, 0]} == lines.keys()
+    assert_served(batch, lines)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_flags_that_contradict_each_other_are_served_as_they_are(n_step, tmp_path):
+    buffer, data = make(60, num_envs=ENVS, n_step=n_step, gamma=GAMMA, seed=0), play(40)
+    draw = torch.Generator().manual_seed(0)
+    for name in FLAGS:
+        data["next", name] = (torch.rand(ENVS, 40, 1, generator=draw) < 0.2).to(DEVICE)
+    buffer.extend(data[:, :7].reshape(-1))
+    buffer.extend(data[:, 7:])
+    assert_served(buffer.sample(500), expected(data[:, 10:], n_step))
+    buffer.dumps(tmp_path / "saved")
+    resumed = make(60, num_envs=ENVS, n_step=n_step, gamma=GAMMA)
+    resumed.loads(tmp_path / "saved")
+    assert_served(resumed.sample(500), expected(data[:, 10:], n_step))
 
 
 def test_the_oldest_are_overwritten():
@@ -290,18 +327,28 @@ def test_the_storage_is_made_with_the_first_data_and_stays(tmp_path):
 # Saving and resuming
 
 
+def by_folder(saved, resumed, folder):
+    saved.dumps(folder / "saved")
+    resumed.loads(folder / "saved")
+
+
+def by_state_dict(saved, resumed, folder):
+    torch.save({"replay_buffer": saved.state_dict()}, folder / "saved.pt")
+    resumed.load_state_dict(torch.load(folder / "saved.pt", weights_only=True)["replay_buffer"])
+
+
+@pytest.mark.parametrize("save_and_resume", [by_folder, by_state_dict])
 @pytest.mark.parametrize("options", [{}, {"n_step": 3}, {"n_step": 3, "alpha": 0.7, "beta": 0.5}], ids=str)
-def test_a_resumed_buffer_goes_on_as_the_saved_one_does(tmp_path, options):
+def test_a_resumed_buffer_goes_on_as_the_saved_one_does(tmp_path, options, save_and_resume):
     options = {"num_envs": ENVS, "gamma": GAMMA, "batch_size": 30, **options}
     first, data = make(60, seed=3, **options), play(40)
     first.extend(data[:, :25])
     sample = first.sample()
     sample["td_error"] = torch.rand(30, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     first.update_tensordict_priority(sample)
-    first.dumps(tmp_path / "saved")
     second = make(60, seed=9, **options)
     second.extend(play(5, first=800.0))  # which is dropped
-    second.loads(tmp_path / "saved")
+    save_and_resume(first, second, tmp_path)
     assert len(second) == len(first) == 50
     lines = expected(data[:, :25], options.get("n_step", 1))
     for _ in range(2):
@@ -312,6 +359,49 @@ def test_a_resumed_buffer_goes_on_as_the_saved_one_does(tmp_path, options):
         rows = [buffer.extend(data[:, 25:]) for buffer in (first, second)]
         assert torch.equal(*rows)
         lines = expected(data[:, 10:], options.get("n_step", 1))  # the newest 30 of each environment
+
+
+def test_the_state_dict_of_an_empty_buffer_makes_another_one_empty():
+    buffer = make(100, num_envs=ENVS)
+    assert buffer.state_dict() == {}
+    buffer.extend(play(4))
+    buffer.load_state_dict(make(100, num_envs=ENVS).state_dict())
+    assert len(buffer) == 0
+    buffer.extend(play(3).exclude("sample_log_prob"))  # nor are there first data
+    assert len(buffer) == 6
+
+
+def test_a_state_dict_of_something_else_is_refused_and_nothing_is_changed(tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    buffer = make(100, num_envs=ENVS, seed=0)
+    buffer.extend(play(4))
+    state, byte = buffer.state_dict(), torch.zeros(1, dtype=torch.uint8)
+    assert {tensor.dtype for tensor in state.values()} == {torch.uint8}
+    for wrong in (
+        [state],
+        {"_storage": {"_storage": {}}, "_batch_size": None},  # of TorchRL's own
+        {**state, "../outside": byte},
+        {**state, str(tmp_path / "outside"): byte},
+        {**state, "manifest.json": byte.float()},
+        {**state, 3: byte},
+    ):
+        with pytest.raises(ValueError, match=r"state_dict is .*state_dict\(\) of|state_dict is none that.*Nothing was"):
+            buffer.load_state_dict(wrong)
+    rows = next(name for name in state if name.startswith("rows-"))
+    for name, wrong in {"manifest.json": byte, rows: state[rows][:-9], "tensors-000001.safetensors": byte}.items():
+        with pytest.raises(SnapshotError):
+            buffer.load_state_dict({**state, name: wrong})
+    with pytest.raises(SnapshotError):
+        buffer.load_state_dict({"manifest.json": state["manifest.json"]})
+    with pytest.raises(ValueError, match="n_step is 2, and 1 in what was saved"):
+        make(100, num_envs=ENVS, n_step=2).load_state_dict(state)
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+    assert list(folder.iterdir()) == []
+    assert len(buffer) == 8
+    buffer.load_state_dict(state)
+    assert_served(buffer.sample(40), expected(play(4)))
 
 
 def test_a_buffer_with_a_journal_goes_on_with_it(tmp_path):
@@ -415,6 +505,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written():
     buffer, data = make(100, num_envs=ENVS), play(4)
     with pytest.raises(ValueError, match="batch_size is None"):
         buffer.sample()
+    for name in FLAGS:
+        wrong = data.clone().set(("next", name), torch.zeros(ENVS, 4, 3))
+        with pytest.raises(
+            ValueError, match=rf"data has \('next', '{name}'\) of \(3,\).*one flag.* Nothing was written"
+        ):
+            buffer.extend(wrong)
     with pytest.raises(ValueError, match="data is a dict; give a TensorDict"):
         buffer.extend(data.to_dict())
     with pytest.raises(ValueError, match="data has no tensor 'action'"):

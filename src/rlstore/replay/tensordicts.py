@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rlstore.engine.batches.pipeline import Gather, Part, Request
+from rlstore.engine.batches.pipeline import Gather, Request
 from rlstore.errors import InvalidInputError
 from rlstore.replay.core import ReplayCore
 from rlstore.storage import Sample
@@ -48,31 +49,30 @@ def insert_steps(storage: ReplayCore, steps: Sample) -> Tensor:
         return rows
 
 
-class WindowEnds(NamedTuple):
-    """How the n-step windows of a batch end, ``[batch, 1]`` each.
+def sample_windows(
+    storage: ReplayCore, batch_size: int, asked: Sequence[Request]
+) -> tuple[dict[str, Any], Tensor, tuple[Tensor, ...]]:
+    """A random batch of transitions by the names of the vocabulary, and how their n-step windows end.
 
-    Attributes:
-        steps: The steps of the window: ``n_step``, or less at the end of the episode and at the newest row; int64.
-        terminated: The last of them terminated the episode; bool.
-        truncated: The episode was truncated after the last of them; bool.
+    Args:
+        storage: The storage.
+        batch_size: The number of transitions.
+        asked: Parts of the last step of each window.
+
+    Returns:
+        The batch; the steps of each window, int64 ``[batch]``: ``n_step``, or less at the end of the episode and at the
+        newest row; and what was asked for.
     """
-
-    steps: Tensor
-    terminated: Tensor
-    truncated: Tensor
-
-
-_FLAGS = tuple(Request(part, 0, (1,), torch.bool) for part in (Part.TERMINATED, Part.TRUNCATED))
-
-
-def sample_with_ends(storage: ReplayCore, batch_size: int) -> tuple[dict[str, Any], WindowEnds]:
-    """A random batch of transitions, by the names of the vocabulary, and how their windows end."""
     with storage._guard:  # the rows must not be overwritten in between
         batch = next(iter(storage.generate_batches(1, batch_size)))
-        ring, fold, rows = storage._ring_of(), storage._view.fold, batch["rows"]
-        held = rows.to(ring.device)
-        terminated, truncated = Gather(ring, _FLAGS, *fold)(held)
-        first, stop = torch.empty_like(held), torch.empty_like(held)
-        ring.kernel.bounds(held, first, stop)
-        steps = (stop - held // ring.lanes).clamp(max=fold[0]).unsqueeze(1)
-    return batch, WindowEnds(*(tensor.to(rows.device) for tensor in (steps, terminated, truncated)))
+        ring, n_step, rows = storage._ring_of(), storage._view.fold[0], batch["rows"]
+        last = rows.to(ring.device)
+        if n_step == 1:
+            steps = torch.ones_like(last)
+        else:
+            first, stop = torch.empty_like(last), torch.empty_like(last)
+            ring.kernel.bounds(last, first, stop)
+            steps = (stop - last // ring.lanes).clamp(max=n_step)
+            last = last + (steps - 1) * ring.lanes
+        ends = Gather(ring, asked, 1, 1.0)(last) if asked else ()
+    return batch, steps.to(rows.device), tuple(tensor.to(rows.device) for tensor in ends)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from rlstore.engine.disk.segments import SEGMENT_BYTES, SEGMENT_NAME, Record, Se
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
 from rlstore.engine.rows.schema import DTYPES, dtype_name
-from rlstore.errors import SnapshotError
+from rlstore.errors import InvalidInputError, SnapshotError
 
 _TENSOR_FILE = re.compile(r"tensors-([0-9]{6,})\.safetensors")
 _CONTENTS = ("whole", "segments")
@@ -600,3 +601,34 @@ def restore_generator(generator: torch.Generator, reader: SnapshotReader) -> Non
         generator.set_state(state)
     else:
         generator.manual_seed(checksum_of(state))
+
+
+# ------------------------------------------------------------------------------------------------- as one dict
+
+
+def snapshot_files(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The files of a snapshot by name, uint8 each: for state dicts, which ``torch.load`` reads without pickle."""
+    names = [name for name in sorted(os.listdir(path)) if _is_of_snapshot(name)]
+    return {name: torch.from_numpy(np.fromfile(os.path.join(path, name), dtype=np.uint8)) for name in names}
+
+
+def write_snapshot_files(files: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write what :func:`snapshot_files` returned to an empty folder.
+
+    Raises:
+        InvalidInputError: If it is something else. Nothing was written.
+        DiskFullError: If the disk is full.
+    """
+    for name, content in files.items():
+        if not isinstance(name, str) or not _is_of_snapshot(name):
+            raise InvalidInputError(f"{name!r} is no file of a snapshot. Nothing was changed.")
+        if not isinstance(content, Tensor) or content.dtype != torch.uint8:
+            found = content.dtype if isinstance(content, Tensor) else type(content).__name__
+            raise InvalidInputError(f"{name!r} is {found}; a file of a snapshot is uint8. Nothing was changed.")
+    with raising_disk_full(Path(path), _IF_FULL):
+        for name, content in files.items():
+            content.numpy(force=True).tofile(os.path.join(path, name))
+
+
+def _is_of_snapshot(name: str) -> bool:
+    return name == manifest.NAME or not _is_foreign(name)
