@@ -8,6 +8,7 @@ from torchrl.data.postprocs import MultiStep
 from torchrl.envs import GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from torchrl.modules import MLP, QValueActor
 from torchrl.objectives import DQNLoss
+from torchrl.trainers.trainers import ReplayBufferTrainer
 
 from rlstore.torchrl import ReplayBuffer
 
@@ -130,3 +131,43 @@ def test_their_loss_reads_lengths_and_weights(collected):
     assert loss.item() == pytest.approx(((squares * weights).sum() / weights.sum()).item(), rel=1e-4)
     assert sample.get("td_error", None) is not None
     buffer.update_tensordict_priority(sample)
+
+
+@pytest.mark.parametrize("num_envs", [1, ENVS])
+@pytest.mark.parametrize("flatten", [True, False])
+def test_the_hooks_of_their_trainer_serve_what_they_serve_with_theirs(collected, num_envs, flatten):
+    """Row by row, by the index that both count in the same way where the data are of one environment."""
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=16)
+    ours = ReplayBuffer(10_000, num_envs=num_envs, seed=0)
+    hooks = [ReplayBufferTrainer(buffer, batch_size=500, flatten_tensordicts=flatten) for buffer in (theirs, ours)]
+    given = []
+    for batch in collected:
+        for hook in hooks:
+            data = hook.extend((batch if flatten or num_envs == ENVS else batch.reshape(-1)).clone())
+        given.append(data.reshape(-1))
+    known = {identity(row): row for row in torch.cat(given).unbind(0)}
+    assert flatten == any(row["next", "truncated"] > row["next", "done"] for row in known.values())
+    sample = hooks[1].sample(data)
+    assert len(sample) == 500
+    for row in sample.unbind(0):
+        assert (row.exclude("index") == known[identity(row)].exclude(*ROOT_FLAGS)).all()
+        if num_envs == 1 and flatten:
+            stored = theirs[row["index"].item()]
+            assert (row.exclude("index") == stored.exclude("index", *ROOT_FLAGS)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"n_step": 3, "alpha": 0.6}], ids=str)
+def test_the_hooks_of_their_trainer_save_and_resume(collected, tmp_path, options):
+    hooks = [ReplayBufferTrainer(filled([], **options), batch_size=16, flatten_tensordicts=True) for _ in range(2)]
+    for batch in collected[:3]:
+        hooks[0].extend(batch.clone())
+    sample = hooks[0].sample(None)
+    sample["td_error"] = torch.rand(16)
+    hooks[0].update_priority(sample)
+    torch.save(hooks[0].state_dict(), tmp_path / "trainer.pt")
+    hooks[1].load_state_dict(torch.load(tmp_path / "trainer.pt", weights_only=True, mmap=True))
+    for batch in collected[3:]:
+        samples = [hook.sample(None) for hook in hooks]
+        assert (samples[0] == samples[1]).all()
+        for hook in hooks:
+            hook.extend(batch.clone())

@@ -28,6 +28,10 @@ __all__ = ["ReplayBuffer"]
 
 _FLAGS = ("done", "terminated", "truncated")
 _STEPS = "steps_to_next_obs"
+# The first extra field: the flags as they were given. A storage itself knows an end where any of them is set.
+_ENDS = "next_flags"
+_ENDS_FORM = {"shape": [len(_FLAGS)], "dtype": torch.bool}
+_ENDS_ASKED = (Request(Part.COLUMN, 2, (len(_FLAGS),), torch.bool),)  # behind actions and rewards
 # Entries that are no observations and no extra fields: what is stored otherwise, and what a sample holds of its own.
 _OTHERS = frozenset(
     [("action",), ("next", "reward"), ("index",), ("_weight",), ("priority_weight",)]
@@ -102,7 +106,7 @@ class ReplayBuffer:
         """The storage that holds the data, which is made with the first of them.
 
         Entries that are no observations are its extra fields: ``td_cost`` holds ``cost``, and ``td_nextQ_cost``
-        ``("next", "cost")``.
+        ``("next", "cost")``. ``next_flags`` holds the flags under "next" as they were given.
         """
         if self._storage is None:
             raise NotReadyError(
@@ -171,8 +175,8 @@ class ReplayBuffer:
 
     def _new_storage(self, layout: _Layout, steps: TensorDictBase) -> _Storage:
         """An empty storage for data like these."""
-        forms = {name: (layout.extra_shapes[name], steps.get(key).dtype) for name, key in layout.extra.items()}
-        forms.update((name, ((), torch.bool)) for name in _FLAG_FIELDS.values())
+        forms: dict[str, Any] = {_ENDS: _ENDS_FORM}
+        forms.update((name, (layout.extra_shapes[name], steps.get(key).dtype)) for name, key in layout.extra.items())
         reward_shape = tuple(steps.get(("next", "reward")).shape[2:])
         reward_shape = () if reward_shape == (1,) else reward_shape
         storage: _Storage = self._kind(None, None, **self._options, extra_fields=forms, reward_shape=reward_shape)
@@ -238,13 +242,12 @@ class ReplayBuffer:
             check_positive("sample()", batch_size=batch_size)
         storage = self.storage
         # Flags are those of the last step of a window, and so in the batch where that is the only one.
-        asked = [] if storage.n_step == 1 else _flag_requests(storage)
-        batch, steps, flags = sample_windows(storage, size, asked)
+        batch, steps, ends = sample_windows(storage, size, () if storage.n_step == 1 else _ENDS_ASKED)
         assert self._layout is not None  # there is a storage
         served = batch["observations"].set("action", batch["actions"])
         following = batch["next_observations"].set("reward", batch["rewards"])
-        for name, flag in zip(_FLAGS, flags or [batch[name] for name in _FLAG_FIELDS.values()], strict=True):
-            following.set(name, flag.reshape(size, 1))
+        for name, flag in zip(_FLAGS, (ends[0] if ends else batch[_ENDS]).split(1, dim=1), strict=True):
+            following.set(name, flag)
         served.set("next", following).set("index", batch["rows"])
         for name, key in self._layout.extra.items():
             served.set(key, batch[name].reshape(size, *self._layout.extra_shapes[name]))
@@ -388,8 +391,9 @@ class ReplayBuffer:
         extra: Any = saved.get("extra_fields")
         is_known = reader.class_name in ("rlstore.ReplayStorage", "rlstore.PrioritizedReplayStorage")
         has_keys = isinstance(learnt, dict) and [] not in learnt.get("paths", [[]]) and isinstance(extra, dict)
-        has_flags = has_keys and extra.keys() >= set(_FLAG_FIELDS.values())
-        if not is_known or not has_flags or not all(name.startswith(_PREFIX) for name in extra):
+        names = list(extra) if has_keys else []
+        has_fields = names[:1] == [_ENDS] and extra[_ENDS] == _ENDS_FORM
+        if not is_known or not has_fields or not all(name.startswith(_PREFIX) for name in names[1:]):
             raise SnapshotError(
                 f"{reader.folder} holds a {reader.class_name} that no ReplayBuffer of this version has saved. "
                 "Nothing was changed."
@@ -445,7 +449,7 @@ def _layout_of_storage(storage: _Storage) -> _Layout:
     """That of the data that a storage holds."""
     fields = storage._fields
     observations = [_short(tuple(map(str, path))) for path in fields.structure.paths]
-    extra = [field for field in fields.extra if field.name not in _FLAG_FIELDS.values()]
+    extra = [field for field in fields.extra if field.name != _ENDS]
     return _layout(observations, {field.name: (_key(field.name), field.shape) for field in extra})
 
 
@@ -488,16 +492,6 @@ def _key(name: str) -> Key:
     return _short(tuple(re.sub("Q([0-9a-f]+)_", lambda c: chr(int(c[1], 16)), part) for part in parts))
 
 
-# Flags as they were given: an end that a storage knows may be one that only some of them tell.
-_FLAG_FIELDS = {name: _name(("next", name)) for name in _FLAGS}
-
-
-def _flag_requests(storage: _Storage) -> list[Request]:
-    """The flags of a step, as parts of a batch."""
-    columns = [column.name for column in storage._fields.columns]
-    return [Request(Part.COLUMN, columns.index(name), (), torch.bool) for name in _FLAG_FIELDS.values()]
-
-
 def _by_time(data: TensorDictBase, shape: tuple[int, int]) -> TensorDictBase:
     """The data as ``[steps, num_envs]``."""
     return data.detach().reshape(shape).transpose(0, 1)
@@ -528,7 +522,7 @@ def _ends(steps: TensorDictBase) -> dict[str, Tensor]:
     """
     given = {}
     for name in _FLAGS:
-        if ("next", name) in steps.keys(include_nested=True):
+        if steps.get(("next", name), None) is not None:
             flag = entry(steps, ("next", name), "data")
             if flag.shape[2:] not in ((), (1,)):
                 raise InvalidInputError(
@@ -541,6 +535,5 @@ def _ends(steps: TensorDictBase) -> dict[str, Tensor]:
     ended = torch.stack(list(given.values())).any(0)
     terminated = given.get("terminated", ended & ~given["truncated"] if "truncated" in given else ended)
     truncated = given.get("truncated", ended & ~terminated)
-    served = {"done": ended, "terminated": terminated, "truncated": truncated, **given}
-    flags = {_FLAG_FIELDS[name]: flag for name, flag in served.items()}
-    return {"terminated": terminated, "truncated": truncated | (ended & ~terminated), **flags}
+    served = torch.stack([given.get("done", ended), terminated, truncated], dim=-1)
+    return {"terminated": terminated, "truncated": truncated | (ended & ~terminated), _ENDS: served}

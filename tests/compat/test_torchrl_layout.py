@@ -450,10 +450,18 @@ def test_what_another_buffer_has_saved_is_refused_and_nothing_is_changed(tmp_pat
     step = {"observations": torch.zeros(ENVS, 2), "actions": torch.zeros(ENVS, 1), "rewards": torch.zeros(ENVS)}
     step |= {"terminated": torch.zeros(ENVS), "truncated": torch.zeros(ENVS), "next_observations": torch.zeros(ENVS, 2)}
     single.insert_transition(step)
+    alike = []
+    flags, number = {"next_flags": ((3,), torch.bool)}, {"td_number": ((), torch.float32)}
+    for extra in ({}, {"next_flags": ((1,), torch.bool)}, {"next_flags": ((3,), torch.uint8)}, {**number, **flags}):
+        made = ReplayStorage(None, None, storage_size=100, num_envs=ENVS, n_step=1, discount=0.99, extra_fields=extra)
+        named = {name: torch.zeros(ENVS, *shape, dtype=dtype) for name, (shape, dtype) in extra.items()}
+        keyed = {name: {"observation": step[name]} for name in ("observations", "next_observations")}
+        made.insert_transition({**step, **keyed, **named})
+        alike.append(made)
     n_step = NStepReplayStorage(box, {"shape": 1, "type": "Box"}, storage_size=100, num_envs=ENVS)
     buffer = make(100, num_envs=ENVS, journal=tmp_path / "journal")
     buffer.extend(play(4))
-    for number, storage in enumerate((spaces, single, n_step, ReplayStorage(None, None))):
+    for number, storage in enumerate((spaces, single, n_step, ReplayStorage(None, None), *alike)):
         storage.save(tmp_path / str(number))
         with pytest.raises(SnapshotError, match="no ReplayBuffer of this version has saved"):
             buffer.loads(tmp_path / str(number))

@@ -73,6 +73,6 @@ def sample_windows(
             first, stop = torch.empty_like(last), torch.empty_like(last)
             ring.kernel.bounds(last, first, stop)
             steps = (stop - last // ring.lanes).clamp(max=n_step)
-            last = last + (steps - 1) * ring.lanes
+            last = torch.add(last, steps - 1, alpha=ring.lanes)
         ends = Gather(ring, asked, 1, 1.0)(last) if asked else ()
     return batch, steps.to(rows.device), tuple(tensor.to(rows.device) for tensor in ends)
