@@ -183,7 +183,7 @@ class EpisodeRing {
     return outcome;
   }
 
-  // The row of the last kDoneWithRepeat, -1 before any: it repeats the final observation of the episode before, without a flag, and
+  // The largest row of the last kDoneWithRepeat, -1 before any: it repeats the final observation of the episode before, without a flag, and
   // was not taken to be a reset step.
   int64_t repeated() const { return repeated_; }
 

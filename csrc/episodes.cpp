@@ -255,7 +255,7 @@ Told write_step(const Lanes& lanes, const std::vector<Observation>& leaves, cons
   Told told;
   for (int64_t lane = 0; lane < lanes.lanes; lane++) {
     if (moves[lane] == Move::kBreak && lanes.after_end[lane] != kResumed) told.has_broken = true;
-    if (moves[lane] == Move::kRepeat && told.repeat < 0) told.repeat = lanes.row(lane, lanes.written[lane]);
+    if (moves[lane] == Move::kRepeat) told.repeat = std::max(told.repeat, lanes.row(lane, lanes.written[lane]));
     if (moves[lane] != Move::kSkip)
       write_row(lanes, leaves, columns, step, resets, lane, moves[lane]);
     else if (!(step.mask && !step.mask[lane]))

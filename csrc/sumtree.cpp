@@ -76,6 +76,17 @@ void refresh_parents(const float* leaves, const double* lower_sums, const float*
   }
 }
 
+// Writes only what differs: memory of zeros that was never written, of rows that are still to come, is not taken.
+template <typename Real>
+RLSTORE_INLINE void correct_parents(const Real* lower_sums, const float* lower_maxima, double* sums, float* maxima, size_t groups) {
+  for (size_t group = 0; group < groups; group++) {
+    const double sum = sum_group(lower_sums + group * kWidth);
+    const float largest = max_group(lower_maxima + group * kWidth);
+    if (sums[group] != sum) sums[group] = sum;
+    if (maxima[group] != largest) maxima[group] = largest;
+  }
+}
+
 RLSTORE_CLONES
 void descend_sums(const double* sums, double* targets, int64_t* indices, size_t count) {
   for (size_t i = 0; i < count; i++)
@@ -142,10 +153,10 @@ void SumTree::set(const int64_t* indices, const float* values, size_t count) {
 void SumTree::rebuild() {
   size_t below = count_;
   for (size_t level = 0; level < sizes_.size(); level++) {
-    parents_.resize(below / kWidth);
-    for (size_t i = 0; i < parents_.size(); i++) parents_[i] = static_cast<int64_t>(i);
-    refresh_parents(level == 0 ? leaves_ : nullptr, level == 0 ? nullptr : sums_[level - 1],
-                    level == 0 ? nullptr : maxima_[level - 1], sums_[level], maxima_[level], parents_.data(), parents_.size());
+    if (level == 0)
+      correct_parents(leaves_, leaves_, sums_[0], maxima_[0], below / kWidth);
+    else
+      correct_parents(sums_[level - 1], maxima_[level - 1], sums_[level], maxima_[level], below / kWidth);
     below = sizes_[level];
   }
 }

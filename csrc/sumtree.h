@@ -28,7 +28,7 @@ class SumTree {
   void set(const int64_t* indices, const float* values, size_t count);
   // The leaf that contains each target, 0 <= target < total(); never a leaf of 0 unless all are 0.
   void find(double* targets, int64_t* indices, size_t count) const;
-  // Recomputes every parent from its children.
+  // Recomputes every parent from its children, and takes no memory for those that are 0 and were never written.
   void rebuild();
 
  private:

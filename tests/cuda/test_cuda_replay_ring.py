@@ -31,7 +31,7 @@ def assert_told(twins: DeviceTwins) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_writes_agree_in_every_byte(name, device):
     twins = DeviceTwins(LAYOUTS[name], device)
-    for write in range(16 if device.type == "cuda" else 11):
+    for write in range(16):
         twins.write()
         twins.assert_same()
         assert_told(twins)

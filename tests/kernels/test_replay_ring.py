@@ -83,6 +83,15 @@ def test_of_a_break_and_a_repeat_in_one_step_the_break_is_told():
     twins.assert_same()
 
 
+def test_of_several_lanes_that_repeat_the_largest_row_is_told():
+    twins = Twins(PLAIN)
+    for memory in twins.both:
+        memory.grow()
+        assert memory.write(step_of([1, 5], [2, 6], [1.0, 1.0], [True, True]))[-1] == -1
+        assert memory.write(step_of([2, 6], [3, 7], [1.0, 0.5]))[-1] == -7
+        assert memory.ring.repeated() == 1 * 2 + 1
+
+
 @pytest.mark.parametrize("breaks", [None, 1, 3])
 def test_of_several_steps_a_break_is_told_and_else_a_repeat(breaks):
     """Lane 1 ends in the first step and shows what it ended in in the third; lane 0 breaks off before or after."""

@@ -9,6 +9,7 @@ import pickle
 import resource
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,15 +320,35 @@ def test_resident_memory_follows_the_rows(memory, field):
         return told
 
     before, made, *after, pickled = in_child(child)
-    # Sums of priorities: 12 bytes for each of the nodes above the leaves; in shared memory also 4 for each leaf
-    # and 4 for each episode index that is free.
-    nodes = 12 * (MANY // 15)
-    assert made - before < nodes + (2 * 4 * MANY if memory == "shared" else 0) + (16 << 20)
+    # In shared memory 4 bytes for each episode index that is free.
+    assert made - before < (4 * MANY if memory == "shared" else 0) + (16 << 20)
     for rows, now in zip((1000, 2000, 3000), after, strict=True):
         # A frame and a record of 20 bytes each, and of both blocks a page of 2 MiB that has begun; 4 MiB to spare,
         # and 1 below: the system counts pages of each core apart.
         assert rows * FRAME - (1 << 20) <= now - made <= rows * (FRAME + 20) + (8 << 20)
     assert 3000 * FRAME < pickled < 3100 * FRAME
+
+
+@pytest.mark.parametrize("kind", ["prioritized", "sequence"])
+def test_priorities_take_no_memory_before_there_are_rows(kind):
+    def child() -> list[int]:
+        capacity.free_ram = lambda: None
+        before = resident("VmHWM")
+        if kind == "sequence":
+            storage: Any = SequenceReplayStorage(SPACE, SPACE, storage_size=2**31, sequence_length=4, alpha=0.6)
+        else:
+            storage = PrioritizedReplayStorage(SPACE, SPACE, storage_size=2**31)
+        made = resident("VmHWM")
+        for step in range(20):
+            add(storage, step, ends=step % 9 == 8)
+        storage.update(storage.sample(4).rows, np.ones(4))
+        storage.reset()
+        return [made - before, resident("VmHWM") - before, len(storage)]
+
+    made, used, held = in_child(child)
+    assert made < 64 << 20  # the sums alone would be 1.6 GiB, and the leaves 8
+    assert used < 128 << 20
+    assert held == 0
 
 
 @pytest.mark.parametrize("memory", ["ram", "shared"])

@@ -383,7 +383,7 @@ class EpisodeRing(Protocol):
         """
 
     def repeated(self) -> int:
-        """The row for which ``WRITTEN_WITH_REPEAT`` was returned last; -1 before any."""
+        """The row for which ``WRITTEN_WITH_REPEAT`` was returned last, the largest of several; -1 before any."""
 
     def allow(self, steps: int) -> None:
         """So many steps may be written from now on, whatever part of the lanes takes part in each; at first none.

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.select import Windows
 from rlstore.engine.checks import check_positive
 from rlstore.engine.measures import Measures, Number, Ratio, spread
+from rlstore.engine.memory.backing import Backing
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
@@ -37,10 +38,9 @@ class Priorities:
         self._ring, self._windows = ring, windows
         leaves = -(-ring.steps * ring.lanes // 16) * 16
         above = sum(kernel("Priorities", ring.device.type).level_sizes(leaves))
-        make = ring.backing.zeros
-        if ring.backing.grows:  # the sums are written at once; and to read shared memory is to take it
-            now = above * 12 + leaves * 4 * (ring.backing.kind == "shared")
-            ring.backing.require(now, f"the priorities of {ring.steps * ring.lanes:,} transitions")
+        # Of memory="shared" they are this process's own; and to read memory that is shared is to take it.
+        own = Backing(ring.backing.owner, "ram", ring.device) if ring.backing.kind == "shared" else ring.backing
+        make = own.zeros
         self._leaves = make("priorities", (leaves,), torch.float32)
         ring.beside["priorities"] = self._leaves
         self._sums = make("priority sums", (above,), torch.float64)
@@ -50,7 +50,7 @@ class Priorities:
         is_known = ring.reopened and ring.backing.holds("priorities seen")
         self._seen = make("priorities seen", (ring.lanes,), torch.int64, is_late=True)
         if ring.reopened:
-            self._sums.zero_()  # what lies behind the last node is read, and rebuild() does not write it
+            self._sums.zero_()  # what lies behind the last node is read, and the kernel does not write it
             self._maxima.zero_()
             # A count that cannot be is from before a snapshot was loaded into the folder.
             can_be = (self._seen >= 0) & (self._seen <= ring.written)
@@ -59,18 +59,21 @@ class Priorities:
             self._seen.copy_(ring.written)
         if windows is not None:
             windows.keep_priorities(self._leaves)
-        self._kernel: protocol.Priorities | None = None
-        self.kernel.rebuild()
+        self._kernel: protocol.Priorities | None = self._bound()
 
     @property
     def kernel(self) -> protocol.Priorities:
         """The tree itself, bound to the ring when it is first needed."""
         if self._kernel is None:
-            if self._windows is not None:
-                self._seen.copy_(self._ring.written)  # rows have theirs with their windows, and none is new
-            memory = (self._leaves, self._sums, self._maxima, self._seen)
-            self._kernel = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
+            self._kernel = self._bound()
         return self._kernel
+
+    def _bound(self) -> protocol.Priorities:
+        if self._windows is not None:
+            self._seen.copy_(self._ring.written)  # rows have theirs with their windows, and none is new
+        memory = (self._leaves, self._sums, self._maxima, self._seen)
+        made: protocol.Priorities = kernel("Priorities", self._ring.device.type)(self._ring.kernel, memory)
+        return made
 
     @property
     def leaves(self) -> Tensor:
@@ -159,7 +162,9 @@ class Priorities:
 
     def clear(self) -> None:
         """No row has a priority any more."""
-        self._leaves.zero_()
+        ring = self._ring
+        by_lane = self._leaves[: ring.lanes * ring.steps].view(ring.lanes, ring.steps)
+        by_lane[:, : ring.reached(ring.steps)].zero_()  # to write the others would take their memory
         self.rebuild()
 
     def rebuild(self) -> None:

@@ -127,7 +127,7 @@ class EpisodeRing(RingMemory):
         self._after_end[is_reset] = -1  # a reset step is dropped, and the next one is a step again
         if is_told:
             return WRITTEN_WITH_BREAK
-        self._repeated = odd[0] if odd else self._repeated
+        self._repeated = max(odd, default=self._repeated)
         return WRITTEN_WITH_REPEAT if odd else WRITTEN
 
     def _is_flags(self, value: object) -> bool:
