@@ -89,7 +89,9 @@ def _judge(folder: Path, load: Callable[[Path], object]) -> dict[str, Any]:
     changes: list[str] = []
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CHANGES or (event == "open" and arguments[2] & _WRITES):
+        # What is open already was opened for writing, or is memory.
+        is_change = event in _CHANGES and not isinstance(arguments[0], int)
+        if is_change or (event == "open" and arguments[2] & _WRITES):
             changes.append(f"{event} {arguments[0]}")
 
     sys.addaudithook(watch)

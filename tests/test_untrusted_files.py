@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from tensordict import TensorDict
 from rlstore import (
     DecoupledRolloutStorage,
     DistributedStorage,
+    PrioritizedReplayStorage,
     ReplayStorage,
     RolloutStorage,
+    SequenceReplayStorage,
     Storage,
     UnsupportedSpaceError,
 )
+from rlstore.engine.disk.snapshot import SnapshotWriter
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
@@ -221,3 +225,137 @@ def test_an_example_of_a_dtype_that_cannot_be_saved_is_refused():
     example = torch.zeros(2, 3, dtype=torch.float8_e4m3fnuz)
     with pytest.raises(UnsupportedSpaceError, match="float8_e4m3fnuz"):
         RolloutStorage("rl", 2, 3, TensorDict({"policy": example}, [2]), (1,))
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
+
+
+def saved_as(folder, storage, change):
+    """Save a storage whose numbers and tensors were changed before; every checksum is right."""
+    with SnapshotWriter("save()", folder) as writer:
+        content = storage._content(copy=True)
+        content.rows = storage._rows_for(writer)
+        content.tensors = dict(content.tensors)
+        change(content)
+        writer.write(content)
+    return folder
+
+
+def some(name):
+    """A storage that has run its program."""
+    make, run = PROGRAMS[name]
+    storage = make("cpu")
+    for _ in run(storage):
+        pass
+    return storage
+
+
+@pytest.mark.parametrize(
+    ("left", "following"), [(624, 624), (2, 624), (1, 1), (0, 625), (-1, 626), (1, 2**63), (600, 0)]
+)
+@pytest.mark.parametrize("name", ["rollout", "distributed"])
+def test_the_state_of_a_generator_made_torch_read_behind_it(name, left, following, tmp_path):
+    def change(content):
+        state = content.tensors["generator[cpu]"].numpy()
+        struct.pack_into("=i", state, 8, left)
+        struct.pack_into("=Q", state, 16, following)
+
+    verdicts = judged(saved_as(tmp_path / "snapshot", some(name), change))
+    assert verdicts.load.startswith("SnapshotError")
+    assert "generator[cpu]" in verdicts.load
+
+
+def test_every_state_that_a_generator_has_can_be_loaded(tmp_path):
+    storage = some("rollout")
+    for draws in (0, 1, 1, 100, 520, 1, 1, 1, 624, 700):  # the state is used up after 624 numbers
+        torch.randint(2**31, (draws,), generator=storage._generator)
+        storage.save(tmp_path / "snapshot")
+        loaded = Storage.load(tmp_path / "snapshot")
+        drawn = [torch.randint(2**31, (3,), generator=one._generator).tolist() for one in (storage, loaded)]
+        assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("state", [[-1, -1], [2**63 - 1, 2**63 - 1], [-(2**63), -(2**63)], [0, 2**62]])
+def test_every_state_of_the_generator_of_replay_draws_rows_that_are_held(state, tmp_path):
+    def change(content):
+        content.tensors["random"] = torch.tensor(state)
+
+    loaded = Storage.load(saved_as(tmp_path / "snapshot", some("prioritized"), change))
+    held = set(loaded.held_rows().tolist())
+    for _ in range(5):
+        assert held.issuperset(loaded.sample().rows.tolist())
+
+
+@pytest.mark.parametrize("shape", [(0, 30_000_000), (0, 10**10), (4, 3, 30_000_000, 0), (3, 3), ()])
+@pytest.mark.parametrize("name", ["saved_hidden_state_a[0]", "final_values", "distribution_params[0]"])
+def test_a_column_without_steps_took_memory_for_its_environments(name, shape, tmp_path):
+    def change(content):
+        content.tensors[name] = torch.empty(shape)
+        column = name.partition("[")[0]
+        content.numbers = {**content.numbers, "groups": {**content.numbers["groups"], column: 1}}
+
+    assert judged(saved_as(tmp_path / "snapshot", some("rollout"), change)).are_refusals
+
+
+@pytest.mark.parametrize("count", [40_000, 200_000])
+def test_to_load_many_slots_took_their_number_squared(count, tmp_path):
+    storage = DistributedStorage(spaces.Box(-1, 1, (1,)), MOVES, num_steps=1, num_storages=count)
+    storage.save(tmp_path / "snapshot")
+    assert judged(tmp_path / "snapshot").load == "loaded"
+
+
+def test_slots_are_served_and_filled_in_the_same_order_after_a_load(tmp_path):
+    """Eight rollouts, of which two are held by a learner; the rest of them wait; one is being written."""
+    storage = DistributedStorage(BOX, MOVES, num_steps=1, num_storages=8, batch_size=2)
+
+    def insert(storage, number):
+        storage.insert_transition(
+            {
+                **{name: torch.full((1, 3), float(number)) for name in ("observations", "next_observations")},
+                "actions": torch.tensor([0]),
+                "rewards": torch.tensor([float(number)]),
+                "terminated": torch.tensor([False]),
+                "truncated": torch.tensor([False]),
+            }
+        )
+
+    def served(storage):
+        return [batch["rewards"].flatten().tolist() for batch in storage.generate_batches(1, 2, shuffle=False)]
+
+    for number in range(6):
+        insert(storage, number)
+    assert served(storage) == [[0.0, 1.0]]
+    storage.save(tmp_path / "snapshot")
+    loaded = Storage.load(tmp_path / "snapshot")
+    for one in (storage, loaded):
+        one.after_gradients(None, None, {})
+        insert(one, 6)
+        insert(one, 7)
+        told = []
+        for _ in range(3):
+            told += served(one)
+            one.after_gradients(None, None, {})
+        assert told == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+
+
+@pytest.mark.parametrize("part", ["rows", "weights", "probabilities", "counts", "others"])
+@pytest.mark.parametrize("change", ["another dtype", "an axis more", "an entry less"])
+def test_a_prepared_batch_of_another_form_was_served(part, change, tmp_path):
+    name = "sequences" if part == "others" else "prioritized"
+    kind = {"sequences": SequenceReplayStorage, "prioritized": PrioritizedReplayStorage}[name]
+    more = {"sequence_length": 2, "alpha": 0.5} if part == "others" else {"sample_info": True}
+    storage = kind(BOX, MOVES, storage_size=20, num_envs=1, batch_size=4, num_workers=1, seed=0, **more)
+    play(storage, 0, 12)
+    storage.sample()
+    storage._pipeline.prefetch.settle()
+
+    def forge(content):
+        tensor = content.tensors[f"prepared 0 {part}"]
+        forms = {"another dtype": tensor.double(), "an axis more": tensor.unsqueeze(0), "an entry less": tensor[:-1]}
+        content.tensors[f"prepared 0 {part}"] = forms[change].clone()
+
+    loaded = Storage.load(saved_as(tmp_path / "honest", storage, lambda content: None))
+    assert torch.equal(loaded.sample().rows, storage.sample().rows)
+    verdicts = judged(saved_as(tmp_path / "forged", storage, forge))
+    assert verdicts.are_refusals
+    assert f"prepared 0 {part}" in verdicts.load

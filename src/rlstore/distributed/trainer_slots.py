@@ -268,7 +268,7 @@ class TrainerSlots:
         counts, used = handoff.counts(), [*slots, *self._lanes]
         return {
             # All slots: those of rollouts, and then the others as they will be taken; what actors write is not saved.
-            "order": [*used, *(slot for slot in handoff.slots.order() if slot not in used)],
+            "order": list(dict.fromkeys([*used, *handoff.slots.order()])),
             "rollouts": len(slots),
             "held": len(self._held),
             "spent": self._spent,
@@ -315,13 +315,14 @@ class TrainerSlots:
         """Go on with what the slots hold, which are all free: complete rollouts, and those that were begun."""
         handoff, order, rollouts = self.memory.handoff, numbers["order"], numbers["rollouts"]
         used = rollouts + numbers["lanes"]
-        for _ in order:
-            self._inserter.reserve(0.0)
-        for slot in order[used:]:
-            self._inserter.abandon(slot, 0)
-        for slot in order[:rollouts]:
-            self._inserter.commit(slot)
-        self._held, self._spent = self._server.try_collect(numbers["held"]), numbers["spent"]
+        held, lanes = numbers["held"], numbers["lanes"]
+        parts = [
+            (State.READING, self._server.number, held),
+            (State.FULL, 0, rollouts - held),
+            (State.WRITING, self._inserter.number, lanes),
+        ]
+        handoff.slots.arrange(order, parts)
+        self._held, self._spent = order[:held], numbers["spent"]
         self._lanes, self._step, self._carried = order[rollouts:used], numbers["step"], carried
         handoff.published = numbers["published"]
         handoff.set_counts(*numbers["counts"])

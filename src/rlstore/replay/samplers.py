@@ -59,6 +59,11 @@ class Sampler:
         """Whether what is drawn has probabilities and counts."""
         return self._counts is not None
 
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axes of the rows of a batch, behind the first."""
+        return ()
+
     def draw(self, count: int, random: Tensor) -> Drawn:
         """The rows of a batch of ``count``.
 
@@ -407,6 +412,11 @@ class WindowSampler(PrioritySampler):
     ) -> None:
         super().__init__(owner, alpha, beta, beta_steps)
         self._length, self._stride, self._across = length, stride, across
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """Those of a window."""
+        return (self._length,)
 
     def bind(self, owner: str, ring: EpisodeRing) -> None:
         """Draw from a new ring."""

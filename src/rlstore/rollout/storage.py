@@ -1269,6 +1269,9 @@ class RolloutStorage(RolloutCore):
                     raise reader.unusable(name, f"{count} tensors of it are not there")
                 nested = self._columns[name].form == "nest"
                 blocks = [f"{name}[{index}]" for index in range(count)] if nested else [name]
+                for block in blocks:
+                    if reader.shape(block)[:1] != (self.max_size,):  # else its steps may have any size
+                        raise reader.unusable(block, f"it is {reader.shape(block)}, and {self.max_size} steps are held")
                 late[name] = tuple(torch.zeros(reader.shape(b)[1:], dtype=reader.dtype(b)) for b in blocks)
             self._hold_late(self._late_columns(late))
         super()._set_state(numbers, reader)

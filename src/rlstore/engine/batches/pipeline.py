@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -137,6 +137,11 @@ class Draws(Protocol):
     @property
     def counts_draws(self) -> bool:
         """Whether what is drawn has probabilities and counts."""
+        ...
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axes of the rows of a batch, behind the first."""
         ...
 
     def draw(self, count: int, random: Tensor) -> Drawn:
@@ -392,6 +397,7 @@ class Pipeline:
                 for name in Drawn._fields
                 if f"prepared {index} {name}" in reader.names
             }
+            self._check_drawn(fields, f"prepared {index}", reader)
             drawn = Drawn(**fields)
             if (drawn.weights is None) == self._sampler.has_weights or (self._others and drawn.others is None):
                 raise reader.unusable(f"prepared {index}", f"of what was drawn it has {list(fields)}")
@@ -402,10 +408,24 @@ class Pipeline:
             names = [f"prepared {index} {k}" for k in range(len(forms))]
             batch = tuple(reader.tensor(name, device) for name in names)
             for name, tensor, form in zip(names, batch, forms, strict=True):
-                if (tuple(tensor.shape), tensor.dtype) != form or len(drawn.rows) != self._batch_size:
+                if (tuple(tensor.shape), tensor.dtype) != form:
                     raise reader.unusable(name, f"it is {tuple(tensor.shape)} {tensor.dtype}, and {form} is needed")
             if self.prefetch is not None:
                 self.prefetch.put(drawn, added, batch)
+
+    def _check_drawn(self, fields: Mapping[str, Tensor], where: str, reader: SnapshotReader) -> None:
+        """Refuse what was drawn for a batch that a snapshot has, if it is not of the form that is drawn."""
+        size = self._batch_size
+        forms = {
+            "rows": ((size, *self._sampler.row_axes), torch.int64),
+            "weights": ((size, 1), torch.float32),
+            "probabilities": ((size,), torch.float32),
+        }
+        for name, tensor in fields.items():
+            form = forms.get(name, ((size,), torch.int64))
+            if (tuple(tensor.shape), tensor.dtype) != form:
+                found = (tuple(tensor.shape), tensor.dtype)
+                raise reader.unusable(f"{where} {name}", f"it is {found}, and {form} is needed")
 
     def _forms(self, drawn: Drawn) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shape and dtype of each tensor of a batch of these rows."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -598,9 +599,22 @@ def restore_generator(generator: torch.Generator, reader: SnapshotReader) -> Non
     (name,) = (name for name in reader.names if name.startswith("generator["))
     state = reader.tensor(name)
     if name == f"generator[{generator.device.type}]":
+        if generator.device.type == "cpu" and not _is_twister(state):
+            raise reader.unusable(name, "its place in the numbers is beyond them")
         generator.set_state(state)
     else:
         generator.manual_seed(checksum_of(state))
+
+
+def _is_twister(state: Tensor) -> bool:
+    """Whether the state of a generator on the CPU is at one of its numbers: torch reads on from any place it is given.
+
+    At byte 8 it says how many of the 624 numbers are left, at byte 16 which comes next: a new one (1, 0).
+    """
+    if state.dtype is not torch.uint8 or state.numel() < 24:
+        return False
+    left, following = struct.unpack_from("=i4xQ", state.numpy().tobytes(), 8)
+    return (left, following) == (1, 0) or (1 <= left <= 624 and left + following == 625)
 
 
 # ------------------------------------------------------------------------------------------------- as one dict
