@@ -9,19 +9,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlstore import InvalidInputError, NotReadyError, UnknownParameterError
+from rlstore import InvalidInputError
 from rlstore.engine.rows.schema import Field
 from rlstore.trainer import (
     at_step,
     check_names,
-    checked_parameter,
     copied,
     fit,
-    fraction,
     learning_info,
-    require_empty,
-    seconds,
-    whole_number,
 )
 
 CPU = torch.device("cpu")
@@ -107,50 +102,3 @@ def test_the_two_forms_of_after_gradients():
     assert learning_info(batch, info, None)[1] is info
     assert learning_info(batch, object(), info) == (batch, info)
     assert learning_info(None, None, None) == ({}, {})
-
-
-# ---------------------------------------------------------------------------------------------------- parameters
-
-PARAMETERS = {"batch_size": whole_number, "gamma": fraction, "timeout": seconds}
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "value"),
-    [
-        ("batch_size", np.int32(7), 7),
-        ("gamma", 1, 1.0),
-        ("gamma", np.float32(0.5), 0.5),
-        ("timeout", 0, 0.0),
-        ("timeout", float("inf"), float("inf")),
-    ],
-)
-def test_a_parameter_becomes_a_plain_number(name, given, value):
-    found = checked_parameter("S", PARAMETERS, name, given)
-    assert found == value
-    assert type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        *(("batch_size", value) for value in (0, True, 2.0)),
-        *(("gamma", value) for value in (1.1, float("nan"), "0.9")),
-        *(("timeout", value) for value in (-1, float("nan"), None)),
-    ],
-)
-def test_a_wrong_value_of_a_parameter_is_named(name, given):
-    with pytest.raises(InvalidInputError, match=rf"{name} is {given!r}; S needs"):
-        checked_parameter("S", PARAMETERS, name, given)
-
-
-def test_an_unknown_parameter_is_named():
-    words = r"S has no parameter 'lr'; it has \['batch_size', 'gamma', 'timeout'\]\. Nothing was changed"
-    with pytest.raises(UnknownParameterError, match=words) as refused:
-        checked_parameter("S", PARAMETERS, "lr", 1)
-    assert isinstance(refused.value, AttributeError)
-
-
-def test_what_needs_new_memory_changes_only_while_empty():
-    require_empty(0, "size")
-    with pytest.raises(NotReadyError, match=r"size can change only while the storage is empty; it holds 3 transitions"):
-        require_empty(3, "size")

@@ -38,6 +38,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -61,12 +62,13 @@ from rlstore.engine.disk.snapshot import (
     generator_state,
     restore_generator,
 )
-from rlstore.engine.guard import new_guard
+from rlstore.engine.guard import Guard, new_guard
 from rlstore.engine.measures import Measures, Number, flat, on_host
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
 from rlstore.errors import DiskFullError, DoesNotFitError, InvalidInputError, SnapshotError, StorageError
+from rlstore.parameters import Check, Yielding, no_parameter
 
 Sample = Mapping[str, Any]
 BatchDict = dict[str, Any]
@@ -94,11 +96,14 @@ class Critic(Protocol):
 class Storage(ABC):
     """The base class of every storage: ten methods to implement, and nothing that a subclass must call.
 
+    A subclass that has an ``__init__`` of its own, and does not call this one, may use any name for its attributes.
+
     Args:
         size: Capacity along the time axis.
         device: The device of the data.
         actor: The actor that ``before_gradients`` uses when it is called without one.
-        algorithm: The algorithm whose discounts it uses when it is called without one.
+        algorithm: The algorithm whose discounts it uses when it is called without one, and whose attributes
+            ``update_storage_parameter`` changes.
         *args: For subclasses.
         seed: The seed of the storage's own generator; None draws one from torch's default generator.
     """
@@ -107,6 +112,7 @@ class Storage(ABC):
     _ring: Ring | None = None
     _journal: RunningJournal | None = None
     _samples = 0  # entries of all batches that were served
+    _seen_algorithm: Shared  # by before_gradients
 
     def __init__(
         self,
@@ -133,6 +139,15 @@ class Storage(ABC):
     def _give(self, actor: Any, algorithm: Any) -> None:
         """Set the actor and the algorithm for ``before_gradients()`` without arguments."""
         self._given_actor, self._given_algorithm = Shared(actor), Shared(algorithm)
+        self._seen_algorithm = Shared()
+
+    def _see(self, algorithm: Any) -> None:
+        """Remember an algorithm for ``update_storage_parameter``; weakly, because it may hold the storage."""
+        if algorithm is not None:
+            try:
+                self._seen_algorithm = Shared(weakref.ref(algorithm))
+            except TypeError:  # of a class without weak references
+                self._seen_algorithm = Shared(lambda: algorithm)
 
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's generator, from which all its random numbers come; None draws a seed from torch's."""
@@ -256,7 +271,10 @@ class Storage(ABC):
 
     @abstractmethod
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any, *args: Any) -> None:
-        """Change a parameter of the storage.
+        """Change an attribute of the algorithm, a parameter of the storage, or both where both have the name.
+
+        The algorithm is the one given to the factory's function, and the one that ``before_gradients`` was last called
+        with. If one of them refuses the value, nothing is changed.
 
         Args:
             parameter_name: Its name.
@@ -264,10 +282,53 @@ class Storage(ABC):
             *args: For subclasses.
         """
 
+    def _checks(self) -> Mapping[str, Check]:
+        """The parameters of the storage that can be changed, and the check of each."""
+        return {}
+
+    def _apply(self, name: str, value: Any) -> None:  # noqa: B027 - a storage need not have parameters
+        """Change one of :meth:`_checks` to a checked value: entirely, or not at all if it raises."""
+
+    def _same_as(self, name: str) -> Sequence[str]:
+        """The names under which an algorithm may have a parameter."""
+        return (name,)
+
+    def _change(self, name: str, value: Any) -> None:
+        """:meth:`update_storage_parameter`, of storages that have :meth:`_checks` and :meth:`_apply`."""
+        checks, names, seen = self._checks(), self._same_as(name), self._seen_algorithm.value
+        known = [self._given_algorithm.value, seen() if seen is not None else None]
+        algorithms = [algorithm for algorithm in known if algorithm is not None]
+        if name not in checks and not any(hasattr(algorithm, name) for algorithm in algorithms):
+            raise no_parameter(self, name, checks, next(iter(algorithms), None))
+        own = next((other for other in names if other in checks), None)
+        checked = None if own is None else checks[own](type(self).__name__, own, value)
+        undo: list[tuple[Any, str, Any]] = []
+        try:
+            for algorithm in algorithms:
+                for other in names:
+                    if hasattr(algorithm, other):
+                        before = getattr(algorithm, other)
+                        setattr(algorithm, other, value)
+                        undo.append((algorithm, other, before))
+            if own is not None:
+                self._apply(own, checked)
+        except BaseException:
+            for algorithm, other, before in reversed(undo):
+                setattr(algorithm, other, before)
+            raise
+
+    def _assign(self, name: str, value: Any) -> None:
+        """An argument of the storage is assigned as an attribute: see :class:`rlstore.parameters.Argument`."""
+        with self._guard:
+            checks = self._checks()
+            if name not in checks:
+                raise no_parameter(self, name, checks)
+            self._change(name, value)
+
     def _guarding(self) -> AbstractContextManager[None]:
         """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
-        guard: AbstractContextManager[None] = self.__dict__.get("_guard") or nullcontext()
-        return guard
+        guard = self.__dict__.get("_guard")
+        return guard if isinstance(guard, Guard) else nullcontext()
 
     def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
         """A copy with memory of its own, as it is at one moment: other threads wait."""
@@ -399,7 +460,7 @@ class Storage(ABC):
 
     # ---------------------------------------------------------------------------------------------- save and load
 
-    @property
+    @Yielding
     def journal(self) -> RunningJournal | None:
         """The storage's journal, with ``commit()``, ``close()``, ``path`` and ``error``; None if it has none."""
         return self._journal
@@ -414,7 +475,7 @@ class Storage(ABC):
             self._journal = RunningJournal(owner, self, wanted, loaded)
 
     def __del__(self) -> None:
-        if self._journal is not None:
+        if isinstance(self._journal, RunningJournal):  # a subclass may use the name for its own
             self._journal.leave(self)
 
     @overload
@@ -629,9 +690,9 @@ class Storage(ABC):
 
     def __len__(self) -> int:
         """The number of transitions stored, over all environments."""
-        return 0 if self._ring is None else self._ring.size * self._ring.lanes
+        return self._ring.size * self._ring.lanes if isinstance(self._ring, Ring) else 0
 
-    @property
+    @Yielding
     def draw_total(self) -> float:
         """The total that random draws are proportional to: transitions, or windows, or the sum of priorities."""
         return float(len(self))

@@ -1,18 +1,17 @@
-"""What the ten methods of every family of storages share: names in a sample, leading axes, parameters."""
+"""What the ten methods of every family of storages share: names in a sample, leading axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlstore.engine.calls import did_you_mean
-from rlstore.engine.checks import check_fraction, check_positive, check_seconds
 from rlstore.engine.rows.schema import Field, as_tensor
-from rlstore.errors import InvalidInputError, NotReadyError, UnknownParameterError
+from rlstore.errors import InvalidInputError
 
 # ---------------------------------------------------------------------------------------------------- samples
 
@@ -90,56 +89,3 @@ def learning_info(actor: Any, algo: Any, info: dict[str, Any] | None) -> tuple[M
     elif not isinstance(info, dict):
         raise InvalidInputError(f"info is a {type(info).__name__}; give a dict. Nothing was changed.")
     return actor if isinstance(actor, Mapping) else {}, info
-
-
-# ---------------------------------------------------------------------------------------------------- parameters
-
-Check = Callable[[str, str, Any], Any]
-
-
-def whole_number(owner: str, name: str, value: Any) -> int:
-    """A whole number above 0."""
-    check_positive(owner, **{name: value})
-    return int(value)
-
-
-def fraction(owner: str, name: str, value: Any) -> float:
-    """A number from 0 to 1."""
-    check_fraction(owner, **{name: value})
-    return float(value)
-
-
-def seconds(owner: str, name: str, value: Any) -> float:
-    """A time to wait."""
-    check_seconds(owner, **{name: value})
-    return float(value)
-
-
-def checked_parameter(owner: str, parameters: Mapping[str, Check], name: str, value: Any) -> Any:
-    """The new value of a parameter of a storage, checked.
-
-    Args:
-        owner: The storage's class name.
-        parameters: The parameters that ``update_storage_parameter`` may change, and the check of each.
-        name: Which is to change.
-        value: To what.
-
-    Raises:
-        UnknownParameterError: (an AttributeError and a ValueError) if there is no such one.
-        InvalidInputError: (a ValueError) if the value is none for it.
-    """
-    if name not in parameters:
-        raise UnknownParameterError(
-            f"{owner} has no parameter {name!r}; it has {list(parameters)}.{did_you_mean(name, parameters)} "
-            "Nothing was changed."
-        )
-    return parameters[name](owner, name, value)
-
-
-def require_empty(held: int, name: str) -> None:
-    """Refuse to change a parameter that needs new memory while ``held`` transitions are stored."""
-    if held:
-        raise NotReadyError(
-            f"{name} can change only while the storage is empty; it holds {held} transitions. Call reset() first. "
-            "Nothing was changed."
-        )

@@ -37,7 +37,7 @@ class ReplayCase:
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, size: int = SIZE, **options: Any) -> Any:
-        return self.cls.create_factory(size, **{"seed": 3, **self.options, **options})(DEVICE, None, None)
+        return self.cls.create_factory(size // ENVS, **{"seed": 3, **self.options, **options})(DEVICE, None, None)
 
     def sample(self, step: int, terminated=(), truncated=()) -> dict[str, Any]:
         """Environment ``e`` shows ``1 + step * N + e`` and goes on to the next; ends show 1000 more than that."""

@@ -493,8 +493,10 @@ def add(storage, *rewards, end=False, seen=0.0):
 def test_before_the_first_sample_there_is_nothing_to_tell_but_the_size():
     storage = ReplayStorage.create_factory(12)(DEVICE, None, None)
     assert storage.stats() == {
-        "transitions": 0, "capacity": 12, "fill": 0.0, "bytes": 0, "inserts": 0, "samples": 0,
+        "transitions": 0, "capacity": 0, "bytes": 0, "inserts": 0, "samples": 0,
     }  # fmt: skip
+    known = ReplayStorage.create_factory(6, num_envs=2)(DEVICE, None, None).stats()
+    assert (known["capacity"], known["fill"]) == (12, 0.0)
 
 
 def test_no_mean_is_told_of_nothing():

@@ -21,7 +21,7 @@ def sample_from_queues(
     batch_size: int,
     free_queue: Any,
     full_queue: Any,
-    storages: Mapping[str, Any],
+    storages: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     states: Sequence[Any],
     lock: Any,
 ) -> Sampled:
@@ -63,22 +63,47 @@ def check_slots(indices: Sequence[Any], count: int) -> list[int]:
     return [int(index) for index in indices]
 
 
-def _copy(device: torch.device, storages: Mapping[str, Any], states: Sequence[Any], taken: list[Any]) -> Sampled:
+def _copy(
+    device: torch.device,
+    storages: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    states: Sequence[Any],
+    taken: list[Any],
+) -> Sampled:
     """The rollouts of some slots, and their states."""
+    by_key: Any = storages
     if isinstance(storages, RolloutStorages):
         gathered = storages.gather(check_slots(taken, storages.memory.count), device)
         if isinstance(states, InitialStates) and states.storages.memory is storages.memory:
             return gathered.tensors, gathered.states
         batch = gathered.tensors
+    elif isinstance(storages, (list, tuple)):
+        slots = [storages[index] for index in check_slots(taken, len(storages))]
+        _check_keys(slots, taken)
+        batch = {key: torch.stack([slot[key] for slot in slots], dim=1) for key in slots[0]}
     else:
-        batch = {key: torch.stack([storages[key][index] for index in taken], dim=1) for key in storages}
+        batch = {key: torch.stack([by_key[key][index] for index in taken], dim=1) for key in by_key}
     if not states:
         return batch, ()
     return batch, tuple(torch.cat(parts, dim=1) for parts in zip(*(states[index] for index in taken), strict=True))
 
 
+def _check_keys(slots: Sequence[Any], taken: Sequence[Any]) -> None:
+    """Refuse slots that are not mappings of the same keys."""
+    for index, slot in zip(taken, slots, strict=True):
+        if not isinstance(slot, Mapping):
+            raise InvalidInputError(
+                f"storages[{index}] is a {type(slot).__name__}; each of a list of storages has to be a mapping of keys "
+                "to tensors [T + 1, ...]. Nothing was changed."
+            )
+        if slot.keys() != slots[0].keys():
+            raise InvalidInputError(
+                f"storages[{index}] has the keys {sorted(slot)} and storages[{taken[0]}] {sorted(slots[0])}; all slots "
+                "need the same. Nothing was changed."
+            )
+
+
 class _Locks:
-    """One lock for each mapping, while it is used."""
+    """One lock for each mapping or list, while it is used."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

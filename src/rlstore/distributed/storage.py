@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -33,11 +34,12 @@ from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fi
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
+from rlstore.parameters import Check, ReadArgument, require_empty, seconds, whole_number, with_arguments
 from rlstore.storage import BatchDict, Sample, Storage, saved_arguments
-from rlstore.trainer import checked_parameter, learning_info, require_empty, seconds, whole_number
+from rlstore.trainer import learning_info
 
 _AnyStorage = TypeVar("_AnyStorage", bound="DistributedStorage")
-_PARAMETERS = {
+_PARAMETERS: dict[str, Check] = {
     "batch_size": whole_number,
     "timeout": seconds,
     "num_steps": whole_number,
@@ -83,6 +85,10 @@ class HandoffReport:
     closed: bool
 
 
+@with_arguments(
+    *("device", "max_size", "observation_space", "action_space", "num_storages", "batch_size", "timeout"),
+    "state_shapes",
+)
 class DistributedStorage(Storage):
     """``num_storages`` slots in shared memory, each for a rollout of ``num_steps`` steps of one environment.
 
@@ -129,6 +135,14 @@ class DistributedStorage(Storage):
             rollouts, if anything has changed. None for no journal.
     """
 
+    observation_space: SpaceLike | None
+    action_space: SpaceLike | None
+    num_storages: int
+    batch_size: int
+    timeout: float
+    state_shapes: tuple[tuple[int, int], ...]
+    num_steps: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+
     @explained
     def __init__(
         self,
@@ -150,9 +164,9 @@ class DistributedStorage(Storage):
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
         check_seconds(owner, timeout=timeout)
         super().__init__(num_steps, device, seed=seed)
-        self.num_storages, self.batch_size, self.timeout = int(num_storages), int(batch_size), float(timeout)
-        self.state_shapes = check_state_shapes(owner, state_shapes)
-        self.observation_space, self.action_space = observation_space, action_space
+        self.__dict__.update(num_storages=int(num_storages), batch_size=int(batch_size), timeout=float(timeout))
+        self.__dict__["state_shapes"] = check_state_shapes(owner, state_shapes)
+        self.__dict__.update(observation_space=observation_space, action_space=action_space)
         self._extra: tuple[Field, ...] = parse_extra_fields(extra_fields, owner, TAKEN_NAMES)
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
         self._detach()
@@ -168,11 +182,6 @@ class DistributedStorage(Storage):
         return self.state_shapes, self._extra, self._allows_nonfinite
 
     # ---------------------------------------------------------------------------------------------- memory
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a rollout."""
-        return self.max_size
 
     def _detach(self) -> None:
         self._slots: TrainerSlots | None = None
@@ -256,7 +265,7 @@ class DistributedStorage(Storage):
         batch_size: int,
         free_queue: Any,
         full_queue: Any,
-        storages: Mapping[str, Any],
+        storages: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         init_actor_state_storages: Sequence[Any],
         lock: Any = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
@@ -271,8 +280,9 @@ class DistributedStorage(Storage):
             free_queue: Any object with ``put``.
             full_queue: Any object with ``get`` and ``put``; its ``get`` may block without a limit.
             storages: By key a sequence of tensors ``[T + 1, ...]``, one for each slot: those of a storage, or others.
+                Or a list of shared storages, one for each slot: mappings of keys to tensors ``[T + 1, ...]``.
             init_actor_state_storages: For each slot its recurrent states, ``(layers, 1, hidden)`` each.
-            lock: Shared by all learners that use the queues; None takes one for each ``storages`` mapping.
+            lock: Shared by all learners that use the queues; None takes one for each ``storages`` object.
 
         Returns:
             By key a tensor ``[T + 1, batch_size, ...]``; and the states, ``[layers, batch_size, hidden]`` each.
@@ -384,7 +394,7 @@ class DistributedStorage(Storage):
         """A function ``f(device, actor, algorithm)`` that creates storages of rollouts of ``size`` steps.
 
         Args:
-            size: Steps of a rollout.
+            size: Steps of a rollout, the capacity of each slot along the time axis; ``num_storages`` is that of slots.
             observation_space: See the class; without spaces all shapes are taken from the first sample.
             action_space: See the class.
             num_storages: See the class, and so for the others.
@@ -481,12 +491,13 @@ class DistributedStorage(Storage):
         slots.insert(Step.of_sample(slots.memory.fields, sample))
 
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """Does nothing: off-policy targets depend on the learner's own policy.
+        """Computes nothing: off-policy targets depend on the learner's own policy.
 
         Args:
             actor: Not used.
-            algo: Not used.
+            algo: Whose attributes ``update_storage_parameter`` changes.
         """
+        self._see(algo)
 
     @guarded
     def after_gradients(
@@ -578,21 +589,28 @@ class DistributedStorage(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change ``batch_size``, ``timeout``, ``num_steps`` or ``num_storages``.
+        """Change ``batch_size``, ``timeout``, ``num_steps`` or ``num_storages``, or an attribute of the algorithm.
 
-        The last two need new memory: they can change only while the storage is empty and has no other peers. The
-        timeout of handles that exist already does not change.
+        The algorithm is the one given to the factory's function, and the one that ``before_gradients`` was last called
+        with; a name that both have is changed on both. If one of them refuses the value, nothing is changed.
+        ``num_steps`` and ``num_storages`` need new memory: they can change only while the storage is empty and has no
+        other peers. The timeout of handles that exist already does not change.
 
         Args:
             parameter_name: Its name.
             new_parameter_value: Its new value.
         """
-        value = checked_parameter(type(self).__name__, _PARAMETERS, parameter_name, new_parameter_value)
-        if parameter_name in ("num_steps", "num_storages"):
-            self._resize(parameter_name, value)
+        self._change(parameter_name, new_parameter_value)
+
+    def _checks(self) -> Mapping[str, Check]:
+        return _PARAMETERS
+
+    def _apply(self, name: str, value: Any) -> None:
+        if name in ("num_steps", "num_storages"):
+            self._resize(name, value)
             return
-        setattr(self, parameter_name, value)
-        if parameter_name == "timeout" and self._slots is not None:
+        self.__dict__[name] = value
+        if name == "timeout" and self._slots is not None:
             self._slots.set_timeout(value)
 
     def _resize(self, name: str, value: int) -> None:
@@ -606,13 +624,13 @@ class DistributedStorage(Storage):
                     f"{name} can change only while no actor or learner takes part; there are {', '.join(others)}. "
                     "Nothing was changed."
                 )
-        setattr(self, "max_size" if name == "num_steps" else name, value)
+        self.__dict__["max_size" if name == "num_steps" else name] = value
         if old is None:
             return
         try:
             self._allocate(old.memory.fields)
         except Exception:
-            self.max_size, self.num_storages = before
+            self.__dict__["max_size"], self.__dict__["num_storages"] = before
             raise
         old.memory.handoff.close()  # handles of the old memory raise
 

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -34,6 +35,7 @@ from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_f
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
+from rlstore.parameters import Check, ReadArgument, require_empty, whole_number, with_arguments
 from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
@@ -43,18 +45,22 @@ from rlstore.replay.loading.progress import Bar
 from rlstore.replay.loading.sources import Arrays, EpisodeList, Source, fitting_size
 from rlstore.replay.measures import measured_rows, measured_sharing
 from rlstore.replay.options import Options
-from rlstore.replay.samplers import Sampler
+from rlstore.replay.samplers import Sampler, WindowSampler
 from rlstore.replay.sharing import Sharing
 from rlstore.replay.views import INFO, View
 from rlstore.replay.vocabulary import check_sample, fit_steps, step_arguments, steps_at_once, whole_data
 from rlstore.replay.writer import ReplayWriter
 from rlstore.storage import BatchDict, Sample, Storage, saved_arguments, saved_samples
-from rlstore.trainer import Check, at_step, checked_parameter, learning_info, require_empty, whole_number
+from rlstore.trainer import at_step, learning_info
 
 _AnyReplay = TypeVar("_AnyReplay", bound="ReplayCore")
 _SETTINGS = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size")
 
 
+@with_arguments(
+    *("device", "max_size", "observation_space", "action_space", "storage_size", "num_envs", "batch_size"),
+    *("dtype", "timeout", "num_workers", "pin_memory", "fetch_every"),
+)
 class ReplayCore(Storage):
     """Transitions of ``num_envs`` environments: of each, the newest ``storage_size // num_envs``.
 
@@ -69,6 +75,16 @@ class ReplayCore(Storage):
     """
 
     # Arguments of a public class that are attributes of the same name, for snapshots.
+    observation_space: SpaceLike | None
+    action_space: SpaceLike | None
+    storage_size: int | None  # None in one from create_factory(), until its first sample tells the environments
+    num_envs: int | None
+    batch_size: int
+    dtype: torch.dtype | None
+    timeout: float
+    num_workers: int
+    pin_memory: bool
+    fetch_every: int
     _own_settings: ClassVar[tuple[str, ...]] = ()
     # Other arguments that it has to be given, and what a storage that was loaded has instead.
     _not_saved: ClassVar[Mapping[str, Any]] = {}
@@ -95,15 +111,13 @@ class ReplayCore(Storage):
                 raise
             hint = f"It is the third argument of {owner}. Did you mean storage_size={options.device!r}?"
             raise InvalidInputError(f"{error}. {hint}") from None
-        self.device = self._torch_device
-        self.observation_space, self.action_space = options.observation_space, options.action_space
-        self.storage_size, self.batch_size, self.num_envs = options.storage_size, options.batch_size, options.num_envs
-        self.dtype, self.timeout = options.dtype, options.timeout
-        self.num_workers, self.pin_memory, self.fetch_every = (
-            options.num_workers,
-            options.pin_memory,
-            options.fetch_every,
-        )
+        shown = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", "dtype", "timeout")
+        for name in (*shown, "num_workers", "pin_memory", "fetch_every"):
+            self.__dict__[name] = getattr(options, name)
+        self.__dict__["device"] = self._torch_device
+        if options.num_envs is not None:
+            check_positive(owner, num_envs=options.num_envs)
+            self._set_size(options.storage_size)
         self._options, self._view, self._sampler = options, view, sampler
         extra = extra_fields(options.extra_fields, owner, (*TAKEN, *INFO) if options.sample_info else TAKEN)
         stack = (options.frame_stack, options.stack_axis)
@@ -152,9 +166,7 @@ class ReplayCore(Storage):
         owner, options = type(self).__name__, self._options
         if self._sharing is not None and self._sharing.control.has_writers:
             raise InvalidInputError("the size cannot change while there are writers; close them. Nothing was changed.")
-        steps = self.storage_size // num_envs
-        if steps < 1:
-            raise InvalidInputError(f"storage_size is {self.storage_size} for {num_envs} environments; each needs one")
+        steps = self.max_size if self.storage_size is None else _steps_of_each(self.storage_size, num_envs)
         self._check_longest(steps, num_envs)
         view, sampler = copy.copy(self._view), copy.copy(self._sampler)  # those of before stay as they are
         view.bind(self._fields, self.dtype, self._torch_device, informs=options.sample_info)
@@ -178,7 +190,9 @@ class ReplayCore(Storage):
             appender.warned_of_repeat = self._appender.warned_of_repeat
             self._appender.close()  # a thread may be about to use it
         self._appender = appender
-        self._rows, self.num_envs, self._view, self._sampler, self._sharing = ring, num_envs, view, sampler, None
+        self._rows, self._view, self._sampler, self._sharing = ring, view, sampler, None
+        size = steps * num_envs if self.storage_size is None else self.storage_size
+        self.__dict__.update(num_envs=num_envs, storage_size=size, max_size=steps)
         self._random = moved_random(self._random, ring.device)
         self._opened(ring, appender)
         self._connect()
@@ -193,7 +207,7 @@ class ReplayCore(Storage):
         if longest > steps:
             raise InvalidInputError(
                 f"{name} is {longest}, and {type(self).__name__} holds {steps} steps of each environment (storage_size="
-                f"{self.storage_size}, num_envs={num_envs}); make the storage larger or {name} smaller"
+                f"{steps * num_envs}, num_envs={num_envs}); make the storage larger or {name} smaller"
             )
 
     def _require_batches(self, view: View, size: int, ahead: int = 0) -> None:
@@ -288,8 +302,8 @@ class ReplayCore(Storage):
             if self._rows is not None:
                 self._appender.close()
         try:
-            if self.journal is not None:
-                self.journal.close()
+            if self._journal is not None:
+                self._journal.close()
         finally:
             self._release()
 
@@ -364,7 +378,9 @@ class ReplayCore(Storage):
     def __repr__(self) -> str:
         name, ring = type(self).__name__, self._rows
         if ring is None:
-            return f"{name}({self.storage_size} transitions on {self.device}: waits for its first sample)"
+            unknown = self.storage_size is None
+            held = f"{self.max_size} steps of each environment" if unknown else f"{self.storage_size} transitions"
+            return f"{name}({held} on {self.device}: waits for its first sample)"
         return (
             f"{name}({ring.steps} steps x {ring.lanes} envs on {self.device}: "
             f"{len(self)} transitions held, {ring.nbytes / 1e6:.1f} MB)"
@@ -479,10 +495,11 @@ class ReplayCore(Storage):
             raise InvalidInputError(f"rate_limit is {limit!r}; give a rlstore.RateLimit, or None. Nothing was changed.")
         self._shared().set_limit(limit, self.batch_size * (1 + self.num_workers))  # the first call also prefetches
 
-    @property
-    def rate_limit(self) -> RateLimit | None:
+    def _limit(self) -> RateLimit | None:
         """The current limit on samples per insert."""
         return None if self._sharing is None else self._sharing.control.limiter.limit
+
+    rate_limit: RateLimit | None = ReadArgument(_limit)  # type: ignore[assignment]
 
     # ---------------------------------------------------------------------------------------------- data from elsewhere
 
@@ -653,7 +670,7 @@ class ReplayCore(Storage):
     def _measure(self) -> Measures:
         ring, sharing = self._rows, self._sharing
         if ring is None:
-            return {**held(0, self.storage_size, 0), **used(0, self._samples)}
+            return {**held(0, self.storage_size or 0, 0), **used(0, self._samples)}
         ring = self._ring_of()
         if sharing is not None:
             sharing.sweep()  # first: it closes the episodes of dead writers
@@ -751,29 +768,36 @@ class ReplayCore(Storage):
         num_envs: int | None = None,
         **arguments: Any,
     ) -> Callable[..., _AnyReplay]:
-        """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` transitions.
+        """A function ``f(device, actor, algorithm)`` that creates storages of ``size`` steps of each environment.
 
         Without spaces they take the number of environments and all shapes from their first sample. Other arguments are
         those of the class, by keyword. Of a storage with folders (``path``, ``snapshot_dir``), only one can use them:
         ``f(device, actor, algorithm, subfolder="a")`` creates one that uses the folders ``a`` in them.
 
         Args:
-            size: Transitions held, over all environments.
+            size: Steps held of each environment, ``max_size`` of the storage. Its ``storage_size`` is
+                ``size * num_envs``, and None until the number of environments is known.
             observation_space: See the class.
             action_space: See the class.
             num_envs: The number of environments; None takes it from the first sample.
             **arguments: Other arguments of the class.
         """
         check_keywords(cls, arguments)
+        check_positive(f"{cls.__name__}.create_factory()", size=size)
+        if num_envs is not None:
+            check_positive(f"{cls.__name__}.create_factory()", num_envs=num_envs)
 
         def create(
             device: str | torch.device = "cpu", actor: Any = None, algorithm: Any = None, *, subfolder: str = ""
         ) -> _AnyReplay:
-            given: dict[str, Any] = {"device": device, "storage_size": size, "num_envs": num_envs, **arguments}
+            total = size * (num_envs or 1)
+            given: dict[str, Any] = {"device": device, "storage_size": total, "num_envs": num_envs, **arguments}
             if subfolder:
                 given.update(cls._folders_in(subfolder, given))
             make: Any = cls
             storage: _AnyReplay = make(observation_space, action_space, **given)
+            if num_envs is None:
+                storage._wait_for_envs()
             storage._give(actor, algorithm)
             return storage
 
@@ -824,12 +848,13 @@ class ReplayCore(Storage):
         self.add(*step, **named)
 
     def before_gradients(self, actor: Any = None, algo: Any = None) -> None:
-        """Does nothing: targets are computed when a batch is read.
+        """Computes nothing: targets are computed when a batch is read.
 
         Args:
             actor: Not used.
-            algo: Not used.
+            algo: Whose attributes ``update_storage_parameter`` changes.
         """
+        self._see(algo)
 
     @guarded
     def after_gradients(
@@ -854,19 +879,31 @@ class ReplayCore(Storage):
 
     @guarded_steps
     def generate_batches(
-        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1
+        self, num_mini_batch: int, mini_batch_size: int | None = None, num_epochs: int = 1, shuffle: bool = True
     ) -> Iterator[BatchDict]:
-        """``num_mini_batch * num_epochs`` random batches, with the keys of the vocabulary (see :mod:`rlstore.storage`).
+        """``num_mini_batch * num_epochs`` batches, with the keys of the vocabulary (see :mod:`rlstore.storage`).
 
         Args:
             num_mini_batch: Batches in each epoch.
             mini_batch_size: Rows (or sequences) in each; None takes the storage's ``batch_size``.
-            num_epochs: Epochs; they do not differ.
+            num_epochs: Epochs.
+            shuffle: True serves random batches, as ``sample`` does; then epochs do not differ. False serves the rows in
+                order, in each epoch from the first: the oldest step first, of each step all environments, as in
+                :meth:`get_all_buffer_data`, and no row twice. Sequences are in the order in which they begin. Weights
+                are 1, goals are still relabeled at random, and a CUDA device is waited for.
+
+        Raises:
+            InvalidInputError: (a ValueError) if, in order, an epoch asks for more rows than are held.
+            NotReadyError: (a RuntimeError) if the rows of the epoch were overwritten before they were served.
         """
         check_positive("generate_batches()", num_mini_batch=num_mini_batch, num_epochs=num_epochs)
         if mini_batch_size is not None:
             check_positive("generate_batches()", mini_batch_size=mini_batch_size)
         size = self.batch_size if mini_batch_size is None else int(mini_batch_size)
+        if not shuffle:
+            for _ in range(num_epochs):
+                yield from self._in_order(num_mini_batch, size)
+            return
         for _ in range(num_mini_batch * num_epochs):
             if self._pipeline is None:
                 raise self._not_ready()
@@ -876,6 +913,27 @@ class ReplayCore(Storage):
                 batch = self._pipeline.serve(*place, self._view.build_dict, ahead=False)
             else:
                 batch = self._view.build_dict(*self._pipeline.read(size, self._sharing))
+            self._samples += size
+            yield batch
+
+    def _in_order(self, count: int, size: int) -> Iterator[BatchDict]:
+        """``count`` batches of ``size`` rows or windows, oldest first."""
+        ring = self._ring_of()
+        self._catch_up()
+        items = self._sampler.in_order()
+        if count * size > len(items):
+            what = "sequences" if isinstance(self._sampler, WindowSampler) else "rows"
+            raise InvalidInputError(
+                f"{count} mini-batches of {size} {what} were asked for in order (shuffle=False); {len(items)} are held"
+            )
+        self._require_batches(self._view, size)
+        for part in items[: count * size].split(size):
+            if self._pipeline is None:
+                raise self._not_ready()
+            if bool((part // ring.lanes < (ring.written - ring.held())[part % ring.lanes]).any()):
+                raise NotReadyError("rows were overwritten while a generator was still serving them")
+            pick = partial(self._sampler.pick, part, len(items), self._random)
+            batch = self._view.build_dict(*self._pipeline.read_these(pick, size, self._sharing))
             self._samples += size
             yield batch
 
@@ -943,36 +1001,46 @@ class ReplayCore(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change a parameter; ``storage_size`` only while the storage is empty.
+        """Change a parameter of the storage, an attribute of the algorithm, or both where both have the name.
+
+        The algorithm is the one given to the factory's function, and the one that ``before_gradients`` was last called
+        with. Assigning a parameter as an attribute (``storage.n_step = 3``) is the same.
 
         Args:
-            parameter_name: Its name.
+            parameter_name: Its name. ``storage_size`` can change only while the storage is empty.
             new_parameter_value: Its new value.
+
+        Raises:
+            UnknownParameterError: (an AttributeError and a ValueError) if neither has it.
+            InvalidInputError: (a ValueError) if the storage refuses the value. Nothing was changed.
         """
-        parameters: dict[str, Check] = {
+        self._change(parameter_name, new_parameter_value)
+
+    def _checks(self) -> Mapping[str, Check]:
+        return {
             "batch_size": whole_number,
             **self._view.parameters,
             **self._sampler.parameters,
             "rate_limit": lambda owner, name, value: value,
             "storage_size": whole_number,
         }
-        value = checked_parameter(type(self).__name__, parameters, parameter_name, new_parameter_value)
+
+    def _apply(self, name: str, value: Any) -> None:
         self._require_own()
-        if parameter_name == "rate_limit":
+        if name == "rate_limit":
             self.set_rate_limit(value)
-        elif parameter_name == "storage_size":
+        elif name == "storage_size":
             self._resize(value)
         else:
             parts: tuple[Any, ...] = (self._view, self._sampler)
-            part = next((part for part in parts if parameter_name in part.parameters), self)
-            before = getattr(part, parameter_name)
-            setattr(part, parameter_name, value)
+            place = next((vars(part) for part in parts if name in part.parameters), self.__dict__)
+            before, place[name] = place[name], value
             if self._rows is not None:
                 try:
                     self._check_longest(self._rows.steps, self._rows.lanes)
                     self._require_batches(self._view, self.batch_size, self.num_workers)
                 except (InvalidInputError, DoesNotFitError):
-                    setattr(part, parameter_name, before)
+                    place[name] = before
                     raise
                 self._connect()
 
@@ -984,12 +1052,22 @@ class ReplayCore(Storage):
             )
         before = dict(self.__dict__)
         try:
-            self.storage_size = self.max_size = storage_size
+            self._set_size(storage_size)
             if self._rows is not None:
                 self._allocate(self._rows.lanes)
         except Exception:
             self.__dict__ = before
             raise
+
+    def _wait_for_envs(self) -> None:
+        """The size is that of each environment, and the first sample tells how many there are."""
+        if self.num_envs is not None or self._rows is not None:
+            raise InvalidInputError(f"num_envs is {self.num_envs}, and this {type(self).__name__} waits for it")
+        self.__dict__["storage_size"] = None
+
+    def _set_size(self, storage_size: int) -> None:
+        steps = storage_size if self.num_envs is None else _steps_of_each(storage_size, self.num_envs)
+        self.__dict__.update(storage_size=storage_size, max_size=steps)
 
     # ---------------------------------------------------------------------------------------------- saving
 
@@ -1019,13 +1097,16 @@ class ReplayCore(Storage):
         learnt = self._fields.described() if ring is not None and self.observation_space is None else None
         extra = describe_extra_fields(self._fields.extra)
         own = {name: getattr(self, name) for name in names}
+        if self.storage_size is None:
+            own["storage_size"] = own["max_size"] = self.max_size
         return {**own, "extra_fields": extra, "options": options, "learnt": learnt}
 
     @classmethod
     def _from_settings(cls: type[_AnyReplay], settings: Mapping[str, Any], device: str | torch.device) -> _AnyReplay:
         folders = cls._used_folders(settings)  # as the caller of load() has named them
         needed = (*_SETTINGS, *cls._own_settings, "options", "learnt")
-        given = saved_arguments(cls, settings, needed, ("extra_fields", *folders))
+        given = saved_arguments(cls, settings, needed, ("extra_fields", "max_size", *folders))
+        waits = given.pop("max_size", None) is not None
         options = saved_arguments(cls, settings["options"], (), Options.SAVED)
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
@@ -1035,6 +1116,8 @@ class ReplayCore(Storage):
         arguments.update({name: settings[name] for name in folders}, **cls._not_saved)
         make: Any = cls
         storage: _AnyReplay = make(**arguments, device=device, seed=0)
+        if waits:
+            storage._wait_for_envs()
         if settings["learnt"] is not None:
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
@@ -1112,6 +1195,12 @@ class ReplayCore(Storage):
             self._shared().set_limit_state(limited)
 
 
+def _steps_of_each(storage_size: int, num_envs: int) -> int:
+    if storage_size < num_envs:
+        raise InvalidInputError(f"storage_size is {storage_size} for {num_envs} environments; each needs one")
+    return storage_size // num_envs
+
+
 def _sent_by_value(storage: ReplayCore) -> Any:
     """How a storage goes to another process: torch would move its tensors, whose addresses kernels hold."""
     if storage._rows is not None and storage._rows.backing.kind == "shared":
@@ -1136,9 +1225,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def of_part(part: str, name: str, doc: str) -> Any:
-    """A property that is an attribute of one of a storage's parts."""
-
-    def set_value(storage: ReplayCore, value: Any) -> None:
-        setattr(getattr(storage, part), name, value)
-
-    return property(attrgetter(f"{part}.{name}"), set_value, doc=doc)
+    """An argument that one of a storage's parts keeps, as an attribute."""
+    return ReadArgument(attrgetter(f"{part}.{name}"), doc)

@@ -16,7 +16,7 @@ from rlstore.errors import NotReadyError
 from rlstore.replay.core import ReplayCore, of_part
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import GoalSampler
-from rlstore.replay.views import ComputeReward, HindsightView, ReplayBatch
+from rlstore.replay.views import ComputeReward, HindsightView, ReplayBatch, a_function
 
 
 def _lost_reward(achieved: Any, desired: Any, info: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ class HindsightReplayStorage(ReplayCore):
 
     _own_settings: ClassVar[tuple[str, ...]] = ("discount", "strategy", "relabel_fraction")
     _not_saved: ClassVar[Mapping[str, Any]] = {"compute_reward": _lost_reward}
-    compute_reward: ComputeReward = of_part("_view", "compute_reward", "The reward of achieved and desired goals.")
+    _view: HindsightView
     strategy: str = of_part("_sampler", "strategy", 'Where goals are taken from: "future", "final" or "episode".')
     relabel_fraction: float = of_part("_sampler", "relabel_fraction", "The fraction of a batch that is relabeled.")
     n_step: int = of_part("_view", "n_step", "1.")
@@ -145,6 +145,16 @@ class HindsightReplayStorage(ReplayCore):
         )
         sampler = GoalSampler(owner, strategy, relabel_fraction)
         super().__init__(options, HindsightView(owner, discount, compute_reward), sampler)
+
+    @property
+    def compute_reward(self) -> ComputeReward:
+        """The reward of achieved and desired goals. It is not part of a snapshot: set it after loading."""
+        view: HindsightView = self._view
+        return view.compute_reward
+
+    @compute_reward.setter
+    def compute_reward(self, compute_reward: ComputeReward) -> None:
+        self._view.compute_reward = a_function(type(self).__name__, "compute_reward", compute_reward)
 
     def sample(self, batch_size: int | None = None) -> ReplayBatch:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.rows.schema import as_tensor, dtype_name
-from rlstore.errors import InvalidCallError, InvalidInputError
+from rlstore.errors import InvalidCallError, InvalidInputError, UnknownParameterError
 
 _Batch = TypeVar("_Batch", bound=tuple[Any, ...])
 _Served = TypeVar("_Served", bound=tuple[Any, ...], covariant=True)
@@ -43,6 +44,18 @@ class Replay(Protocol[_Served]):
         ...
 
 
+def _fixed(name: str, doc: str) -> Any:
+    """An argument of a mixture as an attribute that cannot be assigned."""
+
+    def refuse(mixed: MixedReplay[Any], value: object) -> None:
+        raise UnknownParameterError(
+            f"{name!r} of a MixedReplay is fixed when it is made: make another one. What can be changed is "
+            "['share', 'batch_size']. Nothing was changed."
+        )
+
+    return property(attrgetter(f"_{name}"), refuse, doc=doc)
+
+
 class MixedReplay(Generic[_Batch]):
     """Batches of which a share is an agent's own experience, and the rest a dataset.
 
@@ -64,18 +77,20 @@ class MixedReplay(Generic[_Batch]):
         online: The storage of the agent's own experience.
         offline: The storage of the dataset.
         share: The part of each batch that is drawn from ``online``, from 0 to 1. The attribute can be changed.
-        batch_size: Rows, or windows, in a batch.
+        batch_size: Rows, or windows, in a batch. The attribute can be changed.
     """
+
+    online: Replay[_Batch] = _fixed("online", "The storage of the agent's own experience.")
+    offline: Replay[_Batch] = _fixed("offline", "The storage of the dataset.")
 
     def __init__(
         self, online: Replay[_Batch], offline: Replay[_Batch], share: float = 0.5, batch_size: int = 256
     ) -> None:
-        check_positive("MixedReplay", batch_size=batch_size)
         if online is offline:
             raise InvalidInputError("online and offline are the same storage; MixedReplay needs two")
         _require_alike(online, offline)
-        self.online, self.offline = online, offline
-        self.batch_size = int(batch_size)
+        self._online, self._offline = online, offline
+        self.batch_size = batch_size
         self.share = share
         self._has_begun = self._were_alike = False
 
@@ -89,20 +104,30 @@ class MixedReplay(Generic[_Batch]):
         check_fraction("MixedReplay", share=share)
         self._share = float(share)
 
+    @property
+    def batch_size(self) -> int:
+        """Rows, or windows, in a batch."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        check_positive("MixedReplay", batch_size=batch_size)
+        self._batch_size = int(batch_size)
+
     def sample(self, batch_size: int | None = None) -> _Batch:
         """Draw a random batch of ``batch_size``, or (None) of the one that was given at first."""
-        size = self.batch_size
+        size = self._batch_size
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
         own = int(self._share * size + 0.5)
         if own and not self._has_begun:
-            self._has_begun = self.online.draw_total > 0  # asked no longer than needed: on CUDA it waits
+            self._has_begun = self._online.draw_total > 0  # asked no longer than needed: on CUDA it waits
             own = own if self._has_begun else 0
         if own == size:
-            return self.online.sample(size)
-        other = _marked(self.offline.sample(size - own))
-        return other if own == 0 else self._joined(self.online.sample(own), other)
+            return self._online.sample(size)
+        other = _marked(self._offline.sample(size - own))
+        return other if own == 0 else self._joined(self._online.sample(own), other)
 
     def _joined(self, first: _Batch, second: _Batch) -> _Batch:
         if not self._were_alike:
@@ -142,11 +167,11 @@ class MixedReplay(Generic[_Batch]):
         own = rows >= 0
         parts = [
             (storage, ids, values[mask.to(values.device)])
-            for storage, ids, mask in ((self.online, rows[own], own), (self.offline, -1 - rows[~own], ~own))
+            for storage, ids, mask in ((self._online, rows[own], own), (self._offline, -1 - rows[~own], ~own))
             if len(ids)
         ]
         for storage, ids, _ in parts:  # both before one of them changes anything
-            name = "online" if storage is self.online else "offline, which has -1 - row in a batch"
+            name = "online" if storage is self._online else "offline, which has -1 - row in a batch"
             try:
                 storage._require_written(ids)
             except InvalidInputError as error:
@@ -156,14 +181,14 @@ class MixedReplay(Generic[_Batch]):
 
     def stats(self) -> dict[str, int | float]:
         """The numbers of ``stats()`` of both storages, as ``online_fill`` and ``offline_fill``, and the ``share``."""
-        parts = (("online", self.online), ("offline", self.offline))
+        parts = (("online", self._online), ("offline", self._offline))
         told = {f"{part}_{name}": value for part, storage in parts for name, value in storage.stats().items()}
         return {"share": self._share, **told}
 
     def __repr__(self) -> str:
         return (
-            f"MixedReplay(batches of {self.batch_size}, {self._share:g} of each online: {self.online!r}, "
-            f"offline: {self.offline!r})"
+            f"MixedReplay(batches of {self.batch_size}, {self._share:g} of each online: {self._online!r}, "
+            f"offline: {self._offline!r})"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_path
@@ -15,6 +16,8 @@ from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
+from rlstore.errors import InvalidCallError
+from rlstore.parameters import with_arguments
 from rlstore.replay.core import ReplayCore, of_part
 from rlstore.replay.kept_episodes import KeptEpisodes
 from rlstore.replay.options import Options
@@ -22,16 +25,23 @@ from rlstore.replay.samplers import UniformSampler
 from rlstore.replay.views import ReplayBatch, TransitionView
 
 
-class ReplayIterator:
+class ReplayIterator(IterableDataset[ReplayBatch]):
     """An infinite iterator over batches.
 
-    Calling it returns itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work.
+    Calling it returns itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work. It is a dataset
+    for ``torch.utils.data.DataLoader(storage.replay_iter(), batch_size=None)``, without workers: those would draw from
+    copies of the storage, to which nothing is added. ``num_workers`` of the storage prefetches batches.
     """
 
     def __init__(self, storage: NStepReplayStorage) -> None:
         self._storage = storage
 
     def __iter__(self) -> Iterator[ReplayBatch]:
+        if get_worker_info() is not None:
+            raise InvalidCallError(
+                "a worker of a DataLoader has a copy of the storage, to which nothing is added: give the DataLoader "
+                f"num_workers=0. num_workers of {type(self._storage).__name__} prefetches batches."
+            )
         return self
 
     def __next__(self) -> ReplayBatch:
@@ -42,6 +52,7 @@ class ReplayIterator:
         return self
 
 
+@with_arguments("save_snapshot", "snapshot_dir")
 class NStepReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, served with n-step targets and as float32.
 
@@ -90,6 +101,8 @@ class NStepReplayStorage(ReplayCore):
 
     _own_settings: ClassVar[tuple[str, ...]] = ("n_step", "discount", "save_snapshot", "snapshot_dir")
     _folders: ClassVar[tuple[str, ...]] = ("path", "snapshot_dir")
+    save_snapshot: bool
+    snapshot_dir: str
     n_step: int = of_part("_view", "n_step", "Steps over which rewards are summed before the bootstrap.")
     discount: float = of_part("_view", "discount", "The discount factor.")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlstore.engine.batches.draw_counts import DrawCounts
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
-from rlstore.engine.batches.select import Windows, random_units, uniform_rows
+from rlstore.engine.batches.select import Windows, random_units, rows_in_order, uniform_rows
 from rlstore.engine.checks import check_count, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.measures import Measures, Most, Ratio
@@ -19,7 +19,7 @@ from rlstore.engine.rows.appender import Kernels
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
-from rlstore.trainer import Check, fraction
+from rlstore.parameters import Check, fraction, whole_number_or_none
 
 _STRATEGIES = ("future", "final", "episode")
 _UNSEEN = torch.empty(0, dtype=torch.int64)  # in the place of rows that a batch does not show
@@ -75,6 +75,29 @@ class Sampler:
             return drawn
         rows = self._first_rows(drawn)
         return drawn._replace(probabilities=self._chances(rows), counts=self._counts.add(rows))
+
+    def in_order(self) -> Tensor:
+        """The row of each item that can be drawn, oldest first, int64 ``[n]``.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if there are none.
+        """
+        self._require_rows()
+        rows = rows_in_order(self._ring)
+        return rows[rows >= 0]
+
+    def pick(self, items: Tensor, total: int, random: Tensor) -> Drawn:
+        """These of the ``total`` items of :meth:`in_order`, as if each were as likely as any other."""
+        drawn = self._pick(items, random)
+        if self.has_weights:
+            drawn = drawn._replace(weights=torch.ones((len(items), 1), device=items.device))
+        if self._counts is None:
+            return drawn
+        chances = torch.full(items.shape, 1 / total, dtype=torch.float32, device=items.device)
+        return drawn._replace(probabilities=chances, counts=self._counts.add(items))
+
+    def _pick(self, items: Tensor, random: Tensor) -> Drawn:
+        return Drawn(items)
 
     def take_back(self, drawn: Drawn) -> None:
         """A batch that was drawn was not served."""
@@ -198,6 +221,13 @@ class UniformSampler(Sampler):
         return None if tensors is None else (Drawn(_UNSEEN), tensors)
 
 
+def _strategy(owner: str, name: str, value: Any) -> str:
+    """Where goals are taken from."""
+    if value not in _STRATEGIES:
+        raise InvalidInputError(f"{name} is {value!r}; {owner} knows {list(_STRATEGIES)}")
+    return str(value)
+
+
 class GoalSampler(UniformSampler):
     """Rows, each as likely as any other, and for some of them a row of the same episode whose outcome is their goal.
 
@@ -207,19 +237,20 @@ class GoalSampler(UniformSampler):
         relabel_fraction: The part of a batch that is given a goal.
     """
 
+    parameters: ClassVar[dict[str, Check]] = {"strategy": _strategy, "relabel_fraction": fraction}
     can_fuse = False
 
     def __init__(self, owner: str, strategy: str, relabel_fraction: float) -> None:
-        if strategy not in _STRATEGIES:
-            raise InvalidInputError(f"strategy is {strategy!r}; {owner} knows {list(_STRATEGIES)}")
-        check_fraction(owner, relabel_fraction=relabel_fraction)
-        self.strategy, self.relabel_fraction = strategy, float(relabel_fraction)
+        self.strategy = _strategy(owner, "strategy", strategy)
+        self.relabel_fraction = fraction(owner, "relabel_fraction", relabel_fraction)
 
     def _draw(self, count: int, random: Tensor) -> Drawn:
         """``count`` rows, and in ``others`` those of their goals, or -1."""
-        drawn, ring = super()._draw(count, random), self._ring
-        rows = drawn.rows
-        chosen, units = random_units(2 * count, random).chunk(2)
+        return self._pick(super()._draw(count, random).rows, random)
+
+    def _pick(self, items: Tensor, random: Tensor) -> Drawn:
+        rows, ring = items, self._ring
+        chosen, units = random_units(2 * len(rows), random).chunk(2)
         first, stop = torch.empty_like(rows), torch.empty_like(rows)
         ring.kernel.bounds(rows, first, stop)
         time, lane = rows // ring.lanes, rows % ring.lanes
@@ -245,7 +276,7 @@ class PrioritySampler(Sampler):
         tree: The priorities; None where draws are uniform.
     """
 
-    parameters: ClassVar[dict[str, Check]] = {"beta": fraction}
+    parameters: ClassVar[dict[str, Check]] = {"beta": fraction, "beta_steps": whole_number_or_none}
     can_fuse = True
     tree: Priorities | None = None
 
@@ -438,13 +469,24 @@ class WindowSampler(PrioritySampler):
             "only after more steps: give them to update(). Nothing was written."
         )
 
-    def _draw(self, count: int, random: Tensor) -> Drawn:
-        """The rows of ``count`` windows, ``[count, length]``, their weights if they have any, and their first rows."""
+    def _require_windows(self) -> None:
         self._require_rows()
         if not self._windows.has_windows:
             raise NotReadyError(
                 f"no sequence of {self._length} steps is complete yet, and no shorter episode is over; add more steps"
             )
+
+    def in_order(self) -> Tensor:
+        """The first row of each window."""
+        self._require_windows()
+        return self._windows.in_order()
+
+    def _pick(self, items: Tensor, random: Tensor) -> Drawn:
+        return Drawn(self._windows.rows(items), others=items)
+
+    def _draw(self, count: int, random: Tensor) -> Drawn:
+        """The rows of ``count`` windows, ``[count, length]``, their weights if they have any, and their first rows."""
+        self._require_windows()
         weights = None
         if self.tree is None:
             begins = self._windows.draw(count, random)

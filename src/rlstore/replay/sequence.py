@@ -15,12 +15,14 @@ from rlstore.engine.disk.journal import Journal
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike
 from rlstore.errors import InvalidInputError
+from rlstore.parameters import with_arguments
 from rlstore.replay.core import ReplayCore, of_part
 from rlstore.replay.options import Options
 from rlstore.replay.samplers import WindowSampler
 from rlstore.replay.views import SequenceBatch, SequenceView
 
 
+@with_arguments("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape")
 class SequenceReplayStorage(ReplayCore):
     """The newest ``storage_size`` transitions, served as windows of consecutive steps of one episode.
 
@@ -78,6 +80,11 @@ class SequenceReplayStorage(ReplayCore):
     _own_settings: ClassVar[tuple[str, ...]] = (
         *("sequence_length", "burn_in", "overlap", "across_episodes", "hidden_shape", "alpha", "beta", "beta_steps"),
     )
+    sequence_length: int
+    burn_in: int
+    overlap: int
+    across_episodes: bool
+    hidden_shape: Sequence[Any] | None
     _sampler: WindowSampler
     alpha: float = of_part("_sampler", "alpha", "The exponent of the priorities: 0 is uniform sampling.")
     beta: float = of_part("_sampler", "beta", "The initial exponent of the importance weights.")

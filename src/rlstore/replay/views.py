@@ -18,7 +18,7 @@ from rlstore.engine.checks import check_fraction, check_positive
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.step_fields import StepFields
 from rlstore.errors import InvalidInputError
-from rlstore.trainer import Check, fraction, whole_number
+from rlstore.parameters import Check, fraction, whole_number
 
 ComputeReward = Callable[[Any, Any, dict[str, Any]], Any]
 _GOAL_KEYS = ("observation", "achieved_goal", "desired_goal")
@@ -270,6 +270,13 @@ class TransitionView(View):
         return self._batch(*tensors[:5], self._here(drawn.weights), self._here(drawn.rows), *tensors[5:])
 
 
+def a_function(owner: str, name: str, value: Any) -> Any:
+    """Something to call."""
+    if not callable(value):
+        raise InvalidInputError(f"{name} is {value!r}; {owner} needs a function")
+    return value
+
+
 class HindsightView(TransitionView):
     """Transitions, some with the goal that was achieved at ``Drawn.others`` and the reward for it.
 
@@ -284,9 +291,8 @@ class HindsightView(TransitionView):
 
     def __init__(self, owner: str, discount: float, compute_reward: ComputeReward) -> None:
         super().__init__(owner, 1, discount)
-        if not callable(compute_reward):
-            raise InvalidInputError(f"compute_reward is {compute_reward!r}; {owner} needs a function")
-        self._owner, self.compute_reward = owner, compute_reward
+        self._owner = owner
+        self.compute_reward: ComputeReward = a_function(owner, "compute_reward", compute_reward)
 
     def bind(
         self, fields: StepFields, dtype: torch.dtype | None, device: torch.device, *, informs: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlstore.engine.batches.select import rows_in_order
 from rlstore.engine.rows.appender import Fit
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import fit_final
@@ -130,10 +131,7 @@ def whole_data(ring: EpisodeRing, fields: StepFields, device: str | torch.device
 
     Environments that hold fewer steps than others are padded with zeros; ``masks`` is False there.
     """
-    held = ring.held()
-    steps, lane = int(held.max()), torch.arange(ring.lanes, device=ring.device)
-    step = torch.arange(steps, device=ring.device).unsqueeze(1)
-    rows = torch.where(step < held, (ring.written - held + step) * ring.lanes + lane, -1)
+    rows = rows_in_order(ring)
     source = RingSteps(ring, fields.structure, torch.device(device))
     data = source.read_or_zeros(rows, source.names)
     data["masks"] = (rows >= 0).to(device)

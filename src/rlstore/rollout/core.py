@@ -28,25 +28,19 @@ from rlstore.engine.rows.schema import Field, Structure, as_tensor, count_readab
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.parameters import Check, fraction, require_empty, with_arguments
 from rlstore.rollout.held_steps import RolloutSteps, StepField
 from rlstore.rollout.targets import Targets
 from rlstore.storage import BatchDict, Critic, Sample, Storage, saved_samples
-from rlstore.trainer import (
-    Check,
-    at_step,
-    check_names,
-    checked_parameter,
-    copied,
-    fraction,
-    learning_info,
-    require_empty,
-)
+from rlstore.trainer import at_step, check_names, copied, learning_info
 
 _Batch = TypeVar("_Batch")
 # Blocks to serve, by the name that they are served under: how their leaves are nested (None: one tensor), the leaves.
 Sources = dict[str, tuple[Structure | None, list[Tensor]]]
 SAVED_OPTIONS = ("extra_fields", "allow_nonfinite_rewards")  # arguments that are saved where they are given
 _PLAIN = Structure([()], "")  # of what is one tensor
+# The names of a discount and a lambda, here and in algorithms; of two that an algorithm has, the second counts.
+_GAMMAS, _LAMBDAS = ("gamma", "discount"), ("lam", "gae_lambda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +150,7 @@ class ObservationAttribute:
             storage._follow_callers()
 
 
+@with_arguments("device", "max_size", "num_envs")
 class RolloutCore(Storage):
     """A rollout of ``max_size`` steps of named columns, and the ten methods on it.
 
@@ -248,7 +243,7 @@ class RolloutCore(Storage):
             if column.late or column.form == "extra":
                 continue
             if column.form == "observations":
-                nest = Structure(structure.paths, name)
+                nest = Structure(structure.paths, name, shows_device=True)
                 fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
                 self._columns[name] = column.holding(fields, nest)
             elif column.form == "actions":
@@ -264,7 +259,9 @@ class RolloutCore(Storage):
         computed = [field for column in held if column.computed for field in column.fields]
         self._ring = Ring(rows, self.max_size, lanes, self._torch_device, computed)
         self._targets = Targets([field.name for field in computed])
-        self._observations, self.num_envs = structure, lanes
+        structure.shows_device = True
+        self._observations = structure
+        self.__dict__["num_envs"] = lanes
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
@@ -452,6 +449,7 @@ class RolloutCore(Storage):
         """
         self._require_rows()
         actor = actor if actor is not None else self._given_actor.value
+        self._see(algo)
         algo = algo if algo is not None else self._given_algorithm.value
         if actor is None:
             raise NotReadyError(
@@ -461,9 +459,9 @@ class RolloutCore(Storage):
             following = self._observations.build(self._following(), (self._ready_ring().lanes,))
             last_values = actor.get_values(following)
         gamma, lam = self._discounts()
-        for name in ("gamma", "discount"):
+        for name in _GAMMAS:
             gamma = getattr(algo, name, gamma)
-        for name in ("lam", "gae_lambda"):
+        for name in _LAMBDAS:
             lam = getattr(algo, name, lam)
         check_fraction("before_gradients()", **{"the algorithm's gamma": gamma, "the algorithm's lambda": lam})
         self._compute(last_values, float(gamma), float(lam))
@@ -773,20 +771,36 @@ class RolloutCore(Storage):
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change a discount, a lambda, or (while the storage is empty) the number of steps.
+        """Change a parameter of the storage, an attribute of the algorithm, or both where both have it.
+
+        Parameters of the storage are a discount, a lambda, and (while the storage is empty) the number of steps. The
+        algorithm is the one given to the factory's function, and the one that ``before_gradients`` was last called
+        with. It may have the discount as ``gamma`` or ``discount``, and the lambda as ``lam`` or ``gae_lambda``.
 
         Args:
             parameter_name: Its name.
             new_parameter_value: Its new value.
+
+        Raises:
+            UnknownParameterError: (an AttributeError and a ValueError) if neither has it.
+            InvalidInputError: (a ValueError) if the storage refuses the value. Nothing was changed.
         """
-        value = checked_parameter(type(self).__name__, self._parameters, parameter_name, new_parameter_value)
-        if self._parameters[parameter_name] is fraction:
-            setattr(self, parameter_name, value)
+        self._change(parameter_name, new_parameter_value)
+
+    def _checks(self) -> Mapping[str, Check]:
+        return self._parameters
+
+    def _same_as(self, name: str) -> Sequence[str]:
+        return next((names for names in (_GAMMAS, _LAMBDAS) if name in names), (name,))
+
+    def _apply(self, name: str, value: Any) -> None:
+        if self._parameters[name] is fraction:
+            self.__dict__[name] = value
             return
-        require_empty(len(self), parameter_name)
+        require_empty(len(self), name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
-        self._observation_view, self._handed_lists, self.max_size = None, {}, value
+        self._observation_view, self._handed_lists, self.__dict__["max_size"] = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
 

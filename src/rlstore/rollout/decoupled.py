@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.parameters import Check, ReadArgument, fraction, whole_number, with_arguments
 from rlstore.rollout.core import SAVED_OPTIONS, BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
 from rlstore.storage import Sample, saved_arguments
-from rlstore.trainer import Check, check_names, fraction, whole_number
+from rlstore.trainer import check_names
 
 # The arguments that are always saved.
 _SETTINGS = ("observation_space", "action_space", "num_steps", "num_envs", "discount", "gae_lambda")
@@ -69,6 +71,7 @@ class DecoupledBatch(NamedTuple):
     advantages: Tensor
 
 
+@with_arguments("observation_space", "action_space", "discount", "gae_lambda")
 class DecoupledRolloutStorage(RolloutCore):
     """A rollout of ``num_steps`` steps of ``num_envs`` environments for DAAC (Raileanu and Fergus 2021).
 
@@ -107,6 +110,12 @@ class DecoupledRolloutStorage(RolloutCore):
     returns = BlockAttribute()
     advantages = BlockAttribute()
 
+    observation_space: SpaceLike | None
+    action_space: SpaceLike | None
+    discount: float
+    gae_lambda: float
+    num_steps: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+
     _parameters: ClassVar[Mapping[str, Check]] = {
         "discount": fraction,
         "gae_lambda": fraction,
@@ -140,8 +149,8 @@ class DecoupledRolloutStorage(RolloutCore):
         check_positive(owner, num_steps=num_steps)
         check_fraction(owner, discount=discount, gae_lambda=gae_lambda)
         super().__init__(num_steps, device, seed=seed)
-        self.observation_space, self.action_space = observation_space, action_space
-        self.num_envs, self.discount, self.gae_lambda = num_envs, discount, gae_lambda
+        self.__dict__.update(observation_space=observation_space, action_space=action_space, num_envs=num_envs)
+        self.__dict__.update(discount=discount, gae_lambda=gae_lambda)
         self._describe(_COLUMNS, extra_fields)
         # Both None: a storage from create_factory(), which learns them from its first sample.
         if observation_space is not None or action_space is not None:
@@ -198,11 +207,6 @@ class DecoupledRolloutStorage(RolloutCore):
             return storage
 
         return create
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a rollout."""
-        return self.max_size
 
     def _allocate_for(self, sample: Sample) -> None:
         num_envs = (*as_tensor(sample.get("rewards"), "rewards").shape, 1)[0]
@@ -315,10 +319,17 @@ class DecoupledRolloutStorage(RolloutCore):
 
     # ---------------------------------------------------------------------------------------------- learning
 
-    def compute_returns_and_advantages(self, last_values: Tensor) -> None:
+    def compute_returns_and_advantages(
+        self,
+        last_values: Tensor,
+        gamma: float | None = None,
+        gae_lamdba: float | None = None,
+        *,
+        gae_lambda: float | None = None,
+    ) -> None:
         """Fill ``returns`` and ``advantages`` by generalized advantage estimation.
 
-        ``delta_t = r_t + discount * V_{t+1} - V_t``, ``A_t = delta_t + discount * gae_lambda * A_{t+1}``,
+        ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``A_t = delta_t + gamma * gae_lambda * A_{t+1}``,
         ``returns_t = A_t + V_t``; V of the step after the last is ``last_values``. Where an episode ended, later steps
         do not contribute. Terminated: no bootstrap. Truncated: bootstrap from ``final_values`` where given to
         :meth:`add`, else A of that step is 0. Both: terminated. ``advantages`` are then normalized over the rollout:
@@ -326,8 +337,14 @@ class DecoupledRolloutStorage(RolloutCore):
 
         Args:
             last_values: The value of the observations after the last step, ``[envs]`` or ``[envs, 1]``.
+            gamma: The discount factor; None for the storage's ``discount``.
+            gae_lamdba: The GAE lambda, as the original spells it; None for the storage's ``gae_lambda``.
+            gae_lambda: Another spelling of ``gae_lamdba``; give one of them.
         """
-        self._compute(last_values, self.discount, self.gae_lambda)
+        if gae_lamdba is not None and gae_lambda is not None:
+            raise InvalidInputError("gae_lamdba and gae_lambda are the same; give one of them. Nothing was changed.")
+        lam = gae_lambda if gae_lamdba is None else gae_lamdba
+        self._compute(last_values, self.discount if gamma is None else gamma, self.gae_lambda if lam is None else lam)
 
     @guarded
     def _compute(self, last_values: Tensor, gamma: float, lam: float) -> None:

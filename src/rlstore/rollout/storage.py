@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
+from rlstore.parameters import Check, ReadArgument, fraction, whole_number, with_arguments
 from rlstore.rollout.core import (
     SAVED_OPTIONS,
     BlockAttribute,
@@ -48,7 +50,7 @@ from rlstore.rollout.held_steps import StepField
 from rlstore.rollout.resets import BLOCK as RESETS
 from rlstore.rollout.resets import ResetSteps
 from rlstore.storage import BatchDict, Critic, Sample, Shared, saved_arguments
-from rlstore.trainer import Check, at_step, check_names, fraction, whole_number
+from rlstore.trainer import at_step, check_names
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -133,6 +135,7 @@ class BlockGroup:
             storage._ready_ring().bind_all(blocks, value)
 
 
+@with_arguments("training_type", "gamma", "lam", "actions_shape")
 class RolloutStorage(RolloutCore):
     """A rollout of ``num_transitions_per_env`` steps of ``num_envs`` environments.
 
@@ -277,6 +280,12 @@ class RolloutStorage(RolloutCore):
     saved_hidden_state_a = BlockGroup(list)
     saved_hidden_state_c = BlockGroup(list)
 
+    training_type: str
+    gamma: float
+    lam: float
+    actions_shape: Sequence[int] | None
+    num_transitions_per_env: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+
     _parameters: ClassVar[Mapping[str, Check]] = {
         "gamma": fraction,
         "lam": fraction,
@@ -311,9 +320,9 @@ class RolloutStorage(RolloutCore):
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
         super().__init__(num_transitions_per_env, device, seed=seed)
-        self.training_type = training_type
-        self.gamma, self.lam = gamma, lam
-        self.num_envs, self.actions_shape = num_envs, actions_shape
+        self.__dict__.update(
+            training_type=training_type, gamma=gamma, lam=lam, num_envs=num_envs, actions_shape=actions_shape
+        )
         self._last_observations: list[Tensor] | None = None
         self._spaces: tuple[SpaceLike, SpaceLike] | None = None  # of a storage made from spaces
         self._autoreset: str | None = None  # likewise
@@ -419,7 +428,7 @@ class RolloutStorage(RolloutCore):
         self._scalar_shape, self._spaces = (), (observation_space, action_space)
         self._describe(columns, given, reserved={*_RESERVED, "step_masks", "final_observations", "infos"})
         self._allocate(structure, fields, actions, lanes)
-        self.actions_shape = spec.shape
+        self.__dict__["actions_shape"] = spec.shape
 
     @classmethod
     @explained
@@ -460,11 +469,6 @@ class RolloutStorage(RolloutCore):
         return create
 
     # ---------------------------------------------------------------------------------------------- memory
-
-    @property
-    def num_transitions_per_env(self) -> int:
-        """Steps of a rollout."""
-        return self.max_size
 
     @property
     def critic(self) -> FinalCritic | None:
@@ -517,7 +521,7 @@ class RolloutStorage(RolloutCore):
         origin = f"actions_shape={list(actions_shape)} and num_envs={num_envs}"
         actions = Field("actions", actions_shape, torch.float32, origin)
         self._allocate(structure, fields, actions, num_envs)
-        self.actions_shape = actions_shape
+        self.__dict__["actions_shape"] = actions_shape
 
     def _allocate(
         self,
@@ -565,16 +569,9 @@ class RolloutStorage(RolloutCore):
         self._last_observations = None
         super().reset()
 
-    @guarded
-    def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
-        """Change ``gamma``, ``lam`` or (while the storage is empty) ``num_transitions_per_env``.
-
-        Args:
-            parameter_name: Its name.
-            new_parameter_value: Its new value.
-        """
+    def _apply(self, name: str, value: Any) -> None:
         ended = None if self._resets is None else self._ready_ring().blocks[RESETS][0].clone()
-        super().update_storage_parameter(parameter_name, new_parameter_value)
+        super()._apply(name, value)
         if ended is not None:
             self._ready_ring().blocks[RESETS][0].copy_(ended)  # where the next step is a reset step
 
@@ -941,6 +938,7 @@ class RolloutStorage(RolloutCore):
             algo: Has the discounts; None for that of the factory, or the storage's own.
         """
         if self.training_type == "distillation":
+            self._see(algo)
             self._require_rows()
         else:
             super().before_gradients(actor, algo)

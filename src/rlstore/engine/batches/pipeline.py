@@ -16,6 +16,7 @@ from rlstore.engine.checks import check_count
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.guard import Guard
 from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.errors import NotReadyError
 from rlstore.kernels import kernel, protocol
 from rlstore.kernels.protocol import Part as Part  # exported: requests are made of it
 
@@ -306,6 +307,28 @@ class Pipeline:
                 return self.read(count, gate)
         drawn = self._draw(count, gate)
         return self._delivered(drawn, self._reader(drawn), gate)
+
+    def read_these(self, draw: Callable[[], Drawn], count: int, gate: Gate | None) -> tuple[Drawn, tuple[Tensor, ...]]:
+        """A batch of ``count`` that ``draw`` selects, and that is gathered now.
+
+        Raises:
+            NotReadyError: (a RuntimeError) if some of its rows were overwritten meanwhile, by other processes.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.read_these(draw, count, gate)
+        if gate is not None:
+            gate.admit(count)
+        try:
+            drawn = draw()
+            read = self._reader(drawn)
+            if read is None:
+                raise NotReadyError("rows were overwritten while a generator was still serving them")
+        except BaseException:
+            if gate is not None:
+                gate.take_back(count)
+            raise
+        return drawn, _received(read)
 
     def serve(self, count: int, added: int, gate: Gate | None, build: Build, *, ahead: bool) -> Any:
         """What ``build`` makes of the next batch. If it raises, no batch was taken: the next call has the same one.

@@ -83,6 +83,13 @@ def random_units(count: int, random: Tensor) -> Tensor:
     return units
 
 
+def rows_in_order(ring: EpisodeRing) -> Tensor:
+    """All rows held, oldest first, int64 ``[steps, envs]``; -1 where an environment holds fewer than others."""
+    held, lane = ring.held(), torch.arange(ring.lanes, device=ring.device)
+    step = torch.arange(int(held.max()), device=ring.device).unsqueeze(1)
+    return torch.where(step < held, (ring.written - held + step) * ring.lanes + lane, -1)
+
+
 class Windows:
     """The windows of a fixed length that there are in a ring, by the row at which each begins.
 
@@ -172,6 +179,11 @@ class Windows:
         is_full = (starts + self.length <= stop) & ((starts - start) % self._stride == 0)
         # One more, which ends with its episode: that it was broken off was known with the row after it.
         return starts, torch.where(is_full, starts + self.length - 1, torch.where(end == 0, stop, stop - 1))
+
+    def in_order(self) -> Tensor:
+        """The first rows of all windows, oldest first, int64 ``[n]``."""
+        lanes = self._ring.lanes
+        return torch.cat([self.of_lane(lane)[0] * lanes + lane for lane in range(lanes)]).sort().values
 
     def draw(self, count: int, random: Tensor) -> Tensor:
         """The first rows of ``count`` windows, each as likely as any other."""

@@ -386,10 +386,12 @@ class Structure:
         paths: The path to each leaf.
         names: The name of each leaf.
         is_leaf: True for a single tensor.
+        shows_device: Whether TensorDicts have the device of their first leaf as theirs.
     """
 
-    def __init__(self, paths: Sequence[Path], name: str) -> None:
+    def __init__(self, paths: Sequence[Path], name: str, *, shows_device: bool = False) -> None:
         self.paths = tuple(paths)
+        self.shows_device = shows_device
         self.names = tuple(
             name + "".join(f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path) for path in paths
         )
@@ -468,18 +470,23 @@ class Structure:
         """The observations with these leaves; dicts become TensorDicts of ``batch_size``."""
         if self._keys:
             size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
-            return _tensordict_maker()(dict(zip(self._keys, leaves, strict=True)), batch_size=size)
+            parts = dict(zip(self._keys, leaves, strict=True))
+            device = next(iter(parts.values())).device if self.shows_device else None
+            return _tensordict_maker()(parts, batch_size=size, device=device)
         if self._is_tuple:
             return tuple(leaves)
         if self.is_leaf:
             return next(iter(leaves))
         nest: dict[str | int, Any] = {}
+        device = None
         for path, leaf in zip(self.paths, leaves, strict=True):
+            if self.shows_device and device is None:
+                device = leaf.device
             inner = nest
             for step in path[:-1]:
                 inner = inner.setdefault(step, {})
             inner[path[-1]] = leaf
-        return _assemble(nest, torch.Size(batch_size))
+        return _assemble(nest, torch.Size(batch_size), device)
 
 
 def fields_of_example(example: Any, name: str, lead: int, origin: str) -> tuple[Structure, list[Field]]:
@@ -537,11 +544,11 @@ def _tensordict_maker() -> Callable[..., Any]:
     return maker
 
 
-def _assemble(nest: dict[str | int, Any], batch_size: torch.Size) -> Any:
-    parts = {key: _assemble(part, batch_size) if isinstance(part, dict) else part for key, part in nest.items()}
+def _assemble(nest: dict[str | int, Any], batch_size: torch.Size, device: torch.device | None) -> Any:
+    parts = {key: _assemble(part, batch_size, device) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return _tensordict_maker()(parts, batch_size=batch_size)
+    return _tensordict_maker()(parts, batch_size=batch_size, device=device)
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:

@@ -1,0 +1,145 @@
+"""What can be changed of a storage once it is made: its parameters, by name or as attributes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, overload
+
+from rlstore.engine.calls import did_you_mean
+from rlstore.engine.checks import check_fraction, check_positive, check_seconds
+from rlstore.errors import NotReadyError, UnknownParameterError
+
+_Class = TypeVar("_Class", bound=type)
+_Value = TypeVar("_Value")
+
+# The check of a parameter, of the storage's class name, the parameter's name and its new value; returns it made plain.
+Check = Callable[[str, str, Any], Any]
+
+
+def whole_number(owner: str, name: str, value: Any) -> int:
+    """A whole number above 0."""
+    check_positive(owner, **{name: value})
+    return int(value)
+
+
+def whole_number_or_none(owner: str, name: str, value: Any) -> int | None:
+    """A whole number above 0, or None."""
+    return None if value is None else whole_number(owner, name, value)
+
+
+def fraction(owner: str, name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    check_fraction(owner, **{name: value})
+    return float(value)
+
+
+def seconds(owner: str, name: str, value: Any) -> float:
+    """A time to wait."""
+    check_seconds(owner, **{name: value})
+    return float(value)
+
+
+class Argument:
+    """An argument of a storage's class as an attribute: assigning it changes the parameter, or is refused.
+
+    The value is in the storage's ``__dict__``, where its own methods set it. There is no ``__get__``, so Python reads
+    it from there without a call. In a class that does not call ``__init__`` of this library it is an attribute as any.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, storage: Any, value: Any) -> None:
+        if "_guard" in storage.__dict__:
+            storage._assign(self._name, value)
+        else:
+            storage.__dict__[self._name] = value
+
+
+class ReadArgument(Argument):
+    """An argument whose value is kept elsewhere.
+
+    Args:
+        read: Returns it.
+        doc: What it is.
+    """
+
+    def __init__(self, read: Callable[[Any], Any], doc: str | None = None) -> None:
+        super().__init__()
+        self._read, self.__doc__ = read, doc or read.__doc__
+
+    def __get__(self, storage: Any, owner: type) -> Any:
+        return self if storage is None else self._read(storage)
+
+
+class Yielding(Generic[_Value]):
+    """A property that gives way to an attribute of the same name: subclasses may use the name for their own."""
+
+    def __init__(self, read: Callable[[Any], _Value]) -> None:
+        self.read, self.__doc__ = read, read.__doc__
+
+    @overload
+    def __get__(self, storage: None, owner: type) -> Yielding[_Value]: ...
+    @overload
+    def __get__(self, storage: object, owner: type) -> _Value: ...
+    def __get__(self, storage: Any, owner: type) -> Any:
+        return self if storage is None else self.read(storage)
+
+
+def with_arguments(*names: str) -> Callable[[_Class], _Class]:
+    """A decorator of a class of storages: these attributes are :class:`Argument`, and its properties do not give way.
+
+    Args:
+        names: The attributes.
+    """
+
+    def decorated(cls: _Class) -> _Class:
+        for name in names:
+            setattr(cls, name, Argument(name))
+        for base in cls.__mro__:
+            for name, found in vars(base).items():
+                if isinstance(found, Yielding) and isinstance(inspect.getattr_static(cls, name), Yielding):
+                    argument = ReadArgument(found.read)
+                    argument.__set_name__(cls, name)
+                    setattr(cls, name, argument)
+        return cls
+
+    return decorated
+
+
+def no_parameter(storage: object, name: str, checks: Mapping[str, Check], algorithm: object = None) -> Exception:
+    """The error for a name that is not the one of a parameter.
+
+    Args:
+        storage: The storage.
+        name: What was to be changed.
+        checks: The parameters that there are.
+        algorithm: The algorithm, whose attributes might have been meant; None if there is none.
+    """
+    owner = type(storage).__name__
+    if isinstance(inspect.getattr_static(type(storage), name, None), Argument):
+        return UnknownParameterError(
+            f"{name!r} of a {owner} is fixed when the storage is made: make another one. What can be changed is "
+            f"{list(checks)}. Nothing was changed."
+        )
+    told, known = "", list(checks)
+    if algorithm is not None:
+        own = [key for key, value in getattr(algorithm, "__dict__", {}).items() if key[:1] != "_"]
+        told, known = f", and the algorithm (a {type(algorithm).__name__}) {own}", [*known, *own]
+    meant = did_you_mean(name, known)
+    return UnknownParameterError(
+        f"{owner} has no parameter {name!r}; it has {list(checks)}{told}.{meant} Nothing was changed."
+    )
+
+
+def require_empty(held: int, name: str) -> None:
+    """Refuse to change a parameter that needs new memory while ``held`` transitions are stored."""
+    if held:
+        raise NotReadyError(
+            f"{name} can change only while the storage is empty; it holds {held} transitions. Call reset() first. "
+            "Nothing was changed."
+        )
