@@ -79,7 +79,7 @@ def on_ray() -> Callable[[Order], Rows]:
     start_ray(OBJECT_STORE)
     kinds = {name: _kind(work) for name, work in WORKS.items()}
     served = {
-        name: serve(kind.create_factory(WORKS[name].capacity, **options), seed=0)
+        name: serve(kind.create_factory(WORKS[name].capacity // WRITERS, **options), seed=0)
         for name, (kind, options) in kinds.items()
     }
     actor: Any = ray.remote(RayWriter)

@@ -56,11 +56,11 @@ def held_ids(data: dict[str, Any]) -> set[int]:
 
 def prioritized(size: int = 4000, num_envs: int = 4, **arguments: Any) -> Any:
     given: dict[str, Any] = {"alpha": 1.0, "beta": 0.5, **arguments}
-    return PrioritizedReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, num_envs, **given)
+    return PrioritizedReplayStorage.create_factory(size // num_envs, OBSERVATIONS, ACTIONS, num_envs, **given)
 
 
 def uniform(size: int = 4000, num_envs: int = 4, **arguments: Any) -> Any:
-    return ReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, num_envs, **arguments)
+    return ReplayStorage.create_factory(size // num_envs, OBSERVATIONS, ACTIONS, num_envs, **arguments)
 
 
 def until(condition: Any, what: str, seconds: float = 60.0) -> None:

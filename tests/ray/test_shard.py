@@ -97,7 +97,9 @@ WHOLE = Place(0, 0, 4, True)
 
 
 def n_step(size=400, num_envs=4, **arguments):
-    return NStepReplayStorage.create_factory(size, OBSERVATIONS, ACTIONS, num_envs, num_workers=0, **arguments)
+    return NStepReplayStorage.create_factory(
+        size // num_envs, OBSERVATIONS, ACTIONS, num_envs, num_workers=0, **arguments
+    )
 
 
 def rollout_steps(count):

@@ -2,7 +2,7 @@
 
 ::
 
-    served = serve(PrioritizedReplayStorage.create_factory(1_000_000, space, actions, num_envs=8), shards=4)
+    served = serve(PrioritizedReplayStorage.create_factory(125_000, space, actions, num_envs=8), shards=4)
     with served.writer(num_envs=8) as writer:      # in any task or actor: the handle is picklable
         writer.add(sample)
     with served.learner(batch_size=256) as learner:

@@ -74,7 +74,6 @@ class ReplayCore(Storage):
         hidden_shapes: ``(layers, hidden)`` of each recurrent state that is kept.
     """
 
-    # Arguments of a public class that are attributes of the same name, for snapshots.
     observation_space: SpaceLike | None
     action_space: SpaceLike | None
     storage_size: int | None  # None in one from create_factory(), until its first sample tells the environments
@@ -85,6 +84,7 @@ class ReplayCore(Storage):
     num_workers: int
     pin_memory: bool
     fetch_every: int
+    # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
     # Other arguments that it has to be given, and what a storage that was loaded has instead.
     _not_saved: ClassVar[Mapping[str, Any]] = {}
@@ -797,7 +797,7 @@ class ReplayCore(Storage):
             make: Any = cls
             storage: _AnyReplay = make(observation_space, action_space, **given)
             if num_envs is None:
-                storage._wait_for_envs()
+                storage.__dict__["storage_size"] = None  # the size is that of each of them
             storage._give(actor, algorithm)
             return storage
 
@@ -1059,12 +1059,6 @@ class ReplayCore(Storage):
             self.__dict__ = before
             raise
 
-    def _wait_for_envs(self) -> None:
-        """The size is that of each environment, and the first sample tells how many there are."""
-        if self.num_envs is not None or self._rows is not None:
-            raise InvalidInputError(f"num_envs is {self.num_envs}, and this {type(self).__name__} waits for it")
-        self.__dict__["storage_size"] = None
-
     def _set_size(self, storage_size: int) -> None:
         steps = storage_size if self.num_envs is None else _steps_of_each(storage_size, self.num_envs)
         self.__dict__.update(storage_size=storage_size, max_size=steps)
@@ -1107,6 +1101,8 @@ class ReplayCore(Storage):
         needed = (*_SETTINGS, *cls._own_settings, "options", "learnt")
         given = saved_arguments(cls, settings, needed, ("extra_fields", "max_size", *folders))
         waits = given.pop("max_size", None) is not None
+        if waits and settings["num_envs"] is not None:
+            raise InvalidInputError(f"num_envs is {settings['num_envs']!r}, and a storage with max_size waits for it")
         options = saved_arguments(cls, settings["options"], (), Options.SAVED)
         if options.get("rate_limit") is not None:
             options["rate_limit"] = RateLimit(*options["rate_limit"])
@@ -1117,7 +1113,7 @@ class ReplayCore(Storage):
         make: Any = cls
         storage: _AnyReplay = make(**arguments, device=device, seed=0)
         if waits:
-            storage._wait_for_envs()
+            storage.__dict__["storage_size"] = None
         if settings["learnt"] is not None:
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
