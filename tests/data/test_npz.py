@@ -240,6 +240,27 @@ REFUSED = {
     "rewards that are no number": ({}, {"rewards": "none"}, "rewards is 'none'"),
     "another end": ({}, {"ends": "done"}, "ends is 'done'; it has to be 'terminated' or 'truncated'"),
     "half of the next observations": ({"next_observations/a": np.ones(12)}, {}, "each needs one"),
+    "lengths that are nan": ({"episode_lengths": np.array([4, np.nan, 4])}, {}, r"episode_lengths\[1\] of .* is nan"),
+    "an infinite length": ({"episode_lengths": np.array([np.inf, 4, 4])}, {}, r"episode_lengths\[0\] of .* is inf"),
+    "half a step": ({"episode_lengths": np.array([4.5, 3.5, 4])}, {}, r"episode_lengths\[0\] of .* is 4\.5"),
+    "lengths with two axes": ({"episode_lengths": np.array([[4, 4, 4]])}, {}, r"episode_lengths of .* shape \(1, 3\)"),
+    "lengths that are one": ({"episode_lengths": np.ones(13, np.int64)}, {}, r"episode_lengths of .* shape \(13,\)"),
+    # 4 * 2**62 is 0 in 64 bits, and 2 * (2**63 - 1) is -2.
+    "lengths that wrap to 12": ({"episode_lengths": np.array([2**62] * 4 + [12])}, {}, r"\[0\] of .* is 4611686018"),
+    "lengths that wrap again": ({"episode_lengths": np.array([2**63 - 1] * 2 + [14])}, {}, r"\[0\] of .* is 92233720"),
+    "lengths of uint64": ({"episode_lengths": np.array([2**64 - 8, 20], np.uint64)}, {}, r"\[0\] of .* is 184467440"),
+    "no length": ({"episode_lengths": np.array([0, 8, 4])}, {}, r"episode_lengths\[0\] of .* is 0"),
+    "a length below 0": ({"episode_lengths": np.array([-4, 8, 8])}, {}, r"episode_lengths\[0\] of .* is -4"),
+    "episodes that are nan": (
+        {"e": np.array([0.0, np.nan] * 6)},
+        {"columns": {"episodes": "e"}},
+        r"e of .* holds float64 \(\), or nan",
+    ),
+    "episodes with two axes": (
+        {"e": np.zeros((12, 2))},
+        {"columns": {"episodes": "e"}},
+        r"e of .* holds float64 \(2,\)",
+    ),
     "no steps": ({name: array[:0] for name, array in D4RL.items() if array.ndim}, {}, "has no steps"),
 }
 
@@ -251,6 +272,47 @@ def test_files_that_are_refused(why, tmp_path):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InvalidInputError, match=message):
         list(read_npz(tmp_path / "a.npz", **arguments))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float32])
+def test_lengths_of_any_dtype_are_whole_numbers(dtype, tmp_path):
+    flags = dict.fromkeys(("terminals", "timeouts"), np.zeros(12, bool))
+    np.savez(tmp_path / "a.npz", **{**D4RL, **flags, "episode_lengths": np.array([5, 7], dtype)})
+    assert [len(episode["rewards"]) for episode in read_npz(tmp_path / "a.npz")] == [5, 7]
+
+
+@pytest.mark.timeout(60)
+def test_steps_that_no_byte_stands_behind_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for name in ("observations", "actions"):
+            with archive.open(f"{name}.npy", "w") as member:
+                head = {"descr": "<f4", "fortran_order": False, "shape": (10**15, 0)}
+                np.lib.format.write_array_header_1_0(member, head)
+        with archive.open("episode_lengths.npy", "w") as member:
+            np.lib.format.write_array(member, np.array([10**15]))
+    with pytest.raises(InvalidInputError, match="1,000,000,000,000,000 steps without a number in them"):
+        read_npz(tmp_path / "a.npz", rewards=0.0)
+
+
+@pytest.mark.parametrize(
+    ("actions", "space"),
+    [
+        (IDS - 3, spaces.Discrete(12, start=-3)),
+        (IDS.astype(np.uint64), spaces.Discrete(12)),
+        ((IDS - 100).astype(np.int8), spaces.Discrete(12, start=-100)),
+        (np.stack([IDS - 3, IDS], 1), spaces.MultiDiscrete([12, 12], start=[-3, 0])),
+    ],
+)
+def test_whole_numbers_as_actions(actions, space, tmp_path):
+    np.savez(tmp_path / "a.npz", **{**D4RL, "actions": actions})
+    assert read_npz(tmp_path / "a.npz").action_space == space
+
+
+@pytest.mark.parametrize("actions", [[2**63] * 12, [2**64 - 1] * 12])
+def test_actions_that_no_space_can_count_are_refused(actions, tmp_path):
+    np.savez(tmp_path / "a.npz", **{**D4RL, "actions": np.array(actions, np.uint64)})
+    with pytest.raises(InvalidInputError, match=r"whole numbers from the least to the largest.* give action_space"):
+        read_npz(tmp_path / "a.npz").action_space  # noqa: B018 - it is made when it is asked for
 
 
 def test_a_nan_or_another_space_leaves_a_storage_as_it_was(tmp_path):
@@ -311,6 +373,32 @@ def test_a_changed_byte_is_found_or_does_not_matter(tmp_path):
         assert_same(got, expected)
     assert_same(held(storage), before)
     assert found > len(content) / 41 * 0.8
+
+
+def test_every_bit_of_the_list_of_members_counts_or_does_not_matter(tmp_path):
+    """A name that is another one in the list alone would leave a member out, as the final observations are."""
+    _, content = written(tmp_path / "a.npz")
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        begin = archive.start_dir
+    expected = episodes("prioritized")
+    for place in range(begin, len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        (tmp_path / "a.npz").write_bytes(changed)
+        try:
+            got = list(read_npz(tmp_path / "a.npz"))
+        except InvalidInputError:
+            continue
+        assert_same(got, expected, f"byte {place}")
+
+
+def test_final_observations_of_no_episode_are_refused(tmp_path):
+    written(tmp_path / "a.npz")
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    arrays["final_episodes"] = arrays["final_episodes"][::-1].copy()
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InvalidInputError, match="is damaged: it has a final observation of episode"):
+        list(read_npz(tmp_path / "a.npz"))
 
 
 def test_a_file_that_is_none_or_missing(tmp_path):

@@ -424,6 +424,30 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert read_parquet(tmp_path / "b").num_steps == 2
 
 
+def test_what_somebody_has_put_beside_its_files_is_not_replaced(tmp_path):
+    write_parquet([GIVEN], tmp_path / "a")
+    for name in ("thesis.txt", "data/chunk-000/mine.parquet", "meta/stats.json", "empty"):
+        path = tmp_path / "a" / name
+        path.mkdir() if name == "empty" else path.write_text("mine")
+        before = contents(tmp_path)
+        with pytest.raises(InvalidInputError, match=rf"did not write: \['{name}'\]"):
+            write_parquet([GIVEN, GIVEN], tmp_path / "a")
+        assert contents(tmp_path) == before
+        path.rmdir() if name == "empty" else path.unlink()
+
+    def meanwhile():
+        yield GIVEN
+        (tmp_path / "a/thesis.txt").write_text("mine")
+        yield GIVEN
+
+    with pytest.raises(InvalidInputError, match=r"thesis\.txt"):
+        write_parquet(meanwhile(), tmp_path / "a")
+    assert (tmp_path / "a/thesis.txt").read_text() == "mine"
+    (tmp_path / "a/thesis.txt").unlink()
+    write_parquet([GIVEN, GIVEN], tmp_path / "a")
+    assert read_parquet(tmp_path / "a").num_episodes == 2
+
+
 @pytest.mark.parametrize(("given", "message"), [([], "got no episode"), (GIVEN, "got a dict")])
 def test_what_is_no_source(given, message, tmp_path):
     with pytest.raises(InvalidInputError, match=message):

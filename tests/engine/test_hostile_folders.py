@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import tracemalloc
 import zlib
 
 import pytest
@@ -266,6 +267,32 @@ def test_json_that_is_none_of_ours_is_refused(text, tmp_path):
     (tmp_path / "saved" / "manifest.json").write_text(text)
     with pytest.raises(SnapshotError, match=r"manifest\.json is damaged: it is not JSON"):
         read(tmp_path / "saved")
+
+
+def test_json_with_more_parts_than_any_of_ours_is_not_taken_into_memory(tmp_path):
+    """An empty list has 3 bytes in the file and 64 in memory."""
+    write(tmp_path / "saved")
+    (tmp_path / "saved" / "manifest.json").write_text('{"a": [' + "[]," * 10**6 + "0]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(SnapshotError, match=r"manifest\.json is damaged: it has 1,000,00. parts"):
+            read(tmp_path / "saved")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("field", ["format", "settings", "contents"])
+def test_an_error_is_short_whatever_was_found(field, tmp_path):
+    write(tmp_path / "saved")
+    manifest_file = tmp_path / "saved" / "manifest.json"
+    content = json.loads(manifest_file.read_text())
+    del content["crc32"]
+    content[field] = ["x" * 100_000] * 9
+    manifest_file.write_text(json.dumps(content))
+    with pytest.raises(SnapshotError, match=field) as error:
+        read(tmp_path / "saved")
+    assert len(str(error.value)) < 1000
 
 
 # ---------------------------------------------------------------------------------------------------- headers

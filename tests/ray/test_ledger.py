@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from copy import deepcopy
 from functools import partial
@@ -555,7 +556,11 @@ def test_a_file_that_holds_anything_else_is_refused(make, tmp_path):
             InvalidInputError, match=f"served in 2 shards, and shards is {number}; give the same number"
         ):
             check_shards([str(tmp_path)], number)
-    shard = good["shards"][1]
+    first, shard = good["shards"]
+
+    def with_state(counts, **changes):
+        return {**counts, "state": {**counts["state"], **changes}}
+
     for wrong in (
         {**good, "shards": [{**shard, "inserted": "9"}, shard]},
         {**good, "shards": [shard, shard]},
@@ -565,8 +570,42 @@ def test_a_file_that_holds_anything_else_is_refused(make, tmp_path):
         {**good, "places": {"w": [1, 2, 3, 4, 5, 6]}},
         {**good, "version": 1.5},
         {**good, "something": 1},
+        {**good, "limit": 0},
+        {**good, "version": 2**63},
+        {**good, "restarts": -1},
+        {**good, "inserted_offset": -(2**63)},
+        {**good, "shards": [{**first, "inserted": -1}, shard]},
+        {**good, "shards": [{**first, "previous": {}}, shard]},
+        *({**good, "shards": [with_state(first, lanes=lanes), shard]} for lanes in (0, -4, "4", 2.0, True, [4])),
+        *({**good, "shards": [first, with_state(shard, shard=number)]} for number in (0, True, "1")),
+        {**good, "shards": [with_state(first, held=-1), shard]},
+        *({**good, "places": {"w": place}} for place in ([2, 0, 4, True, 1], [-1, 0, 4, True, 1], [0, 4, 2, False, 1])),
+        *({**good, "places": {"w": place}} for place in ([0, 0, "4", True, 1], [0, 0, 4, 1, 1], [0, 0, 4, True, -1])),
+        {**good, "places": {"w": [0, 0, 2**63, True, 1]}},
         {"version": 3},
     ):
         (tmp_path / "served.json").write_text(json.dumps(wrong))
         with pytest.raises(SnapshotError, match="does not hold the counts of a storage"):
             check()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["served.json", "limiter.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, "a terabyte", "a FIFO", '{"a": ' + "[]," * 10**6 + "0}"])
+def test_counts_of_any_size_and_depth_are_refused(make, name, content, tmp_path):
+    file = tmp_path / name
+    if content == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+    if content == "a terabyte":
+        os.truncate(file, 1 << 40)
+    with pytest.raises(SnapshotError, match=name):
+        make(folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("counts", [{"inserted": -1, "sampled": 0}, {"inserted": 2**63, "sampled": 0}, {"inserted": 1}])
+def test_counts_of_a_limiter_that_cannot_be_are_refused(make, counts, tmp_path):
+    (tmp_path / "limiter.json").write_text(json.dumps(counts))
+    with pytest.raises(SnapshotError, match="does not hold a limiter's counts"):
+        make(folder=str(tmp_path))

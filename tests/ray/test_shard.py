@@ -304,13 +304,16 @@ def test_the_snapshot_of_an_earlier_version_is_restored_and_then_replaced(make, 
     storage.insert_transition(step_of(0, 0, 4))
     storage.save(folder / "snapshot-3")
     (folder / "snapshot-4").mkdir()
-    (folder / "snapshot-4" / "junk").write_text("left by a crash")
+    (folder / "snapshot-4" / "tensors-000001.safetensors").write_text("left by a crash")
+    (folder / "snapshot-2").mkdir()
+    (folder / "snapshot-2" / "notes.txt").write_text("of somebody else")
     (folder / "newest.json").write_text('{"folder": "snapshot-3", "count": 3, "numbers": {"inserted": 24}}')
     shard, _ = make(uniform(), folder=tmp_path)
     assert (shard.ready().inserted, shard.ready().restored) == (24, 4)
     insert(shard, "a", WHOLE, [step_of(1, 0, 4)])
     shard.save()
-    assert [entry.name for entry in folder.iterdir()] == ["snapshot"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["snapshot", "snapshot-2"]
+    assert [entry.name for entry in (folder / "snapshot-2").iterdir()] == ["notes.txt"]
     again, _ = make(uniform(), folder=tmp_path)
     assert held_ids(again.each("get_all_buffer_data", (), {})) == ids_of(0, 1, 4) | ids_of(1, 1, 4)
     assert again.ready().inserted == 28
@@ -497,6 +500,54 @@ def test_each_shard_keeps_its_rows_in_a_folder_of_its_own_and_a_killed_one_goes_
     assert held_ids(again[1].each("get_all_buffer_data", (), {})) == ids_of(1, 3, 4)
     insert(again[1], "c", WHOLE, [step_of(1, step, 4) for step in range(3, 5)])
     assert again[1].ready().inserted == 20
+
+
+@pytest.mark.parametrize(
+    "count", ["a link", "a dangling link", b"x" * 16, bytes([255] * 16), b"123", bytes(17)], ids=str
+)
+def test_a_count_beside_mapped_rows_that_is_none_is_refused_and_set_aside_by_a_restart(
+    make, tmp_path, monkeypatch, count
+):
+    factory, mine = uniform(memory="mapped", path=tmp_path / "rows"), tmp_path / "mine"
+    killed(lambda: insert(make(factory)[0], "a", WHOLE, [step_of(0, step, 4) for step in range(3)]))
+    if count != "a dangling link":
+        mine.write_bytes(b"sixteen bytes, my")
+    before = mine.read_bytes() if mine.exists() else None
+    inserted = tmp_path / "rows" / "inserted"
+    inserted.unlink()
+    inserted.symlink_to(mine) if isinstance(count, str) else inserted.write_bytes(count)
+    shard, _ = make(factory)
+    with pytest.raises(SnapshotError, match=f"{inserted}"):
+        shard.ready()
+    monkeypatch.setattr(module, "was_restarted", lambda: True)
+    again, _ = make(factory)
+    insert(again, "b", WHOLE, [step_of(0, 3, 4)])
+    assert (again.ready().inserted, again.ready().held) == (16, 16)
+    assert f"{inserted} could not be read" in again.ready().note
+    assert (mine.read_bytes() if mine.exists() else None) == before
+    assert inserted.stat().st_size == 16
+    assert not inserted.is_symlink()
+
+
+def test_what_somebody_has_put_into_the_folder_of_a_journal_is_left_there(make, tmp_path):
+    saved, journal = tmp_path / "saved", tmp_path / "journal"
+    shard, _ = make(uniform(), journal=journal)
+    insert(shard, "a", WHOLE, [step_of(0, 0, 4)])
+    shard._journal.close()
+    shard, _ = make(uniform(), folder=saved)
+    insert(shard, "a", WHOLE, [step_of(0, step, 4) for step in range(2)])
+    shard.save()  # it is newer, and so the journal begins anew
+    folder = journal / "shard-0" / "journal"
+    (folder / "thesis.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    shard, _ = make(uniform(), folder=saved, journal=journal)
+    with pytest.raises(InvalidInputError, match=r"other files: \['thesis.txt'\]"):
+        shard.ready()
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    (folder / "thesis.txt").unlink()
+    shard, _ = make(uniform(), folder=saved, journal=journal)
+    shard._journal.close()
+    assert ReplayStorage.load(folder).held_rows().numel() == 8
 
 
 def test_of_kept_episodes_those_that_had_not_ended_are_lost_and_counted(make, tmp_path):

@@ -14,6 +14,7 @@ from rlstore.data.table import Ends, Finals, Table, TableSource
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.errors import InvalidInputError, SnapshotError
 
+MOST_BYTES = 64 << 20  # of it in a file: bounds of spaces may be arrays
 _VERSION = 1
 _NEEDED = ("observations", "actions", "rewards")
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, SnapshotError)
@@ -58,14 +59,13 @@ class Description:
         return json.dumps({**content, "crc32": _checksum(content)})
 
     @classmethod
-    def of(cls, text: str, origin: str) -> Description:
-        """The description that was written.
+    def of(cls, content: dict[str, Any], origin: str) -> Description:
+        """The description that was written, read from JSON.
 
         Raises:
             InvalidInputError: If it is none, or of a newer version.
         """
         try:
-            content = json.loads(text)
             if content["version"] != _VERSION:
                 raise InvalidInputError(
                     f"{origin} was written by a newer version of rlstore (format {content['version']}, and this one "

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlstore.data.columns import GivenColumns, Layout
 from rlstore.data.described import source_of
-from rlstore.data.source import EpisodeSource, required
+from rlstore.data.source import EpisodeSource, plain_file, required
 from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.engine.checks import check_path
 from rlstore.errors import InvalidInputError
@@ -26,7 +26,8 @@ def read_hdf5(
 ) -> EpisodeSource:
     """The episodes of an HDF5 file with arrays of steps ``[N, ...]``, as d4rl has them.
 
-    A few MiB and one episode are in memory at a time. Datasets of Minari are read by :func:`read_minari`.
+    A few MiB and one episode are in memory at a time. Datasets of Minari are read by :func:`read_minari`. An array
+    whose numbers are in other files is refused: those of anybody could be meant.
 
     Args:
         path: The file.
@@ -56,6 +57,7 @@ class _Hdf5Table:
         self._h5py = required("h5py", "read_hdf5()")
         self._file, self.origin = file, str(file)
         self._heads: dict[str, tuple[tuple[int, ...], Any]] = {}
+        self._elsewhere: set[str] = set()  # those whose numbers are in other files
         with self._opened() as arrays:
             arrays.visititems(self._note)
         self.columns: Sequence[str] = list(self._heads)
@@ -63,14 +65,21 @@ class _Hdf5Table:
     def _note(self, name: str, item: Any) -> None:
         if isinstance(item, self._h5py.Dataset) and item.ndim:
             self._heads[name] = (item.shape, item.dtype)
+            if item.is_virtual or item.external:
+                self._elsewhere.add(name)
 
     def require(self, layout: Layout) -> None:
         """Take the number of rows from the columns that are read.
 
         Raises:
-            InvalidInputError: If they differ in it, or one of them has no numbers.
+            InvalidInputError: If they differ in it, or one of them has no numbers, or has them in another file.
         """
         for column in layout.values():
+            if column in self._elsewhere:
+                raise InvalidInputError(
+                    f"{column} of {self.origin} has its numbers in another file, which is not read; copy them into "
+                    "this file. Nothing was read."
+                )
             if self._heads[column][1].kind not in "biuf":
                 raise InvalidInputError(
                     f"{column} of {self.origin} is {self._heads[column][1]}; an array of numbers is needed. "
@@ -91,7 +100,7 @@ class _Hdf5Table:
     def _opened(self) -> Iterator[Any]:
         """The open file. Errors of what it holds say that it is damaged."""
         try:
-            with self._h5py.File(self._file, "r") as file:
+            with self._h5py.File(plain_file(self._file), "r") as file:
                 yield file
         except (FileNotFoundError, PermissionError, InvalidInputError):
             raise

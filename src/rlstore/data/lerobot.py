@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlstore.data.source import Array, required
+from rlstore.data.source import Array, read_description, required
 from rlstore.engine.rows.schema import Path
 from rlstore.errors import InvalidInputError
 
@@ -26,6 +26,7 @@ EPISODE, NUMBER = "episode_index", "frame_index"
 _FILES_IN_CHUNK = 1000
 _FILE_MEGABYTES = 100
 FILE_BYTES = _FILE_MEGABYTES << 20
+_MOST_BYTES = 64 << 20  # of meta/info.json
 
 _NAMES = {
     "actions": "action",
@@ -143,12 +144,12 @@ def read_info(file: FilePath) -> dict[str, Any]:
     Raises:
         InvalidInputError: If it is none.
     """
+    content = read_description(file, _MOST_BYTES)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         features = {str(name): dict(feature) for name, feature in content["features"].items()}
-        return {**content, "features": features}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError(f"{file} is damaged ({error}). Write or copy it again") from error
+    return {**content, "features": features}
 
 
 def vectors(info: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -156,5 +157,5 @@ def vectors(info: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {
         name: (1,)
         for name, feature in info["features"].items()
-        if name.startswith(("observation", "action")) and list(feature.get("shape", ())) == [1]
+        if name.startswith(("observation", "action")) and feature.get("shape") == [1]
     }

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlstore.data.source import EpisodeSource, GivenEpisode, nested, required
+from rlstore.data.source import EpisodeSource, GivenEpisode, nested, plain_file, required
 from rlstore.data.written import WrittenEpisode, grouped, spaces_of
 from rlstore.engine.calls import did_you_mean
 from rlstore.errors import InvalidInputError
@@ -40,6 +40,10 @@ def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource
     """
     if isinstance(dataset, str):
         minari = required("minari", "read_minari()")
+        folder: Path = minari.storage.get_dataset_path(dataset)
+        for file in folder.rglob("*"):
+            if not file.is_dir():
+                plain_file(file)
         try:
             dataset = minari.load_dataset(dataset)
         except FileNotFoundError as error:

@@ -33,12 +33,13 @@ from typing import IO, Any
 import numpy as np
 
 from rlstore.data.columns import EPISODE, GivenColumns, Layout, checked_columns
-from rlstore.data.described import Description, source_of
+from rlstore.data.described import MOST_BYTES, Description, source_of
 from rlstore.data.replaced import sync, workplace
-from rlstore.data.source import Array, EpisodeSource, Form
+from rlstore.data.source import Array, EpisodeSource, Form, plain_file
 from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.data.written import spaces_of, written_episodes
 from rlstore.engine.checks import check_path
+from rlstore.engine.disk.json_text import parse_json
 from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
@@ -46,7 +47,6 @@ _LENGTHS, _ABOUT = "episode_lengths", "rlstore"
 _FINALS, _FINAL_EPISODES = "final_observations", "final_episodes"
 _OTHERS = {"terminated": "terminations", "truncated": "truncations"}
 _COPIED = 1 << 20
-_MOST_TEXT = 64 << 20  # bytes of the description, in which bounds of spaces may be arrays
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, LookupError, RuntimeError)
 
 
@@ -193,11 +193,11 @@ class _NpzTable:
         with self._opened() as archive:
             for entry in archive.infolist():
                 name = entry.filename.removesuffix(".npy")
-                if name == _ABOUT:
-                    with archive.open(entry) as member:
-                        self.description = Description.of(_read_text(member), self.origin)
-                elif entry.filename.endswith(".npy"):
-                    with archive.open(entry) as member:
+                with archive.open(entry) as member:  # which refuses a name that the list and the member do not share
+                    if name == _ABOUT:
+                        about = parse_json(_read_text(member), self.origin)
+                        self.description = Description.of(about, self.origin)
+                    elif entry.filename.endswith(".npy"):
                         self._heads[name] = _read_head(member, entry.file_size)
         self.num_rows = 0
         self.columns: Sequence[str] = list(self._heads)
@@ -206,25 +206,27 @@ class _NpzTable:
         """Take the number of rows from the columns of a layout, unless it is that of final observations.
 
         Raises:
-            InvalidInputError: If they differ in it, or one of them cannot be read.
+            InvalidInputError: If they differ in it, one of them cannot be read, or none of them has bytes.
         """
         for column in layout.values():
             if column not in self._heads:
                 raise InvalidInputError(f"{self.origin} is damaged: {column} is missing. Nothing was read.")
             if problem := self._heads[column].problem:
                 raise InvalidInputError(f"{column} of {self.origin} {problem}. Nothing was read.")
-        counts = {column: self._heads[column].count for column in layout.values() if column != _LENGTHS}
+        heads = {column: self._heads[column] for column in layout.values() if column != _LENGTHS}
+        counts = {column: head.count for column, head in heads.items()}
+        rows = common_length(counts, self.origin)
+        if rows and not any(head.nbytes for head in heads.values()):
+            raise InvalidInputError(f"{self.origin} has {rows:,} steps without a number in them. Nothing was read.")
         if _LENGTHS in layout.values():
-            lengths = self._lengths()
-            counts[f"the sum of {_LENGTHS}"] = int(lengths.sum())
-            if (lengths < 1).any():
-                raise InvalidInputError(f"{self.origin} is damaged: {_LENGTHS} has an episode without steps")
-        self.num_rows = self.num_rows or common_length(counts, self.origin)
+            counts[f"the sum of {_LENGTHS}"] = int(self._lengths(rows).sum())
+            common_length(counts, self.origin)
+        self.num_rows = self.num_rows or rows
 
     def read(self, columns: Collection[str]) -> Iterator[Rows]:
         """Some columns of all rows, in chunks of about 4 MiB."""
         arrays = [column for column in columns if column != _LENGTHS]
-        stops = np.cumsum(self._lengths()) if _LENGTHS in columns else None
+        stops = np.cumsum(self._lengths(self.num_rows)) if _LENGTHS in columns else None
         begin = 0
         for rows, count in self._chunks(arrays, self._heads[arrays[0]].count if arrays else self.num_rows):
             if stops is not None:
@@ -242,16 +244,35 @@ class _NpzTable:
                     raise InvalidInputError(f"{self.origin} was changed since it was opened; open it again")
             for begin in range(0, total, size):
                 count = min(size, total - begin)
-                yield {column: heads[column].take(members[column], count) for column in columns}, count
+                rows = {column: heads[column].take(members[column], count) for column in columns}
+                if begin + count == total and any(member.read(1) for member in members.values()):
+                    raise EOFError("an array goes on behind its end")  # where its checksum is looked at
+                yield rows, count
 
-    def _lengths(self) -> Array:
-        chunks = self._chunks((_LENGTHS,), self._heads[_LENGTHS].count)
-        return np.concatenate([np.zeros(0, np.int64), *(rows[_LENGTHS] for rows, _ in chunks)])
+    def _lengths(self, rows: int) -> Array:
+        """The steps of each episode, int64 ``[episodes]``, of a file with so many rows."""
+        head = self._heads[_LENGTHS]
+        if head.form[0] or head.count > rows:
+            raise InvalidInputError(
+                f"{_LENGTHS} of {self.origin} has the shape {(head.count, *head.form[0])}; one number is needed for "
+                f"each episode, of which {rows:,} steps are at most as many. Nothing was read."
+            )
+        chunks = [rows[_LENGTHS] for rows, _ in self._chunks((_LENGTHS,), head.count)]
+        lengths = np.concatenate([np.zeros(0, head.form[1].newbyteorder("=")), *chunks])
+        with np.errstate(invalid="ignore"):  # what is no number is none from 1 on
+            wrong = ~((lengths >= 1) & (lengths <= rows) & (lengths % 1 == 0))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise InvalidInputError(
+                f"{_LENGTHS}[{place}] of {self.origin} is {lengths[place]}; a whole number from 1 to its {rows:,} "
+                "steps is needed. Nothing was read."
+            )
+        return lengths.astype(np.int64)
 
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
         """The open file. Errors of what it holds say that it is damaged."""
-        with open(self._file, "rb") as file:
+        with open(plain_file(self._file), "rb") as file:
             try:
                 with zipfile.ZipFile(file) as archive:
                     yield archive
@@ -294,13 +315,13 @@ class _Head:
         return entries.astype(entries.dtype.newbyteorder("="), copy=False)
 
 
-def _read_text(member: IO[bytes]) -> str:
+def _read_text(member: IO[bytes]) -> bytes:
     """The text that a member holds, whose size is looked at before it is taken into memory."""
     np.lib.format.read_magic(member)
     shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-    if shape or dtype.kind != "U" or dtype.itemsize > _MOST_TEXT:
+    if shape or dtype.kind != "U" or dtype.itemsize > 4 * MOST_BYTES:
         raise ValueError(f"{_ABOUT} is {dtype} {shape}; a text is needed")
-    return str(np.frombuffer(member.read(dtype.itemsize), dtype)[0])
+    return str(np.frombuffer(member.read(dtype.itemsize), dtype)[0]).encode()
 
 
 def _read_head(member: IO[bytes], nbytes: int) -> _Head:

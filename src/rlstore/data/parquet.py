@@ -11,9 +11,9 @@ from typing import Any
 import rlstore.data.lerobot as lerobot
 from rlstore.data.arrow import ArrowTable, ReadBatches
 from rlstore.data.columns import GivenColumns
-from rlstore.data.described import Description, source_of
+from rlstore.data.described import MOST_BYTES, Description, source_of
 from rlstore.data.parquet_writer import ABOUT, FINALS
-from rlstore.data.source import EpisodeSource, required
+from rlstore.data.source import EpisodeSource, plain_file, read_description, required
 from rlstore.data.table import Ends
 from rlstore.engine.checks import check_path
 from rlstore.errors import InvalidInputError
@@ -58,10 +58,10 @@ def read_parquet(
     if hasattr(source, "with_format"):
         return source_of(_of_hugging_face(source), None, None, columns, ends, rewards)
     path = Path(check_path("read_parquet()", "source", source, "a file or a folder"))
-    if not (path / ABOUT).is_file():
-        table = _of_lerobot(path) if (path / lerobot.INFO).is_file() else _of_files(path, "**/*.parquet")
+    if not (path / ABOUT).exists():
+        table = _of_lerobot(path) if (path / lerobot.INFO).exists() else _of_files(path, "**/*.parquet")
         return source_of(table, None, None, columns, ends, rewards)
-    about = Description.of((path / ABOUT).read_text(encoding="utf-8"), str(path / ABOUT))
+    about = Description.of(read_description(path / ABOUT, MOST_BYTES), str(path / ABOUT))
     finals = _of_files(path / FINALS, shapes=about.shapes) if about.finals else None
     if finals is not None and finals.num_rows != about.num_finals:
         raise InvalidInputError(
@@ -118,7 +118,7 @@ def _schema(files: Sequence[Path]) -> tuple[Any, int]:
     pq = required("pyarrow.parquet", "read_parquet()")
     schema, rows = None, 0
     for file in files:
-        with _reading(file), pq.ParquetFile(file) as parquet:
+        with _reading(file) as opened, pq.ParquetFile(opened) as parquet:
             found, rows = parquet.schema_arrow, rows + parquet.metadata.num_rows
         schema = found if schema is None else schema
         if found.names != schema.names:
@@ -135,21 +135,22 @@ def _batches(files: Sequence[Path]) -> ReadBatches:
 
     def batches(columns: Sequence[str], size: int) -> Iterator[Any]:
         for file in files:
-            with _reading(file):
+            with _reading(file) as opened:
                 # Without pre_buffer the pages of a column are read one after another, not all at once.
                 options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
-                with pq.ParquetFile(file, **options) as parquet:
+                with pq.ParquetFile(opened, **options) as parquet:
                     yield from parquet.iter_batches(size, columns=list(columns), use_threads=False)
 
     return batches
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Errors of Arrow say which file is damaged."""
+def _reading(file: Path) -> Iterator[Any]:
+    """The open file. Errors of Arrow say which file is damaged."""
     pa = required("pyarrow", "read_parquet()")
     try:
-        yield
+        with pa.OSFile(os.fsencode(plain_file(file)), "rb") as opened:  # a text would have to be UTF-8
+            yield opened
     except (FileNotFoundError, PermissionError, InvalidInputError):
         raise
     except (pa.ArrowException, OSError) as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,11 @@ from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
 
 ABOUT, FINALS = "meta/rlstore.json", "meta/final_observations.parquet"
+# All that is in such a folder: its folders, and its files.
+_OURS = re.compile(
+    r"README\.md|data|meta|(data|meta/episodes)/chunk-\d{3,}(/file-\d{3,}\.parquet)?|meta/episodes"
+    r"|meta/(rlstore|info)\.json|meta/(tasks|final_observations)\.parquet"
+)
 
 
 def write_parquet(
@@ -34,8 +40,8 @@ def write_parquet(
 ) -> None:
     """Write episodes to a folder that LeRobot (v3.0), Hugging Face datasets and :func:`read_parquet` read.
 
-    The folder replaces one that was written by this function, when it is complete. An episode and up to a
-    hundred MiB are in memory, however many there are.
+    The folder replaces one that was written by this function and has nothing else in it, when it is complete. An
+    episode and up to a hundred MiB are in memory, however many there are.
 
     Args:
         source: A storage, some of its episodes, what a reader returned, or episodes as ``add_episodes`` takes them.
@@ -53,10 +59,7 @@ def write_parquet(
     required("pyarrow.parquet", "write_parquet()")
     check_positive("write_parquet()", fps=fps)
     folder = Path(check_path("write_parquet()", "path", path)).resolve()
-    if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(
-            f"{folder} holds something that write_parquet() did not write; give another folder. Nothing was written."
-        )
+    _check_ours(folder)
     with workplace(folder) as work:
         new, old = work / "new", work / "old"
         with _Writer(new, fps, task) as writer:
@@ -65,6 +68,7 @@ def write_parquet(
         writer.finish(spaces_of(source))
         for file in (*new.rglob("*"), new):
             sync(file)
+        _check_ours(folder)  # again: it has taken a while
         if folder.exists():
             folder.rename(old)
         try:
@@ -74,6 +78,38 @@ def write_parquet(
                 old.rename(folder)
             raise
         sync(folder.parent)
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse to replace what was not written by this function."""
+    if not os.path.lexists(folder):
+        return
+    foreign = _foreign(folder) if folder.is_dir() else [folder.name]
+    if not foreign and not (folder / ABOUT).is_file():
+        foreign = [entry.name for entry in folder.iterdir()]
+    if foreign:
+        raise InvalidInputError(
+            f"{folder} holds something that write_parquet() did not write: {foreign[:5]}. Move it away, or give "
+            "another folder. Nothing was written."
+        )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What is in a folder that this function does not write, by its path in it."""
+    names = sorted(str(entry.relative_to(folder)) for entry in folder.rglob("*"))
+    return [name for name in names if not _OURS.fullmatch(name) or (folder / name).is_symlink()]
+
+
+class _Rows(NamedTuple):
+    """A file of rows that is being written."""
+
+    file: Any
+    writer: Any
+
+    def close(self) -> None:
+        """Write its end, and close it."""
+        with self.file:
+            self.writer.close()
 
 
 class _Writer:
@@ -87,7 +123,7 @@ class _Writer:
 
     def __init__(self, folder: Path, fps: int, task: str) -> None:
         self._folder, self._fps, self._task = folder, fps, task
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, _Rows] = {}
         self._num_finals = self._episodes = self._steps = self._file = self._file_bytes = 0
         self._layout: dict[FieldPath, str] = {}
         self._finals: dict[FieldPath, str] = {}
@@ -145,8 +181,9 @@ class _Writer:
         if name not in self._open:
             file = self._folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._open[name] = pq.ParquetWriter(file, table.schema, write_page_checksum=True)
-        self._open[name].write_table(table)
+            sink = pa.OSFile(os.fsencode(file), "wb")  # a text would have to be UTF-8
+            self._open[name] = _Rows(sink, pq.ParquetWriter(sink, table.schema, write_page_checksum=True))
+        self._open[name].writer.write_table(table)
 
     def finish(self, spaces: tuple[Any, Any]) -> None:
         """Write what describes the dataset, when all rows are written."""
@@ -160,4 +197,5 @@ class _Writer:
         }
         for name, text in texts.items():
             (self._folder / name).write_text(text, encoding="utf-8")
-        pq.write_table(lerobot.tasks(self._task), self._folder / lerobot.TASKS)
+        with required("pyarrow", "Parquet").OSFile(os.fsencode(self._folder / lerobot.TASKS), "wb") as file:
+            pq.write_table(lerobot.tasks(self._task), file)

@@ -24,7 +24,7 @@ def workplace(path: Path) -> Iterator[Path]:
     if not parent.is_dir():
         raise InvalidInputError(f"there is no folder {parent} for {path.name}; create it. Nothing was written.")
     with raising_disk_full(parent, f"{path.name} was not written; free some space, or write it to another disk."):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=".rlstore.", dir=parent))  # a longer name than that of path may not do
         try:
             yield folder
         finally:

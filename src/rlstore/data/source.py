@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 
+from rlstore.engine.disk.json_text import parse_json
 from rlstore.engine.rows.schema import Path
+from rlstore.errors import InvalidInputError, SnapshotError
 
 Array = np.ndarray[Any, Any]
 # The arrays of an episode, by the names of `add_episodes`.
@@ -67,6 +72,36 @@ def required(module: str, owner: str) -> Any:
         raise ImportError(
             f"{owner} needs {needed}, which cannot be imported ({error}): pip install 'rlstore[data]'"
         ) from error
+
+
+def plain_file(file: FilePath) -> FilePath:
+    """A file that is about to be opened, which a FIFO or a device would make wait, or read without end.
+
+    Raises:
+        InvalidInputError: If it is there and no plain file, or a link to one.
+        FileNotFoundError: If there is none; or another OSError.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise InvalidInputError(
+            f"{file} is a folder, a FIFO, a socket or a device; give the name of a plain file. Nothing was read."
+        )
+    return file
+
+
+def read_description(file: FilePath, most: int) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+        InvalidInputError: If it has more than ``most`` bytes, or is none.
+    """
+    with open(plain_file(file), "rb") as opened:
+        text = opened.read(most + 1)
+    if len(text) > most:
+        raise InvalidInputError(f"{file} is damaged: it has more than {most:,} bytes. Write or copy it again")
+    try:
+        return parse_json(text, str(file))
+    except SnapshotError as error:
+        raise InvalidInputError(f"{error}. Write or copy it again") from error
 
 
 def nested(leaves: Mapping[Path, Any]) -> Any:

@@ -133,7 +133,7 @@ class TableSource(EpisodeSource):
 
     def __iter__(self) -> Iterator[GivenEpisode]:
         finals = iter(self._finals or ())
-        last, final = next(finals, (-1, {}))
+        last, final = next(finals, (None, {}))
         seen: set[Any] = set()
         begin = 0
         for number, rows in enumerate(self._runs(set(self._layout.values()))):
@@ -141,7 +141,12 @@ class TableSource(EpisodeSource):
             begin += _count(rows)
             yield self._episode(rows, final if number == last else {})
             if number == last:
-                last, final = next(finals, (-1, {}))
+                last, final = next(finals, (None, {}))
+        if last is not None:
+            raise InvalidInputError(
+                f"{self.origin} is damaged: it has a final observation of episode {last}, and no such episode after "
+                "those before it. Write or copy it again"
+            )
 
     # ------------------------------------------------------------------------------------------------ boundaries
 
@@ -171,6 +176,7 @@ class TableSource(EpisodeSource):
 
         if EPISODE in layout:
             column = layout[EPISODE]
+            self._check_one_each(column, rows[column])
             begins = np.asarray(rows[column] != moved(column))
         else:
             begins = np.zeros(count, np.bool_)
@@ -181,6 +187,14 @@ class TableSource(EpisodeSource):
                 begins |= differs.reshape(count, -1).any(1)
         begins[0] |= before is None
         return begins
+
+    def _check_one_each(self, column: str, values: Array) -> None:
+        """Refuse a column that has not one number or name for each row."""
+        if values.ndim != 1 or (values.dtype.kind == "f" and np.isnan(values).any()):
+            raise InvalidInputError(
+                f"{column} of {self.origin} holds {values.dtype} {values.shape[1:]}, or nan; one number or name is "
+                "needed for each step"
+            )
 
     def _flags(self, values: Array, column: str) -> Array:
         if values.dtype.kind not in "biuf" or values.size != len(values) or (values != values).any():
@@ -194,6 +208,7 @@ class TableSource(EpisodeSource):
         layout = self._layout
         if NUMBER in layout:
             column = layout[NUMBER]
+            self._check_one_each(column, rows[column])
             wrong = np.flatnonzero(np.diff(rows[column]) != 1)
             if len(wrong):
                 at = int(wrong[0])

@@ -66,6 +66,8 @@ def check_path(owner: str, name: str, path: object, what: str = "a folder") -> s
     """The path of a folder, or of what else it has to be, as a string."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise InvalidCallError(f"{name} is {path!r}; {owner} needs the path of {what}, a string or a Path")
+    if "\0" in os.fspath(path):
+        raise InvalidInputError(f"{name} is {os.fspath(path)!r}, with a zero byte; {owner} needs the path of {what}")
     return os.fspath(path)
 
 

@@ -8,6 +8,7 @@ is newer or older than the file, the difference was inserted or lost.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,6 +23,8 @@ from rlstore.ray.places import Place
 
 _FILE = "served.json"
 _LARGEST = 1 << 24  # bytes of it
+MOST = 1 << 62  # of anything that is counted
+_SIGNED = ("inserted_offset", "sampled_offset")
 _AnyCounts = TypeVar("_AnyCounts")
 
 
@@ -118,33 +121,73 @@ class Counts:
         Raises:
             SnapshotError: If it holds anything else.
         """
-        if not (Path(root) / _FILE).exists():
+        found = read_small(Path(root), _FILE)
+        if found is None:
             return None
-        with Directory(Path(root)) as folder:
-            found = parse_json(folder.read(_FILE, _LARGEST), str(folder.path / _FILE))
         try:
-            limit = found.pop("limit")
+            given = found.pop("limit")
+            limit = None if given is None else RateLimit(**given)
             shards = [_shard_counts(index, counts) for index, counts in enumerate(found.pop("shards"))]
-            places = {name: Place(*place) for name, place in found.pop("places").items()}
-            return _made(cls, found, limit=limit and RateLimit(**limit), shards=shards, places=places)
+            places = {name: _place(place, len(shards)) for name, place in found.pop("places").items()}
+            return _made(cls, found, limit=limit, shards=shards, places=places)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise SnapshotError(f"{Path(root) / _FILE} does not hold the counts of a storage: {error!r}") from error
 
 
+def read_small(folder: Path, name: str) -> dict[str, Any] | None:
+    """The object in a file of counts; None if there is no such file.
+
+    Raises:
+        SnapshotError: If it is no plain file, or larger than any that was written, or not an object in JSON.
+    """
+    try:
+        with Directory(folder) as directory:
+            return parse_json(directory.read(name, _LARGEST), str(folder / name))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def checked_count(name: str, value: object, least: int = 0) -> int:
+    """A whole number from ``least`` to what can be counted.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if type(value) is not int or not least <= value <= MOST:
+        raise ValueError(f"{name} is {reprlib.repr(value)}")
+    return value
+
+
 def _shard_counts(index: int, found: dict[str, Any]) -> ShardCounts:
-    states = {name: found.pop(name) for name in ("state", "previous")}
-    made = {name: state and _made(ShardState, state) for name, state in states.items()}
-    if made["state"].shard != index:
-        raise ValueError(f"shard {index} is called {made['state'].shard}")
-    return _made(ShardCounts, found, **made)
+    state, previous = _shard_state(index, found.pop("state")), found.pop("previous")
+    return _made(ShardCounts, found, state=state, previous=None if previous is None else _shard_state(index, previous))
+
+
+def _shard_state(index: int, found: dict[str, Any]) -> ShardState:
+    shard, lanes = checked_count("shard", found.pop("shard")), found.pop("lanes")
+    if shard != index:
+        raise ValueError(f"shard {index} is called {shard}")
+    return _made(ShardState, found, shard=shard, lanes=None if lanes is None else checked_count("lanes", lanes, 1))
+
+
+def _place(found: Sequence[Any], shards: int) -> Place:
+    place = Place(*found)
+    for name, number in zip(Place._fields, place, strict=True):
+        if name != "whole":
+            checked_count(name, number)
+    if type(place.whole) is not bool or place.shard >= shards or place.first > place.stop:
+        raise ValueError(f"a writer has {place}, of {shards} shards")
+    return place
 
 
 def _made(kind: type[_AnyCounts], found: dict[str, Any], **more: Any) -> _AnyCounts:
     """An instance with these values, each of the type of its default."""
     defaults = {known.name: known.default for known in fields(kind)}  # type: ignore[arg-type]
     for name, value in found.items():
-        if isinstance(defaults[name], (int, str)) and type(value) is not type(defaults[name]):
-            raise TypeError(f"{name} is {value!r}")
+        if type(value) is not type(defaults[name]):
+            raise TypeError(f"{name} is {reprlib.repr(value)}")
+        if type(value) is int:
+            checked_count(name, value, -MOST if name in _SIGNED else 0)
     return kind(**found, **more)
 
 

@@ -11,7 +11,6 @@ a served storage resumes from what was saved, and one that was not saved starts 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from rlstore.engine.measures import Measures
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.errors import PeerLostError, SnapshotError, WaitTimeoutError
 from rlstore.ray.calls import Changed, Deadline, was_restarted
-from rlstore.ray.counts import Counts, ShardCounts, ShardState, newest
+from rlstore.ray.counts import Counts, ShardCounts, ShardState, checked_count, newest, read_small
 from rlstore.ray.places import Place, Places
 from rlstore.ray.saves import Saving
 
@@ -304,17 +303,18 @@ class Ledger:
         if found:
             self._resume(newest(found).for_new_run(self._state.limit))
         elif self._saving.snapshot_dir is not None:
-            self._load_limiter(Path(self._saving.snapshot_dir) / "limiter.json")
+            self._load_limiter(Path(self._saving.snapshot_dir))
 
-    def _load_limiter(self, file: Path) -> None:
+    def _load_limiter(self, folder: Path) -> None:
         """Load the counts of the limiter, which are all that earlier versions have saved."""
-        if not file.exists():
+        counts = read_small(folder, "limiter.json")
+        if counts is None:
             return
         try:
-            counts = json.loads(file.read_bytes())
-            self._inserts.granted, self._samples.granted = int(counts["inserted"]), int(counts["sampled"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SnapshotError(f"{file} does not hold a limiter's counts: {error}") from error
+            inserted, sampled = (checked_count(name, counts[name]) for name in ("inserted", "sampled"))
+        except (ValueError, KeyError) as error:
+            raise SnapshotError(f"{folder / 'limiter.json'} does not hold a limiter's counts: {error}") from error
+        self._inserts.granted, self._samples.granted = inserted, sampled
 
     def _resume(self, counts: Counts) -> None:
         self._state = counts
@@ -366,7 +366,8 @@ class Ledger:
         for root in self._saving.roots:
             with suppress(SnapshotError, OSError):
                 saved = Counts.read(root)
-                backups += [] if saved is None else [saved]
+                is_ours = saved is not None and len(saved.shards) == self._saving.shards
+                backups += [saved] if saved is not None and is_ours else []
         if backups:
             self._resume(newest(backups))
             for counts in self._state.shards:

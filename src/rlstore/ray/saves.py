@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import shutil
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,12 @@ from typing import NamedTuple
 from rlstore import HindsightReplayStorage
 from rlstore.engine.disk import manifest
 from rlstore.engine.disk.background import BackgroundSave
+from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk.folder import LOCK
 from rlstore.engine.disk.journal import Journal, Journaled, RunningJournal
-from rlstore.engine.disk.snapshot import SnapshotReader
-from rlstore.errors import SnapshotError
-from rlstore.ray.counts import check_shards
+from rlstore.engine.disk.snapshot import SnapshotReader, remove_snapshot
+from rlstore.errors import InvalidInputError, SnapshotError
+from rlstore.ray.counts import check_shards, checked_count, read_small
 from rlstore.storage import Storage
 
 _BEFORE = "newest.json"  # of earlier versions: it names the newest snapshot of a shard
@@ -109,8 +110,8 @@ class Saves:
         fresh = self._create(factory)
         folders = _own_folders(fresh)
         self._count = _FolderCount(next(iter(folders.values()))) if folders else None
-        inserted = 0 if self._count is None else self._count.read(fresh)
         said: list[str] = []
+        inserted = 0 if self._count is None else self._counted(self._count, fresh, said if is_restart else None)
         for saved in self._saved(said if is_restart else None):
             if saved.inserted < inserted:
                 continue
@@ -128,6 +129,17 @@ class Saves:
             self._goes_on = saved.reader if saved.folder == self.journal else None
             return Restored(storage, saved.inserted, True, "; ".join(said))
         return Restored(fresh, inserted, False, "; ".join(said))
+
+    def _counted(self, count: _FolderCount, storage: Storage, said: list[str] | None) -> int:
+        """The inserts that a folder covers. If that cannot be read, it is an error, or is set aside and ``said``."""
+        try:
+            return count.read(storage)
+        except SnapshotError as error:
+            if said is None:
+                storage._give_up()
+                raise
+            said.append(_set_aside(count.path, error))
+            return count.read(storage)
 
     def _create(self, factory: Callable[..., Storage]) -> Storage:
         """A storage of the factory; of several shards each gets folders of its own, if it uses any."""
@@ -175,8 +187,11 @@ class Saves:
     def forget_before(self) -> None:
         """Remove what an earlier version has written: there is a snapshot that is newer."""
         if self.snapshot is not None and (self.snapshot.parent / _BEFORE).exists():
-            for old in self.snapshot.parent.glob("snapshot-*"):
-                shutil.rmtree(old, ignore_errors=True)
+            for old in self.snapshot.parent.glob("snapshot-[0-9]*"):
+                with suppress(InvalidInputError, OSError):  # it holds something else, which is left there
+                    remove_snapshot("serve()", old)
+                    (old / LOCK).unlink()
+                    old.rmdir()
             (self.snapshot.parent / _BEFORE).unlink()
 
     def begin_journal(self, shard: Journaled) -> RunningJournal | None:
@@ -184,7 +199,7 @@ class Saves:
         if self.journal is None:
             return None
         if self._goes_on is None:  # what is there is older
-            shutil.rmtree(self.journal, ignore_errors=True)
+            remove_snapshot("serve()", self.journal)
         journal = Journal(self.journal, self._saving.interval, self._saving.fsync)
         return RunningJournal("serve()", shard, journal, self._goes_on)
 
@@ -194,31 +209,31 @@ def _saved_in(folder: Path) -> _Saved | None:
     if not (folder / manifest.NAME).exists():
         return _saved_before(folder.parent) if folder.name == "snapshot" else None
     with SnapshotReader(folder) as reader:
-        inserted = reader.note.get("inserted")
-        if type(inserted) is not int or inserted < 0:
-            raise reader.damaged("note.inserted", inserted)
-        return _Saved(folder, inserted, reader)
+        try:
+            return _Saved(folder, checked_count("inserted", reader.note.get("inserted")), reader)
+        except ValueError as error:
+            raise reader.damaged("note.inserted", reader.note.get("inserted")) from error
 
 
 def _saved_before(folder: Path) -> _Saved | None:
     """The snapshot that an earlier version of rlstore has written for a shard, None if there is none."""
-    file = folder / _BEFORE
-    if not file.exists():
+    newest = read_small(folder, _BEFORE)
+    if newest is None:
         return None
     try:
-        newest = json.loads(file.read_bytes())
-        name, inserted = f"snapshot-{int(newest['count'])}", int(newest["numbers"]["inserted"])
+        name = f"snapshot-{checked_count('count', newest['count'])}"
+        inserted = checked_count("inserted", newest["numbers"]["inserted"])
         if newest["folder"] != name:
-            raise ValueError(f"folder is {newest['folder']!r}, and count {newest['count']!r}")
+            raise ValueError(f"folder is not {name!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise SnapshotError(f"{file} does not name a snapshot: {error}") from error
+        raise SnapshotError(f"{folder / _BEFORE} does not name a snapshot: {error}") from error
     with SnapshotReader(folder / name) as reader:
         return _Saved(folder / name, inserted, reader)
 
 
 def _set_aside(folder: Path, error: SnapshotError) -> str:
     """Rename what cannot be read, so that another one can be written; what is to be said of it."""
-    found = folder if folder.exists() else folder.parent / _BEFORE
+    found = folder if os.path.lexists(folder) else folder.parent / _BEFORE
     aside = found.with_name(f"damaged-{time.time_ns()}-{found.name}")
     found.rename(aside)
     return f"{found} could not be read, and is now {aside.name} ({error})"
@@ -244,14 +259,25 @@ class _FolderCount:
     _FORM = struct.Struct("<qq")  # the inserts that the folder covers, and the rows written at that time
 
     def __init__(self, folder: str) -> None:
-        self._path = Path(folder).absolute() / "inserted"
+        self.path = Path(folder).absolute() / "inserted"
         self._descriptor: int | None = None
 
     def read(self, storage: Storage) -> int:
-        """The inserts that the folder covers."""
-        inserted = written = 0
-        if self._path.is_file() and self._path.stat().st_size == self._FORM.size:
-            inserted, written = self._FORM.unpack(self._path.read_bytes())
+        """The inserts that the folder covers.
+
+        Raises:
+            SnapshotError: If the file is a link or a device, or does not hold two numbers from 0 on.
+        """
+        try:
+            with Directory(self.path.parent) as directory:
+                found = directory.read(self.path.name, self._FORM.size)
+        except FileNotFoundError:
+            found = b""
+        try:  # it is empty if a process was killed when it had just made it
+            counts = self._FORM.unpack(found) if found else (0, 0)
+            inserted, written = (checked_count("a count", count) for count in counts)
+        except (struct.error, ValueError) as error:
+            raise SnapshotError(f"{self.path} is damaged: it does not hold two counts ({error})") from error
         rows = storage._rows_in_folders()  # None: the folder is opened with the first sample
         return inserted if rows is None else inserted + max(rows[0] - written, 0)
 
@@ -261,6 +287,7 @@ class _FolderCount:
         if rows is None:
             return
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with Directory(self.path.parent) as directory:
+                self._descriptor = directory.open(self.path.name, os.O_RDWR | os.O_CREAT)
         written, unfinished = rows
         os.pwrite(self._descriptor, self._FORM.pack(inserted - unfinished, written), 0)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any, NoReturn
 
 from rlstore.errors import SnapshotError
+
+# Objects, lists and names: an empty list has two bytes in a file and 56 in memory. Ours have some thousand.
+_MOST_PARTS = 1 << 19
 
 
 def dump_json(value: Any) -> bytes:
@@ -21,14 +25,16 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
         where: What errors call it.
 
     Raises:
-        SnapshotError: If it is not an object in JSON, is nested too deeply, or has a name twice.
+        SnapshotError: If it is not an object in JSON, is nested too deeply, has too many parts, or has a name twice.
     """
+    if (parts := sum(map(text.count, b"[{:"))) > _MOST_PARTS:
+        raise SnapshotError(f"{where} is damaged: it has {parts:,} parts, and no more than {_MOST_PARTS:,} are read")
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{where} is damaged: it is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise SnapshotError(f"{where} is damaged: it is {str(found)[:40]!r}, not an object")
+        raise SnapshotError(f"{where} is damaged: it is {reprlib.repr(found)}, not an object")
     return found
 
 

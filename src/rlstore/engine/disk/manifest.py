@@ -12,6 +12,7 @@ and the fields documented in snapshot.py, mapped.py and episode_files.py. A read
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def read_manifest(folder: Directory, kind: str, fields: Fields, name: str = NAME
         raise SnapshotError(f"there is no {kind} in {folder.path}: it has no {name}") from error
     manifest = parse_json(text, str(path))
     if manifest.get("format") != f"rlstore {kind}":
-        found = manifest.get("format")
-        raise SnapshotError(f'{path} is not the manifest of a {kind}: "format" is {found!r}, not "rlstore {kind}"')
+        found = reprlib.repr(manifest.get("format"))
+        raise SnapshotError(f'{path} is not the manifest of a {kind}: "format" is {found}, not "rlstore {kind}"')
     check_fields(path, manifest, {"version": int})
     if manifest["version"] > VERSION:
         raise newer_version(path, "version", manifest["version"], VERSION)
@@ -96,7 +97,7 @@ def check_fields(path: Path, part: Mapping[str, Any], fields: Fields, where: str
         if name not in part:
             raise SnapshotError(f'{path} is damaged: "{field}" is missing')
         if type(part[name]) is not expected:
-            found = repr(part[name])[:80]
+            found = reprlib.repr(part[name])  # short, however long or deep it is
             raise SnapshotError(f'{path} is damaged: "{field}" is {found}, not {_JSON_TYPES[expected]}')
         if isinstance(kind, dict):
             check_fields(path, part[name], kind, f"{field}.")

@@ -35,7 +35,7 @@ from torch import Tensor
 from rlstore.engine.disk import manifest
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.files import raising_disk_full
-from rlstore.engine.disk.folder import Folder
+from rlstore.engine.disk.folder import LOCK, Folder
 from rlstore.engine.disk.segments import SEGMENT_BYTES, SEGMENT_NAME, Record, SegmentFile, records_of
 from rlstore.engine.disk.space_json import from_json, to_json
 from rlstore.engine.disk.tensor_file import TensorFile, checksum_of, storable, write_tensors
@@ -43,6 +43,7 @@ from rlstore.engine.rows.schema import DTYPES, dtype_name
 from rlstore.errors import InvalidInputError, SnapshotError
 
 _TENSOR_FILE = re.compile(r"tensors-([0-9]{6,})\.safetensors")
+_MANIFESTS = (manifest.NAME, f"{manifest.NAME}.new")
 _CONTENTS = ("whole", "segments")
 _FIELDS = {
     "contents": str,
@@ -308,13 +309,37 @@ class SnapshotWriter:
                 return
             named = {found["file"]["name"], *(segment["name"] for segment in found.get("segments", ()))}
         for name in names:
-            if name == f"{manifest.NAME}.new" or (not _is_foreign(name) and name not in named):
+            if name == _MANIFESTS[1] or (not _is_foreign(name) and name not in named):
                 with suppress(SnapshotError):  # a folder of this name is not ours
                     directory.remove(name)
 
     def close(self) -> None:
         """Release the folder."""
         self._folder.release()
+
+
+def remove_snapshot(owner: str, path: Path) -> None:
+    """Remove the snapshot or journal in a folder, if there is one, and leave the folder with its lock alone in it.
+
+    Raises:
+        InvalidInputError: If there is something else in it, or somebody else uses it. Nothing was removed.
+    """
+    if not os.path.lexists(path):
+        return
+    folder = Folder(owner, path, "snapshot", _FIELDS, _is_foreign, _IF_FULL)
+    try:
+        ours = [name for name in folder.directory.names() if name != LOCK]
+        foreign = [name for name in ours if _is_foreign(name) and name not in _MANIFESTS]
+        if foreign:
+            raise InvalidInputError(
+                f"the folder {path} holds a snapshot or a journal, which is to be replaced, and other files: "
+                f"{foreign[:5]}. Move these away; {owner} removes nothing that rlstore has not written. "
+                "Nothing was changed."
+            )
+        for name in sorted(ours, key=_MANIFESTS.__contains__, reverse=True):  # first what names the others
+            folder.directory.remove(name)
+    finally:
+        folder.release()
 
 
 def _described(content: Content) -> dict[str, Any]:

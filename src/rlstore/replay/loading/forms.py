@@ -14,6 +14,7 @@ from rlstore.replay.loading.names import NOTHING
 from rlstore.replay.loading.steps import as_array, as_numpy, numpy_dtype
 
 Space = spaces.Space[Any]
+_MOST_ACTIONS = 2**63 - 1  # that int64 counts
 
 
 def observation_space_of(observations: Any, name: str = "observations") -> Space:
@@ -44,10 +45,16 @@ def action_space_of(episodes: Iterable[Any]) -> Space:
             highs.append(values.max(0))
     if not lows:
         raise InvalidInputError(f"there are no actions to take a space from; give action_space. {NOTHING}")
-    low, high = np.minimum(np.min(lows, 0), 0).astype(np.int64), np.max(highs, 0).astype(np.int64)
+    low = [min(0, *map(int, entry)) for entry in zip(*lows, strict=True)]
+    counts = [max(map(int, entry)) - least + 1 for entry, least in zip(zip(*highs, strict=True), low, strict=True)]
+    if (most := max(counts, default=1)) > _MOST_ACTIONS:
+        raise InvalidInputError(
+            f"actions are {most:,} whole numbers from the least to the largest, and a space has {_MOST_ACTIONS:,} at "
+            f"most; give action_space. {NOTHING}"
+        )
     if shape in ((), (1,)):
-        return spaces.Discrete(int(high[0] - low[0]) + 1, start=int(low[0]))
-    return spaces.MultiDiscrete((high - low + 1).reshape(shape), start=low.reshape(shape))
+        return spaces.Discrete(counts[0], start=low[0])
+    return spaces.MultiDiscrete(np.array(counts).reshape(shape), start=np.array(low).reshape(shape))
 
 
 def _form(value: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
