@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -218,6 +219,8 @@ def _profiled(work: Work, calls: int) -> list[Counts]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     work.before()
     synchronize()
+    # In each process torch says once that it forgets events between cycles; here there is one cycle.
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
     with profile(activities=activities) as profiler:
         for _ in range(calls):
             with work.context(), record_function(WINDOW):

@@ -14,6 +14,7 @@ from gymnasium.spaces import Box
 from torch import Tensor
 
 from benchmarks.gpu_measure import Group, Work, Works
+from benchmarks.replay_buffers import require_tree
 
 ADD, SAMPLE, PRIORITIZED = "add", "sample", "prioritized: sample and update"
 FLOAT, FLAG, ROW_ID = 4, 1, 8
@@ -132,6 +133,7 @@ def _torchrl(data: ReplayData) -> Works:
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
+    require_tree()
     sizes, capacity = data.sizes, data.sizes.envs * data.sizes.steps
 
     def buffer(kind: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import count, cycle, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,14 @@ class Tianshou(AddableBuffer):
             "discounts": one_step_discounts(values.terminated),
             "next_observations": torch.from_numpy(values.obs_next),
         }
+
+
+def require_tree() -> None:
+    """Say why there are no priorities of TorchRL's; its own error refers to a warning from when it was imported."""
+    try:
+        import_module("torchrl._torchrl")
+    except ImportError as error:
+        raise ImportError("the wheel's extension, which has the tree, was built for another torch") from error
 
 
 class TorchRl(SavableBuffer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib import import_module
 from itertools import repeat
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import CYCLE, Contender, Phase, Target, Workload
-from benchmarks.replay_buffers import AddableBuffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl
+from benchmarks.replay_buffers import AddableBuffer, Cpprb, Loop, Rlox, Rlstore, Tianshou, TorchRl, require_tree
 from benchmarks.replay_contenders import Copies
 from benchmarks.replay_data import Array, check_batches
 from benchmarks.replay_vector import ADDS, BATCH, GIVEN, LOOP, SERVED, source
@@ -144,10 +143,7 @@ class TorchRlPrioritized(TorchRl, PrioritizedBuffer):
     def __init__(self, capacity: int) -> None:
         from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-        try:
-            import_module("torchrl._torchrl")
-        except ImportError as error:
-            raise ImportError("the wheel's extension, which has the tree, was built for another torch") from error
+        require_tree()
         super().__init__(source(), capacity, sampler=PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA))
         self.update = self.buffer.update_priority
 

@@ -10,6 +10,7 @@ from rlstore.kernels.cuda import memory
 from rlstore.kernels.cuda import ring as ring_on_cuda
 from rlstore.kernels.cuda.launch import Launcher
 from rlstore.kernels.cuda.replay_gather import ReplayGather
+from rlstore.kernels.cuda.rules import Counts
 from rlstore.kernels.cuda.watch import Watch
 from rlstore.kernels.portable import OPERATIONS as PORTABLE
 
@@ -164,3 +165,22 @@ def test_without_room_nothing_is_written(device):
     twins.write(2)
     assert int(twins.mine.counters[0].sum()) == 2
     twins.assert_same()
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: Watch(torch.zeros(8, dtype=torch.int64)), lambda: Counts(torch.device("cpu"))]
+)
+def test_a_capture_that_adds_is_refused_with_what_to_do(made, monkeypatch):
+    class Event:
+        def query(self):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    counts = Watch(torch.zeros(8, dtype=torch.int64)) if is_replay else Counts(torch.device("cpu"))
+    counts._event, counts._looking = Event(), True
+    look = counts.look if isinstance(counts, Counts) else counts.has_broken
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"adding .* cannot be captured in a CUDA graph. Add before the capture"):
+        look()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        look()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from types import SimpleNamespace
 
@@ -114,6 +115,20 @@ def test_the_first_launch_is_ordinary_and_the_next_ones_go_to_the_driver(cuda, d
     numbers = [struct.pack("q", -6), struct.pack("d", 0.25), struct.pack("d", 3.0), struct.pack("q", 1 << 40)]
     assert told[3] == [address(other), address(third), address(second), *numbers, bytes(8), bytes(8)]
     assert len(kernel.ordinary) == 1
+
+
+def test_that_kernels_are_compiled_is_said_once_if_it_takes_long(cuda, driver, monkeypatch, caplog):
+    now = itertools.count(step=0.4)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(launch, "_COMPILING", launch.Compiling())
+    said = []
+    for _ in range(5):
+        launcher = Launcher(Kernel("*fp32"))
+        launcher((1, 1, 1), cuda, aligned())
+        launcher((1, 1, 1), cuda, aligned())
+        said.append(len(caplog.records))
+    assert said == [0, 0, 1, 1, 1]
+    assert "kernels for this GPU are being compiled, 1.2 seconds" in caplog.text
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -345,9 +360,20 @@ def test_a_row_is_not_launched_into_memory_that_was_freed(driver):
     assert driver.launches == []
 
 
-def test_values_whose_class_may_run_code_are_left_to_python(driver):
-    rows, _, _, kind = bound_rows(driver)
-    assert rows.write(0, (torch.zeros(0), torch.nn.Parameter(aligned(), requires_grad=False))) == kind
+def test_values_of_a_derived_class_are_launched_and_no_code_of_theirs_runs(driver):
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    rows, _, _, _ = bound_rows(driver)
+    assert rows.write(0, (torch.zeros(0), aligned().as_subclass(Refusing))) is None
+    assert len(driver.launches) == 1
+
+
+def test_a_value_that_is_negated_lazily_is_copied_first(driver):
+    rows, _, _, _ = bound_rows(driver)
+    assert rows.write(0, (torch.zeros(0), torch._neg_view(aligned()))) == ~1
     assert driver.launches == []
 
 

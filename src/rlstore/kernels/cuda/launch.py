@@ -21,6 +21,8 @@ ordinary one.
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +43,29 @@ _PLAIN = {
     "global_scratch_size": 0,
     "profile_scratch_size": 0,
 }
+
+_LONG_SECONDS = 1.0  # of compiling, after which it is said why calls take so long
+
+
+class Compiling:
+    """The time that first launches took, in which Triton compiles kernels or loads those that it has kept."""
+
+    def __init__(self) -> None:
+        self.seconds, self.is_said = 0.0, False
+
+    def add(self, seconds: float) -> None:
+        """Count a launch, and say once that kernels are being compiled."""
+        self.seconds += seconds
+        if self.seconds > _LONG_SECONDS and not self.is_said:
+            self.is_said = True
+            logging.getLogger("rlstore").warning(
+                "rlstore: kernels for this GPU are being compiled, %.1f seconds so far. Each is compiled when it is "
+                "first used with tensors of one kind; Triton keeps them for later runs (TRITON_CACHE_DIR).",
+                self.seconds,
+            )
+
+
+_COMPILING = Compiling()
 
 Argument = Tensor | float | Fixed | tuple[Tensor | Fixed, ...]
 
@@ -79,7 +104,9 @@ class Launcher:
             with torch.cuda.device(index):
                 self(grid, device, *arguments)
             return
+        begun = time.monotonic()
         compiled = self._kernel[grid](*arguments, *self._constants, num_warps=self._num_warps)
+        _COMPILING.add(time.monotonic() - begun)
         if device not in self._bound:
             parts = list(_flat(arguments))
             if _are_aligned(parts):

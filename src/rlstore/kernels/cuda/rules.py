@@ -90,6 +90,23 @@ class Report:
         )
 
 
+def is_done(event: Any) -> bool:
+    """Whether the device has come to an event; None is one that is done.
+
+    Raises:
+        RuntimeError: While a CUDA graph is captured, which nobody may ask in.
+    """
+    try:
+        return event is None or bool(event.query())
+    except RuntimeError as error:
+        if not torch.cuda.is_current_stream_capturing():
+            raise
+        raise RuntimeError(
+            "adding to a storage cannot be captured in a CUDA graph. Add before the capture, and between replays; "
+            "returns, batches, draws and updates can be captured."
+        ) from error
+
+
 class Counts:
     """The counts of a kernel that writes rollouts, read by the host without a wait: a rollout later.
 
@@ -109,7 +126,7 @@ class Counts:
     def look(self) -> None:
         """Report what the last look has found, if its copy is done, and begin another one."""
         if self._looking:
-            if self._event is not None and not self._event.query():
+            if not is_done(self._event):
                 return
             self._looking = False
             self._report.find(*self._seen.tolist())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlstore.kernels.cuda.rules import Report
+from rlstore.kernels.cuda.rules import Report, is_done
 
 _LEAST_FREE, _BREAKS, _INVALID, _REPEAT = 3, 4, 5, 7  # which of the words
 _FIRST_LOOK, _LAST_LOOK = 8, 256  # writes between two looks at the words, if nothing calls for one earlier
@@ -51,7 +51,7 @@ class Watch:
 
     def has_broken(self) -> bool:
         """True if a look has shown that episodes were broken off that were not reported yet."""
-        if self._looking and (self._event is None or self._event.query()):
+        if self._looking and is_done(self._event):
             self._take()
         reported, self._reported = self._reported, int(self._seen[_BREAKS])
         return self._reported > reported
