@@ -167,10 +167,8 @@ def test_without_room_nothing_is_written(device):
     twins.assert_same()
 
 
-@pytest.mark.parametrize(
-    "made", [lambda: Watch(torch.zeros(8, dtype=torch.int64)), lambda: Counts(torch.device("cpu"))]
-)
-def test_a_capture_that_adds_is_refused_with_what_to_do(made, monkeypatch):
+@pytest.mark.parametrize("is_replay", [True, False])
+def test_a_capture_that_adds_is_refused_with_what_to_do(is_replay, monkeypatch):
     class Event:
         def query(self):
             raise RuntimeError("operation not permitted when stream is capturing")
