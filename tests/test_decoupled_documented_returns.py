@@ -176,3 +176,24 @@ def test_values_with_a_gradient_leave_none_behind():
     storage.compute_returns_and_advantages(torch.ones(2, 1, requires_grad=True))
     assert not storage.returns.requires_grad
     assert not storage.advantages.requires_grad
+
+
+@pytest.mark.parametrize("name", ["gae_lamdba", "gae_lambda"])
+def test_discount_and_lambda_are_taken_for_one_call(name):
+    """Rewards 1, 2; values 4, 8; last value 16, and gamma 1/2: A1 = 2 + 8 - 8 = 2; A0 = 1 + 4 - 4 + lambda * A1 / 2."""
+    storage = rollout([[1.0], [2.0]], [[4.0], [8.0]], [[0], [0]], [[0], [0]], discount=1.0, gae_lambda=1.0)
+    last = torch.tensor([16.0])
+    storage.compute_returns_and_advantages(last, gamma=0.5, **{name: 0.5})
+    assert (storage.returns - storage.values).flatten().tolist() == [1.5, 2]
+    storage.compute_returns_and_advantages(last, 0.5, 0.0)
+    assert (storage.returns - storage.values).flatten().tolist() == [1, 2]
+    storage.compute_returns_and_advantages(last, gamma=0.5)
+    assert (storage.returns - storage.values).flatten().tolist() == [2, 2]
+    assert (storage.discount, storage.gae_lambda) == (1.0, 1.0)
+    storage.compute_returns_and_advantages(last, **{name: 0})  # gamma 1: A1 = 10, A0 = 5
+    assert (storage.returns - storage.values).flatten().tolist() == [5, 10]
+    before = storage.returns.clone()
+    for wrong in ({"gamma": 1.5}, {name: -0.5}, {"gamma": "1"}, {"gae_lamdba": 0.5, "gae_lambda": 0.5}):
+        with pytest.raises(ValueError, match=r"gamma|lam"):
+            storage.compute_returns_and_advantages(last, **wrong)
+    assert torch.equal(storage.returns, before)

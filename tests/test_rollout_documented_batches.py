@@ -300,3 +300,16 @@ def test_a_batch_outlives_the_rollout_it_came_from():
     fill(storage, offset=900)
     list(storage.mini_batch_generator(2, 1))
     assert [ids_in(batch) for batch in kept] == drawn
+
+
+def test_observations_have_the_device_of_the_storage():
+    storage = filled()
+    place = storage.rewards.device
+    assert storage.observations.device == place
+    for batch in (*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)):
+        assert batch.observations.device == batch.actions.device == place
+    nested = TensorDict({"a": torch.zeros(2, 1), "b": {"c": torch.zeros(2, 3)}}, batch_size=[2])
+    storage = RolloutStorage("rl", 2, 1, nested, [1])
+    assert storage.observations.device == storage.observations["b"].device == torch.device("cpu")
+    storage.observations["a"] = torch.ones(1, 2, 1)  # which is what the storage holds then
+    assert copy.deepcopy(storage).observations["a"].flatten().tolist() == [1, 1]

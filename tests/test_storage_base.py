@@ -267,6 +267,49 @@ def test_no_attribute_at_all_is_asked_of_a_subclass():
         assert vars(twin) == {"capacity": 7}
 
 
+def public_names():
+    return [*(name for name in dir(Storage) if not name.startswith("_")), "max_size", "device", "seed"]
+
+
+class NamesakeBuffer(OnPolicyBuffer):
+    """One whose attributes are called like everything public of our base, and like much that is not."""
+
+    private = ("_ring", "_journal", "_samples", "_guard", "_outputs", "_given_algorithm", "_seen_algorithm")
+
+    def __init__(self, calls_ours):
+        self.value = {"of": [1]}
+        if calls_ours:
+            Storage.__init__(self, 3, "cpu", Critic(), Critic())
+        for name in public_names():
+            setattr(self, name, self.value)
+        if not calls_ours:
+            for name in self.private:
+                setattr(self, name, self.value)
+
+
+@pytest.mark.parametrize("calls_ours", [False, True])
+def test_a_subclass_may_use_every_public_name_of_the_base_for_its_own(calls_ours):
+    storage = NamesakeBuffer(calls_ours)
+    for twin in (storage, copy.deepcopy(storage), copy.copy(storage), pickle.loads(pickle.dumps(storage))):
+        assert {name: getattr(twin, name) for name in public_names()} == {name: {"of": [1]} for name in public_names()}
+        assert twin
+        assert len(twin) == 0
+        assert "NamesakeBuffer" in repr(twin)
+    storage.journal.setdefault("more", []).append(2)
+    storage.draw_total = 7
+    assert (storage.journal["more"], storage.draw_total) == ([2], 7)
+    del storage.draw_total
+    assert storage.draw_total == 0.0  # that of the base again
+
+
+def test_what_the_base_shows_is_not_assigned_in_our_own_storages():
+    storage = RolloutStorage.create_factory(2)()
+    for name in ("journal", "draw_total"):
+        with pytest.raises(AttributeError, match=f"'{name}'"):
+            setattr(storage, name, [])
+    assert (storage.journal, storage.draw_total) == (None, 0.0)
+
+
 def test_nothing_is_said_of_data_that_the_base_does_not_know():
     assert "first sample" not in repr(filled())
 

@@ -8,10 +8,22 @@ import pickle
 import pytest
 import torch
 from combinations import pairs
+from gymnasium import spaces
 from replay_cases import ENDS, ENVS, REPLAY_CASES, SIZE, STEPS, ReplayCase, check_batch, collect, ids_in
 from rollout_model import leaves, same_data
 from storages import Algorithm
 from where import SEES_VALUES
+
+from rlstore import (
+    NotReadyError,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
+    RateLimit,
+    ReplayStorage,
+    SequenceReplayStorage,
+    Storage,
+    WaitTimeoutError,
+)
 
 # ------------------------------------------------------------------------------------------------- the loop
 
@@ -195,6 +207,169 @@ def test_a_copy_goes_on_in_the_same_way(replay, twin_of, steps):
     assert drawn[0] == drawn[1]
     storage.reset()
     assert len(twin) == min(steps + 2, STEPS) * ENVS
+
+
+# ------------------------------------------------------------------------------------------------- the size
+
+
+def test_the_size_of_a_factory_is_that_along_the_time_axis(replay):
+    """``size`` steps of each environment, whatever their number, which the first sample tells."""
+    storage = replay.cls.create_factory(4, **replay.options)("cpu")
+    assert (storage.max_size, storage.storage_size, storage.num_envs) == (4, None, None)
+    assert "4 steps of each environment" in repr(storage)
+    collect(replay, storage)
+    assert (storage.max_size, storage.storage_size, storage.num_envs) == (4, 4 * ENVS, ENVS)
+    assert len(storage) == 4 * ENVS
+    assert ids_in(storage.get_all_buffer_data()["observations"])[0].tolist() == [1.0 + 2 * ENVS, 2.0 + 2 * ENVS]
+
+
+def test_the_size_of_a_factory_that_is_told_the_environments_is_known_at_once(replay):
+    storage = replay.cls.create_factory(4, num_envs=ENVS, **replay.options)("cpu")
+    assert (storage.max_size, storage.storage_size) == (4, 4 * ENVS)
+    for size in (0, -1, 2.5, None, True):
+        with pytest.raises(ValueError, match="size is"):
+            replay.cls.create_factory(size, **replay.options)
+        with pytest.raises(ValueError, match=r"num_envs|environments"):
+            replay.cls.create_factory(4, num_envs=size or 0, **replay.options)("cpu").init_tensors({})
+
+
+@pytest.mark.parametrize("way", ["saved", "pickled", "copied"])
+def test_a_storage_that_waits_for_its_first_sample_keeps_its_size(replay, way, tmp_path):
+    storage = replay.cls.create_factory(4, **replay.options)("cpu")
+    if way == "saved":
+        storage.save(tmp_path)
+        twin = Storage.load(tmp_path)
+        if "compute_reward" in replay.options:
+            twin.compute_reward = replay.options["compute_reward"]
+    else:
+        twin = copy.deepcopy(storage) if way == "copied" else pickle.loads(pickle.dumps(storage))
+    for one in (twin, storage):
+        assert (one.max_size, one.storage_size) == (4, None)
+        collect(replay, one)
+        assert (one.max_size, one.storage_size, len(one)) == (4, 4 * ENVS, 4 * ENVS)
+    twin.save(tmp_path / "filled")
+    assert Storage.load(tmp_path / "filled").max_size == 4
+
+
+def test_n_steps_fit_into_a_factory_of_so_many_steps():
+    """Of 4 transitions in all, 2 environments would have 2 steps each: fewer than the 3 of n_step."""
+    storage = NStepReplayStorage.create_factory(4, num_workers=0)("cpu")
+    collect(REPLAY_CASES[2], storage)
+    assert (storage.n_step, len(storage)) == (3, 8)
+
+
+def test_the_size_of_a_storage_that_waits_can_be_changed(replay):
+    storage = replay.cls.create_factory(4, **replay.options)("cpu")
+    storage.update_storage_parameter("storage_size", 3 * ENVS)  # from now on the size of all of them
+    collect(replay, storage)
+    assert (storage.max_size, storage.storage_size, len(storage)) == (3, 3 * ENVS, 3 * ENVS)
+
+
+# ------------------------------------------------------------------------------------------------- in order
+
+
+@pytest.mark.parametrize(("replay", "steps"), pairs(REPLAY_CASES, [3, STEPS, STEPS + 4]))
+def test_batches_in_order_are_the_rows_of_all_data_in_each_epoch_from_the_first(replay, steps):
+    storage = replay.make()
+    collect(replay, storage, steps=steps)
+    held = range(max(0, steps - STEPS), steps)
+    before = storage.stats()["samples"]
+    batches = list(storage.generate_batches(3, 2, 2, shuffle=False))
+    assert storage.stats()["samples"] == before + 12
+    rows = [check_batch(replay, batch, 2, held) for batch in batches]
+    first = held[0] * ENVS
+    assert rows == [[first, first + 1], [first + 2, first + 3], [first + 4, first + 5]] * 2
+    seen = ids_in(storage.get_all_buffer_data()["observations"]).flatten()
+    if replay.cls is SequenceReplayStorage:
+        batches = [{"observations": batch["observations"][:, 0]} for batch in batches]
+    assert torch.cat([ids_in(batch["observations"]) for batch in batches[:3]]).tolist() == seen[:6].tolist()
+    random = list(storage.generate_batches(1, 4))  # the documented default
+    assert [batch.keys() for batch in random] == [batches[0].keys()] or replay.cls is SequenceReplayStorage
+
+
+def test_an_epoch_in_order_that_asks_for_more_than_is_held_is_refused(replay):
+    storage = replay.make()
+    storage.init_tensors(replay.sample(0))
+    with pytest.raises(NotReadyError, match="no data"):
+        next(storage.generate_batches(1, 1, shuffle=False))
+    collect(replay, storage, steps=2)
+    assert len(list(storage.generate_batches(2, ENVS, shuffle=False))) == 2
+    with pytest.raises(ValueError, match=f"3 mini-batches of {ENVS} .* {2 * ENVS} are held"):
+        next(storage.generate_batches(3, ENVS, shuffle=False))
+
+
+def test_rows_in_order_that_are_overwritten_meanwhile_are_not_served(replay):
+    storage = replay.make()
+    collect(replay, storage)
+    batches = storage.generate_batches(STEPS, ENVS, shuffle=False)
+    check_batch(replay, next(batches), ENVS, range(1))
+    collect(replay, storage, first=STEPS, steps=1)  # overwrites what was served
+    assert check_batch(replay, next(batches), ENVS, range(1, 2)) == [ENVS, ENVS + 1]
+    collect(replay, storage, first=STEPS + 1, steps=2)
+    with pytest.raises(NotReadyError, match="overwritten"):
+        next(batches)
+
+
+def test_environments_that_sat_out_have_their_oldest_step_first():
+    """Steps 0 to 3 of environment 0, and 1 and 3 of environment 1."""
+    storage = ReplayStorage.create_factory(4)("cpu")
+    for step in range(4):
+        storage.insert_transition({**REPLAY_CASES[0].sample(step, (1,)), "masks": torch.tensor([True, step % 2 == 1])})
+    data = storage.get_all_buffer_data()
+    ids = torch.cat([ids_in(b["observations"]) for b in storage.generate_batches(3, 2, shuffle=False)]).tolist()
+    assert ids == ids_in(data["observations"])[data["masks"]].tolist()
+    assert ids == [1.0, 4.0, 3.0, 8.0, 5.0, 7.0]
+
+
+def test_targets_and_weights_in_order():
+    """Rewards 1 to 5 of one environment, three steps with a discount of 0.5, and a terminal state after the fourth."""
+    storage = PrioritizedReplayStorage(
+        spaces.Box(-9, 9, (1,)), spaces.Discrete(2), storage_size=8, n_step=3, discount=0.5, sample_info=True
+    )
+    for step in range(5):
+        storage.add([[step]], [0], [step + 1.0], [step == 3], [False], {}, [[step + 1]])
+    storage.update([0, 1], [9.0, 0.0])
+    (batch,) = storage.generate_batches(1, 5, shuffle=False)
+    assert batch["rewards"].flatten().tolist() == [1 + 1 + 0.75, 2 + 1.5 + 1, 3 + 2, 4, 5]
+    assert batch["discounts"].flatten().tolist() == [0.125, 0, 0, 0, 0.5]
+    assert batch["weights"].tolist() == [[1.0]] * 5
+    assert batch["probabilities"].tolist() == [pytest.approx(0.2)] * 5
+    assert batch["draw_counts"].tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_windows_in_order_begin_one_after_the_other(alpha):
+    """Windows of 3 steps with an overlap of 1: of an episode of 5 steps two, of one of 2 steps a short one."""
+    storage = SequenceReplayStorage(
+        spaces.Box(-9, 9, (1,)), spaces.Discrete(2), storage_size=9, sequence_length=3, overlap=1, alpha=alpha
+    )
+    for step in range(7):
+        storage.add([[step]], [0], [1.0], [step in (4, 6)], [False], {}, [[step + 1]])
+    (batch,) = storage.generate_batches(1, 3, shuffle=False)
+    assert batch["observations"].squeeze(-1).tolist() == [[0, 1, 2], [2, 3, 4], [5, 6, 0]]
+    assert batch["masks"].sum(1).flatten().tolist() == [3, 3, 2]
+    with pytest.raises(ValueError, match=r"2 mini-batches of 2 sequences .* 3 are held"):
+        next(storage.generate_batches(2, 2, shuffle=False))
+
+
+def test_rows_in_order_are_relabeled_at_random():
+    case = REPLAY_CASES[-1]
+    storage = case.make(relabel_fraction=1.0, strategy="final")
+    for step in range(STEPS):
+        storage.insert_transition(case.sample(step))
+    (batch,) = storage.generate_batches(1, SIZE, shuffle=False)
+    assert batch["rows"].tolist() == list(range(SIZE))
+    assert batch["observations"]["desired_goal"][:, 0].tolist() == [13.25, 14.25] * STEPS  # after the last step
+
+
+def test_batches_in_order_count_for_the_rate_limit():
+    limit = RateLimit(1.0, 1, 8.0)
+    storage = ReplayStorage.create_factory(8, rate_limit=limit, timeout=0.0, batch_size=2)("cpu")
+    collect(REPLAY_CASES[0], storage, steps=4)
+    served = []
+    with pytest.raises(WaitTimeoutError):
+        served.extend(storage.generate_batches(4, 2, 5, shuffle=False))
+    assert storage.stats()["samples"] < 40
 
 
 # ------------------------------------------------------------------------------------------------- parameters

@@ -386,3 +386,40 @@ def test_without_a_lock_two_mappings_do_not_wait_for_one_another(ours):
         empty.put(2)
     joined(thread)
     assert rollouts_in(LSTM, *found[0]) == [103, 102]
+
+
+# ------------------------------------------------------------------------------------------------- a list of storages
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["plain tensors", "parts of ours"])
+def test_storages_may_be_a_list_with_a_mapping_for_each_slot(ours):
+    storage = filled(LSTM)
+    slots = [{key: storage.storages[key][index] for key in storage.storages} for index in range(5)]
+    if not ours:
+        slots = [{key: tensor.clone() for key, tensor in slot.items()} for slot in slots]
+    states = storage.init_actor_state_storages
+    free, full = ListQueue(), ListQueue([4, 1, 3])
+    found = DistributedStorage.sample(CPU, 2, free, full, slots, states)
+    assert rollouts_in(LSTM, *found) == [104, 101]
+    assert (free.items, full.items) == ([4, 1], [3])
+    slots[4]["reward"].zero_()  # what was served is a copy
+    assert rollouts_in(LSTM, *found) == [104, 101]
+    found = DistributedStorage.sample(CPU, 1, free, full, tuple(slots), [])
+    assert found[1] == ()
+    assert torch.equal(found[0]["baseline"][:, 0], slots[3]["baseline"])
+
+
+def test_a_list_of_storages_that_do_not_fit_is_refused_and_the_slots_are_given_back():
+    storage = filled(DISCRETE)
+    slots = [{key: storage.storages[key][index] for key in storage.storages} for index in range(3)]
+    free, full = ListQueue(), ListQueue([0, 1])
+    for wrong, words in (
+        ([slots[0], {"reward": slots[1]["reward"]}], r"storages\[1\] has the keys"),
+        ([slots[0], slots[1]["reward"]], r"storages\[1\] is a Tensor"),
+        (slots[:1], "1 is no slot"),
+        ([], "0 is no slot"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DistributedStorage.sample(CPU, 2, free, full, wrong, [])
+        assert (free.items, sorted(full.items)) == ([], [0, 1])
+        full.items.sort()

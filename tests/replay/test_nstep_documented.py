@@ -188,3 +188,44 @@ def test_an_observation_space_that_cannot_be_held_is_named(space):
 def test_an_action_space_that_cannot_be_held_is_named(space):
     with pytest.raises(NotImplementedError, match=type(space).__name__):
         make_storage(action_space=space)
+
+
+# ------------------------------------------------------------------------------------------------- a DataLoader
+
+
+@pytest.mark.parametrize("prepared", [0, 2])
+@pytest.mark.parametrize("space", [BOX, spaces.Dict({"a": BOX, "b": spaces.Box(0, 255, (2, 2), np.uint8)})])
+def test_replay_iter_is_a_dataset_for_a_data_loader(space, prepared):
+    def filled():
+        storage = make_storage(observation_space=space, batch_size=5, num_workers=prepared, seed=4)
+        for step in range(6):
+            given = make_step(step)
+            if space is not BOX:
+                for name, number in (("observations", step), ("next_observations", step + 1)):
+                    given[name] = {"a": given[name], "b": torch.full((2, 2, 2), number)}
+            storage.add(**given)
+        return storage
+
+    storage, other = filled(), filled()
+    # What DataLoader does with a batch by itself does not know TensorDicts.
+    given = {} if space is BOX else {"collate_fn": lambda batch: batch}
+    loader = torch.utils.data.DataLoader(storage.replay_iter(), batch_size=None, **given)
+    for batch, _ in zip(loader, range(4), strict=False):
+        wanted = other.sample()
+        assert type(batch) is type(wanted)
+        for name, value in wanted._asdict().items():
+            found = getattr(batch, name)
+            keys = value.keys() if space is not BOX and name.endswith("observations") else ()
+            assert all(torch.equal(found[key], value[key]) for key in keys)
+            assert keys or torch.equal(found, value)
+    assert next(storage.replay_iter).rewards.shape == (5, 1)
+
+
+def test_a_worker_of_a_data_loader_would_have_a_copy_and_is_refused():
+    storage = make_storage(batch_size=5)
+    storage.add(**make_step(0))
+    loader = torch.utils.data.DataLoader(
+        storage.replay_iter(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
+    )
+    with pytest.raises(ValueError, match="num_workers=0"):
+        next(iter(loader))

@@ -28,9 +28,12 @@ from rlstore.replay.views import ReplayBatch, TransitionView
 class ReplayIterator(IterableDataset[ReplayBatch]):
     """An infinite iterator over batches.
 
-    Calling it returns itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work. It is a dataset
-    for ``torch.utils.data.DataLoader(storage.replay_iter(), batch_size=None)``, without workers: those would draw from
-    copies of the storage, to which nothing is added. ``num_workers`` of the storage prefetches batches.
+    Calling it returns itself, so ``next(storage.replay_iter)`` and ``storage.replay_iter()`` both work.
+
+    It is a dataset for ``torch.utils.data.DataLoader(storage.replay_iter(), batch_size=None)``; where observations are
+    TensorDicts, which a DataLoader does not know, with ``collate_fn=lambda batch: batch``. The DataLoader cannot have
+    workers: they would draw from copies of the storage, to which nothing is added. ``num_workers`` of the storage
+    prefetches batches.
     """
 
     def __init__(self, storage: NStepReplayStorage) -> None:
