@@ -258,11 +258,13 @@ def test_the_class_of_a_user_need_not_be_imported(tmp_path, capsys):
     assert said(tmp_path / "saved", capsys)[1][-1].startswith("damaged: 30 of 45 transitions, and ")
 
 
-def test_tables_of_a_mapped_folder_that_cannot_be_are_told(tmp_path, capsys):
+@pytest.mark.parametrize("row", [0, 1], ids=["the rows written", "the first row"])
+def test_tables_of_a_mapped_folder_that_cannot_be_are_told(row, tmp_path, capsys):
     folder = mapped(tmp_path / "mapped")
     (folder / "seal.json").unlink()
     content = bytearray((folder / "counters.bin").read_bytes())
-    content[8:16] = (-1 & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")  # the rows written by the second environment
+    place = 8 * (3 * row + 1)  # of the second of three environments
+    content[place : place + 8] = (-1).to_bytes(8, "little", signed=True)
     (folder / "counters.bin").write_bytes(content)
     status, lines = said(folder, capsys)
     assert status == 1

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from rlstore.dataset import StepDataset
-from rlstore.engine.checks import check_count, check_device, check_path, check_positive, check_seed
+from rlstore.engine.checks import check_counted, check_device, check_path, check_positive, check_seed
 from rlstore.engine.disk.background import BackgroundSave
 from rlstore.engine.disk.journal import Journal, RunningJournal, as_journal
 from rlstore.engine.disk.manifest import NAME
@@ -749,7 +749,7 @@ def saved_arguments(
 
 def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:
     """The samples that a snapshot counts; those of earlier versions count none."""
-    return check_count(owner, "samples", numbers.get("samples", 0))
+    return check_counted(owner, "samples", numbers.get("samples", 0))
 
 
 class Shared:

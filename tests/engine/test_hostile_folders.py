@@ -347,6 +347,17 @@ def test_the_length_of_a_header_is_held_against_the_file(length, tmp_path):
 # ---------------------------------------------------------------------------------------------------- settings
 
 
+@pytest.mark.parametrize("name", ["added", "samples"])
+def test_counts_from_which_nobody_can_count_on_are_refused(name, tmp_path):
+    storage = ReplayStorage(BOX, MOVES, storage_size=20, memory="shared")
+    play(storage, 0, 3)
+    storage.save(tmp_path / "saved")
+    storage.close()
+    rewrite(tmp_path / "saved", lambda told: told["numbers"].update({name: 10**30}))
+    with pytest.raises(SnapshotError, match=f"{name} is 1000.* at most 2"):
+        Storage.load(tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

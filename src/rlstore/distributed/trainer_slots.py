@@ -15,7 +15,7 @@ from rlstore.distributed.fields import STEP_KEYS
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
-from rlstore.engine.checks import check_count
+from rlstore.engine.checks import check_count, check_counted
 from rlstore.engine.guard import Guard, released
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
@@ -293,7 +293,7 @@ class TrainerSlots:
             read: Returns the tensor of a name, or None.
         """
         names = ("rollouts", "held", "lanes", "step", "published")
-        rollouts, held, lanes, step, _ = (check_count("a snapshot", name, numbers[name]) for name in names)
+        rollouts, held, lanes, step, _ = (check_counted("a snapshot", name, numbers[name]) for name in names)
         memory = self.memory
         if rollouts + lanes > memory.count or held > rollouts or step >= memory.steps:
             raise InvalidInputError(
@@ -306,7 +306,7 @@ class TrainerSlots:
         for index, slot in enumerate(order[: rollouts + lanes]):
             for name, part in self._parts(slot, index):
                 read_into(name, part)
-        served = check_count("a snapshot", "served", numbers["counts"][0])
+        served = check_counted("a snapshot", "served", numbers["counts"][0])
         samples = check_count("a snapshot", "samples", numbers.get("samples", served * memory.steps))
         carried = carried_rows(memory.fields, {key: read(f"carried {key}") for key in STEP_KEYS})
         self._resume({**numbers, "spent": bool(numbers["spent"]), "order": order, "samples": samples}, carried)

@@ -29,6 +29,14 @@ def check_count(owner: str, name: str, value: object) -> int:
     return value
 
 
+def check_counted(owner: str, name: str, value: object) -> int:
+    """What a file says was counted, from which one must be able to count on in 64 bits."""
+    count = check_count(owner, name, value)
+    if count > 2**62:
+        raise InvalidInputError(f"{name} is {count}; {owner} needs a whole number of at most 2**62")
+    return count
+
+
 def check_fraction(owner: str, **fractions: object) -> None:
     """Refuse numbers outside [0, 1], by name: discounts, lambdas."""
     for name, value in fractions.items():

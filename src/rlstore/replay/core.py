@@ -20,7 +20,7 @@ from torch import Tensor
 from rlstore.engine.batches.pipeline import Pipeline
 from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained, warn_caller
-from rlstore.engine.checks import check_count, check_path, check_positive, check_seed
+from rlstore.engine.checks import check_counted, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
 from rlstore.engine.guard import guarded, guarded_steps
 from rlstore.engine.measures import Measures, held, used
@@ -1160,7 +1160,7 @@ class ReplayCore(Storage):
             reader.read_into("random", self._random)
             return
         reader.read_into("random", self._random)
-        self._appender.added = check_count(type(self).__name__, "added", numbers["added"])
+        self._appender.added = check_counted(type(self).__name__, "added", numbers["added"])
         if reader.has_rows:
             if numbers["layout"] != self._rows.described():
                 raise reader.damaged("numbers.layout", numbers["layout"])

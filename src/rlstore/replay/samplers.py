@@ -12,7 +12,7 @@ from rlstore.engine.batches.draw_counts import DrawCounts
 from rlstore.engine.batches.pipeline import Drawn, Gather
 from rlstore.engine.batches.priorities import Priorities
 from rlstore.engine.batches.select import Windows, random_units, rows_in_order, uniform_rows
-from rlstore.engine.checks import check_count, check_fraction, check_positive
+from rlstore.engine.checks import check_counted, check_fraction, check_positive
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.measures import Measures, Most, Ratio
 from rlstore.engine.rows.appender import Kernels
@@ -415,12 +415,12 @@ class PrioritySampler(Sampler):
     def set_state(self, numbers: Mapping[str, Any], reader: SnapshotReader) -> None:
         """The ring was filled from a snapshot: put back what :meth:`state` returned."""
         super().set_state(numbers, reader)
-        self._drawn = check_count(self._owner, "drawn", numbers["drawn"])
+        self._drawn = check_counted(self._owner, "drawn", numbers["drawn"])
         if self.tree is not None:
             reader.read_into("priorities", self.tree.leaves)
             self.tree.restore(reader.unusable)
             self.tree.rebuild()
-            self.tree.stale = check_count(self._owner, "stale", numbers["stale"])
+            self.tree.stale = check_counted(self._owner, "stale", numbers["stale"])
 
 
 class WindowSampler(PrioritySampler):

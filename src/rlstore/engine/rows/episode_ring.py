@@ -214,7 +214,8 @@ class EpisodeRing:
         self.counters, self.episodes, self.free_slots, self.blocks["episode"] = (table.clone() for table in tables)
         self._view_counters()
         written, _, current, *_ = self.backing.zeros("counters", (5, self.lanes), torch.int64)  # as they are by now
-        torch.maximum(self.begun, written - self.steps + (current == WRITING), out=self.begun)
+        oldest = torch.maximum(self.begun, written - self.steps + (current == WRITING))
+        self.begun.copy_(torch.where(self.begun < 0, self.begun, oldest))  # one that cannot be is found by restore()
 
     def resume(self) -> None:
         """The next step of each lane may begin an episode: environments that were restarted have broken none off."""
