@@ -398,6 +398,8 @@ NB_MODULE(_native, m) {
       .def("end_read", &Guard::end_read)
       .def("forget_waiting", &Guard::forget_waiting)
       .def("forget_reads", &Guard::forget_reads)
+      .def("close", &Guard::close)
+      .def_prop_ro("is_closed", &Guard::is_closed)
       .def_prop_ro("is_taken", &Guard::is_taken);
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t, nb::dict>(), nb::arg(), nb::arg(), nb::arg(),

@@ -9,6 +9,8 @@
 #include <deque>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace rlstore {
 
@@ -21,8 +23,21 @@ class Guard {
  public:
   bool is_taken() const { return depth_ > 0; }
 
-  // True if nobody uses the rows: no thread has the guard, and no batch is being gathered in the background.
-  bool is_free() const { return depth_ == 0 && reads_ == 0; }
+  // True if nobody uses the rows: no thread has the guard, and no batch is being gathered in the background. Never once it is closed.
+  bool is_free() const { return depth_ == 0 && reads_ == 0 && !is_closed(); }
+
+  // What the guard is of was closed: from now on `with guard:` raises this. enter() works as before, for what still has to be released.
+  void close(nb::object kind, std::string message) { closed_kind_ = std::move(kind), closed_message_ = std::move(message); }
+  bool is_closed() const { return closed_kind_.is_valid(); }
+
+  // enter(), or an error in Python and false: what it is of may also have been closed during the wait.
+  bool enter_open() {
+    enter();
+    if (!is_closed() || depth_ > 1) return true;
+    exit();
+    PyErr_SetString(closed_kind_.ptr(), closed_message_.c_str());
+    return false;
+  }
 
   void begin_read() { reads_++; }
   void end_read() { reads_--; }
@@ -102,12 +117,14 @@ class Guard {
   unsigned long owner_ = 0;
   int64_t depth_ = 0, reads_ = 0;  // how often it was entered; batches that were drawn and are being gathered
   std::deque<Waiting*> waiting_;
+  nb::object closed_kind_;  // of the error; none while it is open
+  std::string closed_message_;
 };
 
 // `with guard:` by methods of plain C, in half the time of bound ones.
 inline PyObject* guard_enter(PyObject* self, PyObject*) {
   try {
-    nb::inst_ptr<Guard>(self)->enter();
+    if (!nb::inst_ptr<Guard>(self)->enter_open()) return nullptr;
   } catch (nb::python_error& error) {
     error.restore();
     return nullptr;

@@ -55,5 +55,5 @@ class WaitTimeoutError(StorageError, TimeoutError):
     """A wait reached its timeout although no process has died. The message names the processes that were waited for."""
 
 
-class StorageClosedError(StorageError, RuntimeError):
-    """The storage was closed, in this process or in another one."""
+class StorageClosedError(NotReadyError):
+    """The storage, or the handle, was closed, in this process or in another one. Nothing was done."""

@@ -151,7 +151,9 @@ class Storage(ABC):
 
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's generator, from which all its random numbers come; None draws a seed from torch's."""
-        self._generator.manual_seed(check_seed(type(self).__name__, seed))
+        number = check_seed(type(self).__name__, seed)
+        with self._guarding():
+            self._generator.manual_seed(number)
 
     def register_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Register the storage's generator with a CUDA graph; call it before the graph captures the storage's work.
@@ -169,8 +171,9 @@ class Storage(ABC):
         that its kernels are compiled.
         """
         generator = self.__dict__.get("_generator")
-        if generator is not None and generator.device.type == "cuda":
-            graph.register_generator_state(generator)
+        with self._guarding():
+            if generator is not None and generator.device.type == "cuda":
+                graph.register_generator_state(generator)
 
     # ---------------------------------------------------------------------------------------------- the ten methods
 

@@ -365,14 +365,15 @@ def test_a_closed_storage_raises_and_may_be_closed_again():
     storage = DISCRETE.make(2)
     actor = storage.actor()
     actor.reserve()
+    learner = learner_of(storage)
     storage.close()
     storage.close()
     assert storage.report().closed
-    for refused in (actor.reserve, storage.reset, lambda: storage.insert_transition(None)):
+    for refused in (actor.reserve, storage.reset, storage.learner, lambda: storage.insert_transition(None)):
         with pytest.raises(StorageClosedError):
             refused()
     with pytest.raises(StopIteration):
-        next(learner_of(storage))
+        next(learner)
 
 
 def test_another_storage_does_not_notice():

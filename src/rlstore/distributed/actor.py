@@ -134,7 +134,7 @@ class ActorHandle:
             rollout.commit(version)
 
     def close(self) -> None:
-        """Stop taking part; a slot that is being written is free again."""
+        """Stop taking part; a slot that is being written is free again. The handle cannot be used afterwards."""
         self._member.leave()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from rlstore.distributed.actor import check_version
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.engine.batches.staging import Staging, received
-from rlstore.engine.guard import Guard, guarded, new_guard
+from rlstore.engine.guard import Guard, close_guard, guarded, new_guard, taken
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
@@ -165,21 +165,23 @@ class Learner:
             self._end = Finalize(self, self._collector.stop, exitpriority=20)  # before the member's own finalizer
         return self._collector
 
-    @guarded
     def _stop(self) -> None:
-        if self._end is not None and self._pid == os.getpid():
-            self._end()
-        self._collector, self._end = None, None
+        with taken(self._guard):
+            if self._end is not None and self._pid == os.getpid():
+                self._end()
+            self._collector, self._end = None, None
 
     def publish(self, version: int) -> None:
         """Publish the newest version of the policy; actors read it as ``ActorHandle.published``."""
         check_version("publish()", version)
-        self._memory.handoff.published = version
+        with self._guard:
+            self._memory.handoff.published = version
 
     def close(self) -> None:
-        """End the iteration. Prefetched batches are dropped."""
+        """End the iteration. Prefetched batches are dropped, and nothing can be published any more."""
         self._closed = True
         self._stop()
+        close_guard(self._guard, "learner")
 
     def __repr__(self) -> str:
         rollouts = f"batches of {self.batch_size} rollouts of {self._memory.steps} steps on {self.device}"

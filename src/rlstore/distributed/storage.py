@@ -26,7 +26,7 @@ from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
-from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.guard import close_guard, guarded, guarded_steps
 from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
@@ -252,7 +252,7 @@ class DistributedStorage(Storage):
                 f"add() takes index, timestep, actor_output and env_output; {len(args)} values were given"
             )
         index, timestep, actor_output, env_output = args
-        memory = self._ready_slots().memory
+        memory = self._open_slots().memory
         row, slot = check_row(timestep, memory.steps), check_slots([index], memory.count)[0]
         parts = [part for part in (env_output, actor_output) if part is not None]
         if not all(isinstance(part, Mapping) for part in parts):
@@ -308,7 +308,7 @@ class DistributedStorage(Storage):
             name: Its name in errors and warnings, beside its process id.
         """
         check_name("actor()", name)
-        return ActorHandle(self._ready_slots().memory, name, self.timeout)
+        return ActorHandle(self._open_slots().memory, name, self.timeout)
 
     def learner(
         self,
@@ -325,7 +325,7 @@ class DistributedStorage(Storage):
             prefetch: Batches that a thread collects ahead; 0 for no thread.
             timeout: Seconds to wait for a batch; None takes the storage's.
         """
-        memory, size = self._ready_slots().memory, self.batch_size if batch_size is None else batch_size
+        memory, size = self._open_slots().memory, self.batch_size if batch_size is None else batch_size
         check_positive("learner()", batch_size=size)
         if size > memory.count:
             raise InvalidInputError(f"batch_size is {size}, and num_storages is {memory.count}: it would never be full")
@@ -338,7 +338,10 @@ class DistributedStorage(Storage):
         return learner
 
     def report(self) -> HandoffReport:
-        """The counts of rollouts, peers and slots. Dead peers are found, and what they held is reclaimed."""
+        """The counts of rollouts, peers and slots, also after :meth:`close`.
+
+        Dead peers are found, and what they held is reclaimed.
+        """
         handoff = self._ready_slots().memory.handoff
         handoff.sweep()
         peers, counts = handoff.peers, handoff.slots.counts()
@@ -356,8 +359,11 @@ class DistributedStorage(Storage):
     def close(self) -> None:
         """Commit to the journal, and end the hand-off for all peers.
 
-        Actors that wait raise StorageClosedError, and learners stop iterating.
+        Actors that wait raise StorageClosedError, and learners stop iterating. But for ``close``, ``report``, ``len``
+        and ``repr``, the methods of the storage raise StorageClosedError from now on.
         """
+        if self._guard.is_closed:
+            return
         try:
             if self.journal is not None:
                 self.journal.close()
@@ -366,13 +372,13 @@ class DistributedStorage(Storage):
 
     @guarded
     def _end_handoff(self) -> None:
-        if self._slots is None:
-            return
-        self._slots.memory.handoff.close()
-        for learner in list(self._learners):
-            learner.close()
-        self._learners.clear()
-        self._slots.leave()
+        if self._slots is not None:
+            self._slots.memory.handoff.close()
+            for learner in list(self._learners):
+                learner.close()
+            self._learners.clear()
+            self._slots.leave()
+        close_guard(self._guard, type(self).__name__)
 
     @classmethod
     @explained

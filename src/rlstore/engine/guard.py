@@ -1,4 +1,7 @@
-"""One thread at a time uses a storage: the guard that each of them has, and the methods that take it."""
+"""One thread at a time uses a storage: the guard that each of them has, and the methods that take it.
+
+Whoever closes an object closes its guard last. Every method that takes the guard then raises StorageClosedError.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
+from rlstore.errors import StorageClosedError
 from rlstore.kernels import Guard as Guard
 
 _P = ParamSpec("_P")
@@ -65,10 +69,25 @@ def guarded_steps(
                         return
                 yield item
         finally:
-            with guard:  # what a generator that is not exhausted has to give back
+            with taken(guard):  # what a generator that is not exhausted has to give back
                 items.close()
 
     return with_guard
+
+
+def close_guard(guard: Guard, what: str) -> None:
+    """Let whoever uses ``what`` from now on raise StorageClosedError; see the module."""
+    guard.close(StorageClosedError, f"this {what} is closed. Nothing was changed.")
+
+
+@contextmanager
+def taken(guard: Guard) -> Iterator[None]:
+    """Holds a guard that may be closed: for what a closed object still has to release, or a save to write."""
+    _take(guard)
+    try:
+        yield
+    finally:
+        guard.__exit__(None, None, None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained, warn_caller
 from rlstore.engine.checks import check_counted, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
-from rlstore.engine.guard import guarded, guarded_steps
+from rlstore.engine.guard import close_guard, guarded, guarded_steps
 from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
@@ -34,7 +34,7 @@ from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
 from rlstore.episodes import HeldSteps, NoSteps
-from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError
+from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError, StorageClosedError
 from rlstore.parameters import Check, ReadArgument, require_empty, whole_number, with_arguments
 from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
@@ -95,7 +95,6 @@ class ReplayCore(Storage):
     _appender: Appender  # there are both or neither
     _sharing: Sharing | None = None  # where there are writers or a rate limit
     _kept: KeptEpisodes | None = None  # where finished episodes are written to disk
-    _closed = False
     _dropped = 0  # batches that pipelines before this one have dropped
 
     def __init__(
@@ -243,9 +242,16 @@ class ReplayCore(Storage):
         prefetch = self._pipeline.prefetch
         self._appender.settle = None if prefetch is None else prefetch.settle
 
+    @property
+    def _closed(self) -> bool:
+        return self._guard.is_closed
+
     def _not_ready(self) -> NotReadyError:
-        problem = "is closed" if self._closed else "waits for its first sample: call init_tensors() or insert one"
-        return NotReadyError(f"this {type(self).__name__} {problem}")
+        """Why there is no pipeline, or no ring, to use."""
+        owner = f"this {type(self).__name__}"
+        if self._closed:
+            return StorageClosedError(f"{owner} is closed. Nothing was changed.")
+        return NotReadyError(f"{owner} waits for its first sample: call init_tensors() or insert one")
 
     def _ring_of(self) -> EpisodeRing:
         if self._rows is None or self._closed:
@@ -294,8 +300,11 @@ class ReplayCore(Storage):
     def close(self) -> None:
         """Commit to the journal, stop prefetching, release folders and close all writers.
 
-        The storage cannot be used afterwards.
+        The storage cannot be used afterwards: but for ``close``, ``len`` and ``repr`` its methods raise
+        StorageClosedError.
         """
+        if self._closed:
+            return
         with self._guard:  # what is added until here is committed, and nothing is added any more
             if self._sharing is not None:
                 self._sharing.control.close()
@@ -317,7 +326,8 @@ class ReplayCore(Storage):
             if self._rows.backing.kind == "mapped":
                 self._rows.settle_holds()  # another storage may open the folder
             self._rows.backing.close(still=self._sharing is None)
-        self._closed, self._pipeline = True, None
+        self._pipeline = None
+        close_guard(self._guard, type(self).__name__)
 
     # ---------------------------------------------------------------------------------------------- attributes
 
@@ -1178,6 +1188,7 @@ class ReplayCore(Storage):
         super().__init_subclass__(**arguments)
         ForkingPickler.register(cls, _sent_by_value)
 
+    @guarded
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no writers and counts for itself; folders stay with the original.
         limited = None if self._sharing is None else self._sharing.limit_state()
@@ -1187,7 +1198,7 @@ class ReplayCore(Storage):
         limited = state.pop("limit state")
         self.__dict__.update(state)
         _STORAGES.add(self)
-        if limited is not None and not self._closed:
+        if limited is not None:
             self._shared().set_limit_state(limited)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlstore.engine.guard import taken
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.lanes import LaneControl
@@ -272,7 +273,7 @@ def count_of(mask: Any, lanes: int) -> int:
 def _finish(control: LaneControl, ring: EpisodeRing, peer: int, use: _Use) -> None:
     """End a writer: cut its episodes off and free its lanes. One that was not used has begun no episodes."""
     if use.is_used:
-        with control.turn:
+        with taken(control.turn):  # it may be that of a storage which was closed
             control.give_back(peer, ring.recover)
         control.peers.leave(peer)
         return

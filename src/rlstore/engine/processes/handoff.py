@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.calls import warn_caller
-from rlstore.engine.guard import new_guard
+from rlstore.engine.guard import close_guard, new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import Slots, State
@@ -184,10 +184,11 @@ class Member:
             self._pid = os.getpid()
 
     def leave(self) -> None:
-        """Remove this peer. What it was writing is free, and what it was reading is full again."""
+        """Remove this peer, which is closed. What it was writing is free, and what it was reading is full again."""
         if self._end is not None and self._pid == os.getpid():
             self._end()
         self._number, self._pid, self._end = 0, 0, None
+        close_guard(self._guard, self.role)
 
     # ---------------------------------------------------------------------------------------------- actors
 
@@ -226,7 +227,7 @@ class Member:
 
     def abandon(self, slot: int, count: int = 1) -> None:
         """Free a slot that was being written, and count it as ``count`` abandoned rollouts."""
-        if self.handoff.slots.give(slot, State.WRITING, State.FREE, self.number):
+        if self.is_writing(slot) and self.handoff.slots.give(slot, State.WRITING, State.FREE, self._number):
             self.handoff.add(_ABANDONED, count)
 
     def _check_maker(self) -> None:

@@ -15,7 +15,7 @@ from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import ORDER, final_of_next_step, find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
 from rlstore.engine.rows.step_fields import StepFields
-from rlstore.errors import InvalidInputError, NotReadyError
+from rlstore.errors import InvalidInputError, StorageClosedError
 from rlstore.kernels import Guard, protocol
 from rlstore.kernels.protocol import BUSY, DONE, NEEDS_EPISODES, NEEDS_ROOM, WRITTEN, WRITTEN_WITH_REPEAT
 from rlstore.kernels.protocol import WRITTEN_WITH_BREAK as WRITTEN_WITH_BREAK
@@ -316,7 +316,7 @@ class Appender:
     def require_open(self) -> None:
         """Refuse to append after :meth:`close`."""
         if self._closed:
-            raise NotReadyError("this storage is closed. Nothing was written.")
+            raise StorageClosedError("this storage is closed. Nothing was written.")
 
     def close(self) -> None:
         """Append nothing any more."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
+from rlstore.engine.guard import taken
 from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.growth import ENDLESS
@@ -212,7 +213,7 @@ class RowCut:
             self._await_turn()
             if not self._copied:
                 self._awaits_guard = True
-                with self._guard:
+                with taken(self._guard):  # the storage may be closed meanwhile
                     self._awaits_guard = False
                     if not self._copied:
                         if not bool((self._next < self._stop).any()):
@@ -237,7 +238,7 @@ class RowCut:
         ring = self._ring
         self._closed = True
         self._taken_one.set()
-        with self._guard:
+        with taken(self._guard):
             self._next = self._stop
             self._copied.clear()
             self._spares = Recycler()  # an error that is kept keeps this, too
