@@ -242,6 +242,7 @@ EXCEPTIONS = {
     ("slots", "update"),  # "Does nothing"
     ("journal", "leave"), ("journal", "measure"),  # of the storage, not of users
     ("batches", "send"), ("batches", "throw"),  # of Python
+    ("replay_iter", "__getitem__"),  # an iterable dataset of torch has none
 }  # fmt: skip
 
 
