@@ -11,6 +11,7 @@ import pytest
 os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
 
 NEEDED = {
+    "test_cleanrl_steps.py": ["stable_baselines3"],
     "test_rllte_drqv2.py": ["rllte"],
     "test_rsl_rl.py": ["rsl_rl"],
     "test_sb3_replay.py": ["stable_baselines3"],
