@@ -139,3 +139,10 @@ def test_an_empty_storage_is_an_empty_dataset():
     with pytest.raises(RowNotHeldError, match="holds no rows: it waits for its first sample"):
         storage[0]
     assert len(filled(steps=0).as_dataset()) == 0
+
+
+@pytest.mark.parametrize("names", [{"actions": range(3)}, "actions", {"actions"}, (n for n in ["actions"]), 3])
+def test_names_that_are_no_list_are_refused(names):
+    """Of a dict the ranges would be ignored, and a generator is empty when it is read again."""
+    with pytest.raises(InvalidInputError, match=r"names is .*; give a list of names"):
+        filled().as_dataset(names=names)

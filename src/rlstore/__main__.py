@@ -11,10 +11,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 # Not `from rlstore import`, which would import torch: the report is wanted most when it cannot be imported.
 import rlstore.demo as demo
 import rlstore.doctor as doctor
+from rlstore.plain import plain, plain_lines
 
 _FAILED = 3  # Python's own status for an exception, 1, says that something is damaged
 _UNREAD = 141  # that of programs that SIGPIPE ends
@@ -39,7 +41,7 @@ them. What follows ALGO is passed on: "rlstore demo ppo --help" shows the option
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser("rlstore")
+    parser = _Parser("rlstore")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     verifying = commands.add_parser("verify", help="check a folder on disk", description=_VERIFY)
     verifying.add_argument("path", type=Path, metavar="PATH", help="the folder")
@@ -62,9 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it exits
         return _UNREAD
     except Exception:
-        traceback.print_exc()
+        print(plain_lines(traceback.format_exc()), file=sys.stderr, end="")
         return _FAILED
     return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose errors any terminal takes: paths may hold anything."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        super().exit(status, None if message is None else plain_lines(message))
 
 
 def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -79,11 +88,11 @@ def _verify(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         report = verify(path.absolute())
     except OSError as error:
-        parser.exit(2, f"rlstore: {path} cannot be read: {error.strerror or error}\n")
+        parser.exit(2, f"rlstore: {plain(path)} cannot be read: {error.strerror or error}\n")
     finally:
         torch.set_num_threads(threads)
     if report is None:
-        parser.exit(2, f"rlstore: {path} is not a folder that rlstore has written\n")
+        parser.exit(2, f"rlstore: {plain(path)} is not a folder that rlstore has written\n")
     print("\n".join(report.lines()))
     return 0 if report.is_whole else 1
 
@@ -100,7 +109,7 @@ def _inspect(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _doctor(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     found = doctor.examine()
-    print("\n".join(doctor.report(found)))
+    print("\n".join(map(plain, doctor.report(found))))
     return int(any(finding.is_broken for finding in found))
 
 

@@ -315,8 +315,8 @@ def read_together(episodes: Iterable[Episode]) -> Iterator[tuple[list[Episode], 
 
 def check_names(names: Sequence[str], known: Sequence[str]) -> None:
     """Refuse names of fields that are not among those that can be read."""
-    if isinstance(names, str):
-        raise InvalidInputError(f"names is {names!r}; give a list of names")
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InvalidInputError(f"names is {reprlib.repr(names)}; give a list of names, each of a whole field")
     for name in names:
         if name not in known:
             meant = did_you_mean(name, known)

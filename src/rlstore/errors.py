@@ -36,7 +36,7 @@ class UnsupportedSpaceError(StorageError, NotImplementedError):
 
 
 class DoesNotFitError(StorageError, MemoryError):
-    """There is not enough memory or disk space. Nothing was allocated."""
+    """There is not enough memory or disk space, or no thread to be had. Nothing was allocated."""
 
 
 class DiskFullError(StorageError, OSError):

@@ -64,6 +64,7 @@ from rlstore.engine.disk.snapshot import (
 )
 from rlstore.engine.guard import Guard, new_guard
 from rlstore.engine.measures import Measures, Number, flat, on_host
+from rlstore.engine.memory.capacity import enough_memory
 from rlstore.engine.memory.tensors import Recycler
 from rlstore.engine.rows.ring import Ring
 from rlstore.episodes import Episodes, HeldSteps, check_names, row_ids
@@ -388,8 +389,13 @@ class Storage(ABC):
         meanwhile.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; one that is there is replaced. A link stays one: the file that it leads to is replaced.
             title: What the page calls the storage; None for the name of its class.
+
+        Raises:
+            InvalidInputError: (a ValueError) if a folder, a FIFO, a socket or a device is there, or there is no folder
+                for it. Nothing was written.
+            DoesNotFitError: (a MemoryError) if there is not enough memory to make it. Nothing was written.
         """
         # Only a storage that is looked at needs what draws the page.
         from rlstore.look.page import write_page
@@ -408,7 +414,10 @@ class Storage(ABC):
 
         Args:
             rows: The row ids of its entries, as ``episodes[mask].rows``; None for :meth:`held_rows`.
-            names: Which fields it has; None for all, as ``storage[rows]``.
+            names: Which fields it has, a list; None for all, as ``storage[rows]``.
+
+        Raises:
+            InvalidInputError: (a ValueError) for rows that are no list of ids, and names that are no list of fields.
         """
         owner, steps = type(self).__name__, self._held_steps()
         ids = steps.rows() if rows is None else row_ids(rows, f"{owner}.as_dataset()").cpu()
@@ -792,11 +801,10 @@ def _saved_class(wanted: type[_AnyStorage], reader: SnapshotReader) -> type[_Any
 def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise whatever else a damaged snapshot causes as a SnapshotError: nothing that it says is trusted."""
     try:
-        yield
+        with enough_memory(f"to load the snapshot in {os.fspath(path)}"):
+            yield
     except (SnapshotError, DoesNotFitError, DiskFullError):
         raise
-    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
-        raise DoesNotFitError(f"there is not enough memory to load the snapshot in {os.fspath(path)}") from error
     except OSError as error:
         raise SnapshotError(f"the snapshot in {os.fspath(path)} cannot be read: {error}") from error
     except StorageError as error:

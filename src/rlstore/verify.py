@@ -30,6 +30,7 @@ from rlstore.engine.rows.layout import Leaf
 from rlstore.engine.rows.saved_rows import RowIndex
 from rlstore.engine.rows.schema import Field
 from rlstore.errors import DoesNotFitError, SnapshotError, StorageError
+from rlstore.plain import plain
 from rlstore.storage import check_snapshot
 
 _LOOKS = 5  # at a folder that changes while it is looked at
@@ -88,13 +89,8 @@ class Report:
             damages = self.damages.get(name, [])
             more = [f"and {len(damages) - _MOST_SHOWN} more"] if len(damages) > _MOST_SHOWN else []
             said = " ".join(damages[:_MOST_SHOWN] + more) or text
-            yield _plain(f"{'damaged' if damages else 'whole  '}  {name}{': ' if said else ''}{said}")
-        yield f"{'whole' if self.is_whole else 'damaged'}: {self.saved}"
-
-
-def _plain(text: str) -> str:
-    """A text that any terminal takes: what was found in a file may hold anything."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+            yield plain(f"{'damaged' if damages else 'whole  '}  {name}{': ' if said else ''}{said}")
+        yield plain(f"{'whole' if self.is_whole else 'damaged'}: {self.saved}")
 
 
 def verify(path: Path, depth: int = _DEPTH) -> Report | None:
@@ -111,7 +107,7 @@ def verify(path: Path, depth: int = _DEPTH) -> Report | None:
         kind = kind_of(directory)
         if kind is None:
             return _verify_folders(directory, depth) if depth else None
-        report = Report(_plain(f"{directory.path}: {WORDS.get(kind, kind)}"))
+        report = Report(plain(f"{directory.path}: {WORDS.get(kind, kind)}"))
         report.saved = "nothing can be loaded"  # until it is known better
         try:
             _KINDS[kind](directory, report)
@@ -126,7 +122,7 @@ def _verify_folders(directory: Directory, depth: int) -> Report | None:
     parts = [part for part in (verify(folder, depth - 1) for folder in sorted(folders)) if part is not None]
     if not parts:
         return None
-    report = Report(_plain(f"{directory.path}: {len(parts)} folders"))
+    report = Report(plain(f"{directory.path}: {len(parts)} folders"))
     report.parts = parts
     if _SERVED in directory.names():
         try:

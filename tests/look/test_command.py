@@ -262,7 +262,10 @@ def test_a_class_that_is_not_imported_is_named(capsys, tmp_path):
 def test_a_page_that_cannot_be_written(capsys, tmp_path):
     filled().save(tmp_path / "saved")
     (tmp_path / "folder.html").mkdir()
-    for target, problem in (("no/page.html", "there is no folder"), ("folder.html", "it is a folder")):
+    for target, problem in (
+        ("no/page.html", "there is no folder"),
+        ("folder.html", f"{tmp_path / 'folder.html'} is a folder"),
+    ):
         status, out, err = shown(capsys, tmp_path / "saved", "--html", tmp_path / target)
         assert (status, out) == (2, "")
         assert f"{tmp_path / target} cannot be written: {problem}" in err

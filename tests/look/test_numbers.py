@@ -83,6 +83,26 @@ def test_whole_numbers_have_a_bin_each_and_no_outliers():
 def test_numbers_that_are_almost_infinite_do_no_harm():
     numbers = numbers_of(np.array([-1.7e308, 0.0, 1.0, 2.0, 1.7e308]))
     assert (numbers.infs, numbers.least, numbers.most) == (0, -1.7e308, 1.7e308)
+    assert (numbers.q1, numbers.median, numbers.q3, numbers.fences) == (0.0, 1.0, 2.0, (-12.0, 14.0))
+    assert (numbers.mean, numbers.std) == (pytest.approx(0.0, abs=1e292), pytest.approx(1.7e308 * math.sqrt(0.4)))
+
+
+@pytest.mark.parametrize("scale", [2.0**-1070, 2.0**-600, 2.0**-20, 1.0, 2.0**600, 2.0**1020])
+def test_numbers_of_any_size_are_spread_alike(scale):
+    """All sums are exact: a power of two times whole numbers."""
+    near, far = (numbers_of(np.array([0.0, 1.0, 2.0, 3.0, 4.0, 8.0]) * size) for size in (1.0, scale))
+    names = ("least", "most", "q1", "median", "q3", "mean", "low", "high")
+    assert [getattr(far, name) for name in names] == pytest.approx([getattr(near, name) * scale for name in names])
+    assert (far.histogram, far.outliers) == (near.histogram, near.outliers)
+
+
+@pytest.mark.parametrize("value", [3e38, 1.7976931348623157e308, -1.7976931348623157e308, 5e-324, 0.0, 2**62, -(2**63)])
+def test_equal_numbers_of_any_size_are_one_bar(value):
+    numbers = numbers_of(np.array([value] * 3))
+    assert numbers.histogram == [0, 0, 0, 0, 3, 0, 0, 0, 0]
+    assert numbers.low <= value <= numbers.high
+    assert -math.inf < numbers.low < numbers.high < math.inf
+    assert (numbers.mean, numbers.std, numbers.outliers) == (pytest.approx(value), pytest.approx(0.0, abs=1e292), 0)
 
 
 def test_entries_are_told_apart_and_labelled():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import io
 import math
 import os
 import re
+import socket
+import stat
 
 import gymnasium as gym
 import numpy as np
@@ -14,9 +18,14 @@ import pytest
 import torch
 from look_storages import ENVS, STEPS, episodes_planned, filled, step_id
 from pages import Page
+from rich.console import Console
 
 import rlstore
+from rlstore.data import write_npz
 from rlstore.look import excerpts
+from rlstore.look.subject import of_storage
+from rlstore.look.summary import summarize
+from rlstore.look.terminal import rendered
 
 STATE = 'observations["</script><b>state"]'
 CAMERA = 'observations["camera"]'
@@ -202,6 +211,127 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "page.html").read_text() == "before"
     storage.to_html(str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("thing", ["folder", "FIFO", "socket", "device", "a link to a device"])
+def test_what_is_no_file_is_not_replaced(thing, tmp_path):
+    place, null = tmp_path / "page.html", os.stat(os.devnull)
+    with socket.socket(socket.AF_UNIX) as server:
+        if thing == "folder":
+            place.mkdir()
+        elif thing == "FIFO":
+            os.mkfifo(place)
+        elif thing == "socket":
+            here = os.getcwd()
+            os.chdir(tmp_path)  # its address may have no more than 107 bytes
+            server.bind("page.html")
+            os.chdir(here)
+        elif thing == "device" and os.geteuid() == 0:
+            with contextlib.suppress(PermissionError):  # a container that may make none
+                os.mknod(place, stat.S_IFCHR | 0o666, null.st_rdev)
+        if not place.exists():
+            place.symlink_to(os.devnull)
+    before = place.lstat()
+    for write in (filled().to_html, lambda path: write_npz(filled(), path)):
+        with pytest.raises(rlstore.InvalidInputError, match=r"is a (folder|FIFO, a socket or a device); give"):
+            write(place)
+    assert place.lstat().st_ino == before.st_ino
+    assert stat.S_IFMT(place.lstat().st_mode) == stat.S_IFMT(before.st_mode)
+    assert os.stat(os.devnull).st_ino == null.st_ino
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_what_comes_to_be_there_meanwhile_is_not_replaced_either(tmp_path, monkeypatch):
+    def meanwhile(summary):
+        os.mkfifo(tmp_path / "page.html")
+        return "<html></html>"
+
+    monkeypatch.setattr("rlstore.look.page.page", meanwhile)
+    with pytest.raises(rlstore.InvalidInputError, match="is a FIFO"):
+        filled().to_html(tmp_path / "page.html")
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/page.html").write_text("before")
+    for name, target in (("a.html", "there/page.html"), ("b.html", "there/new.html")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        filled().to_html(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert "</html>" in (tmp_path / target).read_text()
+    assert sorted(os.listdir(tmp_path / "there")) == ["new.html", "page.html"]
+    (tmp_path / "loop.html").symlink_to(tmp_path / "loop.html")
+    with pytest.raises((OSError, rlstore.InvalidInputError)):
+        filled().to_html(tmp_path / "loop.html")
+    assert (tmp_path / "loop.html").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), OSError(5, "no")],
+)
+def test_a_page_that_fails_leaves_nothing(error, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise error
+
+    storage = filled()
+    (tmp_path / "page.html").write_text("before")
+    monkeypatch.setattr("rlstore.look.page.summarize" if not isinstance(error, OSError) else "os.replace", fail)
+    expected = OSError if isinstance(error, OSError) else rlstore.DoesNotFitError
+    with pytest.raises(expected):
+        storage.to_html(tmp_path / "page.html")
+    assert os.listdir(tmp_path) == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "before"
+
+
+EXTREME = {
+    "3e38": [3e38],
+    "both ends of float32": [3e38, -3e38],
+    "the largest": [1.7976931348623157e308],
+    "both ends": [1.79e308, -1.79e308],
+    "the least": [5e-324],
+    "the least and 0": [5e-324, 0.0],
+    "next to one another": [1e308, float(np.nextafter(1e308, 2e308))],
+    "fences beyond floats": [-1e308, -0.5e308, 0.0, 0.5e308, 1e308],
+    "NaN": [math.nan],
+    "infinite": [math.inf],
+    "all of these": [math.nan, math.inf, -math.inf, 3e38, 1.7e308, 5e-324, 0.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", EXTREME)
+def test_numbers_at_the_ends_of_floats_are_shown(name, dtype, tmp_path):
+    with np.errstate(all="ignore"):
+        values = torch.tensor(EXTREME[name], dtype=torch.float64).to(dtype).tolist()
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    space = gym.spaces.Box(-np.inf, np.inf, (2,), kind)
+    storage = rlstore.PrioritizedReplayStorage(
+        space,
+        gym.spaces.Discrete(2),
+        storage_size=20,
+        allow_nonfinite_rewards=True,
+        extra_fields={"cost": ((), dtype)},
+    )
+    steps = [values[i % len(values)] for i in range(12)]
+    large = next(filter(math.isfinite, values), 0.0)
+    for i, value in enumerate(steps):
+        now, after = (np.array([place, large], kind) for place in (i, i + 0.5 if i % 4 == 3 else i + 1))
+        with np.errstate(over="ignore"):
+            reward = np.float32(value)
+        storage.add(now, 0, reward, i % 4 == 3, False, {}, after, cost=value)
+    page = page_of(storage, tmp_path)
+    costs = page.episode(0)["arrays"]["cost"].flatten()
+    assert costs.tolist() == pytest.approx(steps[:4], rel=1e-6, abs=0.0, nan_ok=True)
+    finite = [value for value in steps if math.isfinite(value)]
+    (cost,) = (field["numbers"] for field in page.storage["fields"] if field["name"] == "cost")
+    assert (cost["least"], cost["most"]) == ((min(finite), max(finite)) if finite else (None, None))
+    if finite and math.isfinite(max(finite) - min(finite)):
+        assert sum(cost["histogram"]) + cost["outliers"] == len(finite)
+    console = Console(width=140, file=io.StringIO())
+    console.print(rendered(summarize(of_storage(storage)), 140))
+    assert "cost" in console.file.getvalue()
 
 
 def test_two_who_write_the_same_page_do_not_meet(tmp_path, monkeypatch):

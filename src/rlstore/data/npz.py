@@ -39,6 +39,7 @@ from rlstore.data.source import Array, EpisodeSource, Form, plain_file
 from rlstore.data.table import CHUNK_BYTES, Ends, Rows, common_length
 from rlstore.data.written import spaces_of, written_episodes
 from rlstore.engine.checks import check_path
+from rlstore.engine.disk.files import replaceable
 from rlstore.engine.disk.json_text import parse_json
 from rlstore.engine.rows.schema import Path as FieldPath
 from rlstore.errors import InvalidInputError
@@ -95,9 +96,7 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
         InvalidInputError: (a ValueError) if there is no episode, or they differ in form.
         DiskFullError: (an OSError) if the disk is full. In either case a file that was there still is.
     """
-    file = Path(check_path("write_npz()", "path", path, "a file")).resolve()
-    if file.is_dir():
-        raise InvalidInputError(f"{file} is a folder; give the name of a file. Nothing was written.")
+    file = replaceable(check_path("write_npz()", "path", path, "a file"))
     with workplace(file) as folder:
         with _Arrays(folder) as arrays:
             about = _collect(source, arrays, progress=progress)
@@ -108,7 +107,7 @@ def write_npz(source: Any, path: str | os.PathLike[str], *, progress: bool = Fal
                     np.lib.format.write_array(member, np.array(about.as_json()))
                 arrays.write_to(archive)
         sync(new)
-        os.replace(new, file)
+        os.replace(new, replaceable(file))
         sync(file.parent)
 
 

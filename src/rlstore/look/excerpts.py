@@ -169,11 +169,14 @@ def packed_frames(pixels: Array) -> Mapping[str, str]:
 
 
 def _narrowed(values: Array) -> Array:
-    """The numbers in the narrowest type that holds them: of fractions, float32."""
+    """The numbers in the narrowest type that holds them: of fractions float32, if none becomes infinite or 0."""
     if values.dtype == np.bool_:
         return values.astype(np.uint8)
     if values.dtype.kind == "f":
-        return values.astype(np.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = values.astype(np.float32)
+        is_lost = (np.isinf(narrow) & np.isfinite(values)) | ((narrow == 0) & (values != 0))
+        return values if is_lost.any() else narrow
     kinds = (np.uint8, np.int8, np.int16, np.int32)
     least, most = (int(values.min()), int(values.max())) if values.size else (0, 0)
     fitting = (kind for kind in kinds if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max)

@@ -108,7 +108,8 @@ def _as_bytes(values: Array, numbers: Numbers) -> tuple[Array, str]:
     low, high = next(
         ((a, b) for a, b in usual if a <= least and most <= b and 3 * (most - least) > b - a), (least, most)
     )
-    scaled = (values.astype(np.float32) - low) * (255 / (high - low or 1))
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are almost infinite
+        scaled = (values.astype(np.float32) - low) * (255 / (high - low or 1))
     return np.nan_to_num(scaled).clip(0, 255).astype(np.uint8), f"{low:g} is black and {high:g} is white"
 
 

@@ -11,6 +11,10 @@ import numpy as np
 BINS = 48
 FAR = 6.0  # times the distance of the quartiles, from the nearer one: of 10^17 normal numbers one is farther away
 
+_MOST = float(np.finfo(np.float64).max)
+_FAR_POWER = 500  # of two: the squares and the sums of smaller numbers are finite
+_LEAST_ROOM = 2.0**-20  # beside a number, as a part of it: floats have less between two of them
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -76,15 +80,16 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None, *, ha
     infs = values.size - finite.size - nans
     if not finite.size:
         return Numbers(name, values.size, nans, infs)
-    q1, median, q3 = (float(value) for value in np.percentile(finite, (25, 50, 75)))
+    finite = finite.astype(np.float64)  # in which fences are, whatever they are of
+    q1, median, q3 = percentiles_of(finite, (25, 50, 75))
     least, most = float(finite.min()), float(finite.max())
     reach = FAR * (q3 - q1)
-    fences = (q1 - reach, q3 + reach) if is_floating and has_outliers and 0 < reach < np.inf else None
+    # Beyond what floats hold there is no outlier.
+    fences = (max(q1 - reach, -_MOST), min(q3 + reach, _MOST)) if is_floating and has_outliers and reach > 0 else None
     inside = finite if fences is None else finite[(finite >= fences[0]) & (finite <= fences[1])]
     low, high, histogram = _histogram(inside, whole=not is_floating)
-    wide = finite.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # of numbers that are almost infinite
-        mean, std = float(wide.mean()), float(wide.std())
+    near, power = _brought_near(finite)
+    mean, std = (float(np.ldexp(value, power)) for value in (near.mean(), near.std()))
     return Numbers(
         name,
         values.size,
@@ -105,16 +110,32 @@ def numbers_of(values: Array, name: str = "", outliers: int | None = None, *, ha
     )
 
 
+def percentiles_of(values: Array, shares: Sequence[float]) -> list[float]:
+    """Percentiles of finite numbers, which may be almost infinite."""
+    near, power = _brought_near(values)
+    return [float(value) for value in np.ldexp(np.percentile(near, shares), power)]
+
+
+def _brought_near(values: Array) -> tuple[Array, int]:
+    """Finite numbers as float64 divided by a power of two, and that power: sums and differences are finite."""
+    wide = values.astype(np.float64)
+    power = int(np.frexp(np.abs(wide).max())[1])
+    power = power if abs(power) > _FAR_POWER else 0
+    return np.ldexp(wide, -power), power
+
+
 def _histogram(values: Array, whole: bool) -> tuple[float, float, list[int]]:
     low, high, bins = float(values.min()), float(values.max()), BINS
     if low == high:  # one bar, with room to its sides
-        room = 4.5 if whole else 0.5
-        low, high, bins = low - room, high + room, 9
-    elif whole and high - low < BINS:  # a bin for each number
+        room = max(4.5 if whole else 0.5, abs(low) * _LEAST_ROOM)
+        return max(low - room, -_MOST), min(high + room, _MOST), [0] * 4 + [len(values)] + [0] * 4
+    if whole and high - low < BINS:  # a bin for each number
         low, high, bins = low - 0.5, high + 0.5, int(high - low) + 1
     elif not np.isfinite(high - low):
         return low, high, []
-    counts, _ = np.histogram(values.astype(np.float64), bins, (low, high))
+    near, power = _brought_near(values - low)
+    place = near * bins / np.ldexp(high - low, -power)
+    counts = np.bincount(np.minimum(place.astype(np.int64), bins - 1), minlength=bins)
     return low, high, [int(count) for count in counts]
 
 

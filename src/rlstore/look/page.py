@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlstore.errors import InvalidInputError
+from rlstore.engine.disk.files import replaceable
+from rlstore.engine.memory.capacity import enough_memory
 from rlstore.look.excerpts import excerpts, packed
 from rlstore.look.numbers import Numbers
 from rlstore.look.subject import Subject
@@ -28,20 +29,20 @@ _SCRIPTS = ("data", "elements", "chart", "overview", "film", "list", "tracks", "
 
 
 def write_page(subject: Subject, path: str | os.PathLike[str]) -> Summary:
-    """Write the page of a subject to a file, which is replaced if it is there; returns what was seen."""
-    target = Path(path)
-    folder = target.absolute().parent
-    if target.is_dir():
-        raise InvalidInputError(f"{target} is a folder; give the name of a file. Nothing was written.")
-    if not folder.is_dir():
-        raise InvalidInputError(f"there is no folder {folder} for {target.name}; create it. Nothing was written.")
-    summary = summarize(subject)
-    text = page(summary)
+    """Write the page of a subject to a file, which is replaced if it is there; returns what was seen.
+
+    Raises:
+        InvalidInputError: If there is something else than a file, or no folder for it. Nothing was written.
+    """
+    target = replaceable(path)
+    with enough_memory(f"for a page of {subject.title}; nothing was written"):
+        summary = summarize(subject)
+        text = page(summary).encode(errors="backslashreplace")  # names of folders may be no text
     # Of each who writes, in the same folder, so that one page replaces another and none is a mixture.
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder) as place:
-        part = Path(place) / target.name
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
+    with tempfile.TemporaryDirectory(prefix=".rlstore.", dir=target.parent) as place:
+        part = Path(place) / "page.html"
+        part.write_bytes(text)
+        os.replace(part, replaceable(target))
     return summary
 
 

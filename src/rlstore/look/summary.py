@@ -14,7 +14,7 @@ from rlstore.engine.rows.schema import Structure, dtype_name
 from rlstore.episodes import Episodes, HeldSteps
 from rlstore.errors import InvalidInputError, RowNotHeldError
 from rlstore.look.frames import is_image
-from rlstore.look.numbers import Array, Numbers, entries_of, numbers_of
+from rlstore.look.numbers import Array, Numbers, entries_of, numbers_of, percentiles_of
 from rlstore.look.subject import Subject
 
 MOST_ROWS = 100_000  # that are looked at
@@ -256,7 +256,7 @@ def _by_age(values: Array, ages: Array) -> list[AgeSeen]:
     for at in range(_AGES):
         part = values[place == at]
         if len(part):
-            low, median, high = (float(value) for value in np.percentile(part, (10, 50, 90)))
+            low, median, high = percentiles_of(part, (10, 50, 90))
             found.append(AgeSeen(float(edges[at]), float(edges[at + 1]), low, median, high))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from rich.text import Text
 from rlstore.look.numbers import Array, Numbers
 from rlstore.look.subject import size_text
 from rlstore.look.summary import END_NAMES, FieldSeen, PrioritiesSeen, Summary
+from rlstore.plain import plain
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _WIDTH, _NARROW = 24, 8  # of a histogram, and where there is little room
@@ -25,13 +27,14 @@ _MOST_NAMED = 8  # entries of a field that are named because something is wrong 
 def rendered(summary: Summary, width: int) -> RenderableType:
     """What was seen, for a ``rich.console.Console`` of so many characters in a line."""
     subject = summary.subject
-    heading = Text.assemble((subject.title, "bold"), "  ", (f"{subject.kind} · {subject.origin}", "dim"))
+    about = plain(f"{subject.kind} · {subject.origin}")
+    heading = Text.assemble((plain(subject.title), "bold"), "  ", (about, "dim"))
     parts: list[RenderableType] = [heading, Padding(_overview(summary), (1, 0, 1, 2))]
     if summary.fields:
         parts += [Rule("fields", align="left", style="dim"), _fields(summary, width), *_wrong_entries(summary)]
     if subject.settings:
         parts += [Rule("settings", align="left", style="dim"), Padding(_settings(subject.settings), (0, 0, 0, 2))]
-    parts += [Text(note, style="dim") for note in summary.notes]
+    parts += [Text(plain(note), style="dim") for note in summary.notes]
     return Group(*parts)
 
 
@@ -111,7 +114,7 @@ def _fields(summary: Summary, width: int) -> Table:
         shape = ", ".join(map(str, field.shape))
         told = (numbers.least, numbers.mean, *([numbers.std] if is_wide else []), numbers.most)
         histogram = bars(numbers, _WIDTH if is_wide else _NARROW)
-        table.add_row(Text(_plain(field.name)), shape, field.dtype, histogram, *map(shown, told), _marks(numbers))
+        table.add_row(Text(plain(field.name)), shape, field.dtype, histogram, *map(shown, told), _marks(numbers))
     return table
 
 
@@ -135,25 +138,20 @@ def _wrong_entries(summary: Summary) -> Iterator[RenderableType]:
 
 def _named(field: FieldSeen, wrong: Sequence[Numbers]) -> Iterator[Text]:
     for entry in wrong[:_MOST_NAMED]:
-        yield Text.assemble(f"{_plain(field.name)}[{entry.name}] ", _marks(entry), "  ")
+        yield Text.assemble(f"{plain(field.name)}[{entry.name}] ", _marks(entry), "  ")
     if len(wrong) > _MOST_NAMED:
         yield Text(f"and {len(wrong) - _MOST_NAMED} more entries")
 
 
 def _settings(settings: Sequence[tuple[str, str]]) -> Text:
-    parts = [Text.assemble((name, "dim"), " ", _plain(value)) for name, value in settings]
+    parts = [Text.assemble((plain(name), "dim"), " ", plain(value)) for name, value in settings]
     return Text("   ").join(parts)
 
 
 def shown(value: float | None) -> str:
     """A number with four digits."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def _plain(text: str) -> str:
-    """A text that any terminal takes: names may hold anything."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

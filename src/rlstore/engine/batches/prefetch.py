@@ -122,9 +122,14 @@ class Prefetch(Generic[Drawn]):
         batch: list[Any] = []
         try:
             prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
-        except BaseException:  # as if no thread can be started
+        except BaseException as error:
             self._guard.end_read()
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            # The system starts no more threads, or the interpreter is ending. What is drawn is served all the same.
+            self._executor = None  # which would gather it once more
+            self.put(drawn, added, self._prepare(drawn))
+            return
         self._jobs.append(_Job(drawn, added, prepared, batch))
 
     def _follow_fork(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlstore.errors import DiskFullError
+from rlstore.errors import DiskFullError, InvalidInputError
 from rlstore.kernels import start_writeback
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -21,6 +22,28 @@ _PIECE_BYTES = 1 << 20
 _MOST_PARTS = 64
 _EARLY_BYTES = 8 << 20  # the disk is told of so much at a time
 _MOST_PENDING = 2  # writes that wait for their turn
+
+
+def replaceable(path: str | os.PathLike[str]) -> Path:
+    """The file that a new one is to replace: where links lead, since a link stays one.
+
+    Raises:
+        InvalidInputError: If something else than a plain file is there, or there is no folder for it.
+        OSError: If the system cannot have a file of this name.
+    """
+    file = Path(os.path.realpath(path))
+    try:
+        mode = os.stat(file).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if not file.parent.is_dir():
+            raise InvalidInputError(
+                f"there is no folder {file.parent} for {file.name}; create it. Nothing was written."
+            ) from None
+    else:
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a FIFO, a socket or a device"
+            raise InvalidInputError(f"{file} is {what}; give the name of a file. Nothing was written.")
+    return file
 
 
 def free_disk(path: Path) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 from rlstore.engine.checks import check_path
 from rlstore.engine.disk.snapshot import Content, Rows, SnapshotReader, SnapshotWriter
 from rlstore.engine.measures import Measures, Most, Number
+from rlstore.engine.threads import start_thread
 from rlstore.errors import InvalidCallError, InvalidInputError, StorageClosedError
 
 
@@ -106,6 +107,7 @@ class RunningJournal:
 
     Raises:
         InvalidInputError: If the folder holds something already, or another storage uses it. Nothing was changed.
+        DoesNotFitError: (a MemoryError) if the system starts no more threads. Nothing was changed.
     """
 
     def __init__(self, owner: str, storage: Journaled, journal: Journal, loaded: SnapshotReader | None = None) -> None:
@@ -116,6 +118,20 @@ class RunningJournal:
         self._turn = threading.RLock()  # taken before the guard of the storage, never by a thread that has it
         self._closing = threading.Event()
         self.path = Path(journal.path).absolute()
+        # It keeps the journal and its folder for the last commit of a storage that is collected as part of a cycle.
+        self._thread = threading.Thread(target=self._run, name="rlstore journal", daemon=True)
+        with self._turn:  # the thread waits for it; if there is none to be had, the folder is not touched
+            start_thread("a journal", self._thread)
+            try:
+                self._begin(owner, storage, loaded)
+            except BaseException:
+                self._closing.set()
+                raise
+        # For processes of multiprocessing, whose end is none of the interpreter. Writers go on until then (15).
+        self._end_of_worker = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=25)
+
+    def _begin(self, owner: str, storage: Journaled, loaded: SnapshotReader | None) -> None:
+        """Open the folder, and commit for the first time."""
         self._open()
         try:
             if not self._writer.is_empty and not self._goes_on_with(loaded):
@@ -128,11 +144,6 @@ class RunningJournal:
             self._end.detach()
             self._writer.close()
             raise
-        # For processes of multiprocessing, whose end is none of the interpreter. Writers go on until then (15).
-        self._end_of_worker = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=25)
-        # It keeps the journal and its folder for the last commit of a storage that is collected as part of a cycle.
-        self._thread = threading.Thread(target=self._run, name="rlstore journal", daemon=True)
-        self._thread.start()
 
     def _goes_on_with(self, loaded: SnapshotReader | None) -> bool:
         """Whether the folder holds just what the storage was loaded from."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,6 +56,24 @@ def require_memory(owner: str, nbytes: int, what: str, device: torch.device, adv
             f"{owner} needs {size_text(nbytes)} for {what}, and {size_text(free)} are {where}. Nothing was allocated. "
             f"{advice}"
         )
+
+
+@contextmanager
+def enough_memory(what: str) -> Iterator[None]:
+    """Raise what numpy, torch and Python raise where memory has run out as a DoesNotFitError.
+
+    Args:
+        what: What it is needed for: "to load the snapshot".
+    """
+    try:
+        yield
+    except DoesNotFitError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        is_other = not isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
+        if is_other and "can't allocate memory" not in str(error):  # as torch says on a CPU
+            raise
+        raise DoesNotFitError(f"there is not enough memory {what}") from error
 
 
 def _system_limit(proc: Path) -> list[tuple[int, str]]:
