@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -141,3 +143,24 @@ def test_a_terminal_gets_no_control_character_from_a_new_process(tmp_path):
 def test_a_path_with_a_zero_byte_is_refused(call):
     with pytest.raises(InvalidInputError, match="zero byte"):
         call("a\0b")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_waits_for_a_fifo(way, tmp_path, capsys):
+    """In the place of the folder, and of each file in it."""
+    WAYS[way](tmp_path / "whole")
+    names = ["", *sorted(os.listdir(tmp_path / "whole"))]
+    for place, name in enumerate(names):
+        folder = tmp_path / str(place)
+        if name:
+            shutil.copytree(tmp_path / "whole", folder)
+            (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises((RuntimeError, ValueError)) if name != "lock" else suppress(Exception):
+            Storage.load(folder)
+        for command in (["verify", folder], ["inspect", folder]):
+            with suppress(SystemExit):
+                main(list(map(str, command)))
+            assert "Traceback" not in capsys.readouterr().err, (name, command)
+        assert stat.S_ISFIFO((folder / name).lstat().st_mode), name

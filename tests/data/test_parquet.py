@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -422,6 +423,17 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "b").mkdir()
     write_parquet([GIVEN], tmp_path / "b")  # an empty one is nobody's
     assert read_parquet(tmp_path / "b").num_steps == 2
+
+
+@pytest.mark.parametrize("thing", ["FIFO", "device", "loop"])
+def test_what_is_no_folder_is_left_alone(thing, tmp_path):
+    place = tmp_path / "a"
+    os.mkfifo(place) if thing == "FIFO" else place.symlink_to(os.devnull if thing == "device" else place)
+    before = place.lstat()
+    with pytest.raises(InvalidInputError, match=r"did not write.* Nothing was written"):
+        write_parquet([GIVEN], place)
+    assert (place.lstat().st_mode, place.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_what_somebody_has_put_beside_its_files_is_not_replaced(tmp_path):

@@ -58,7 +58,7 @@ def write_parquet(
     """
     required("pyarrow.parquet", "write_parquet()")
     check_positive("write_parquet()", fps=fps)
-    folder = Path(check_path("write_parquet()", "path", path)).resolve()
+    folder = Path(os.path.realpath(check_path("write_parquet()", "path", path)))
     _check_ours(folder)
     with workplace(folder) as work:
         new, old = work / "new", work / "old"
