@@ -274,7 +274,7 @@ def public_names():
 class NamesakeBuffer(OnPolicyBuffer):
     """One whose attributes are called like everything public of our base, and like much that is not."""
 
-    private = ("_ring", "_journal", "_samples", "_guard", "_outputs", "_given_algorithm", "_seen_algorithm")
+    private = ("_ring", "_journal", "_samples", "_guard", "_outputs", "_given_algorithm")
 
     def __init__(self, calls_ours):
         self.value = {"of": [1]}

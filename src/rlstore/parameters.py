@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, overload
 
 from rlstore.engine.calls import did_you_mean
@@ -40,40 +41,30 @@ def seconds(owner: str, name: str, value: Any) -> float:
     return float(value)
 
 
-class Argument:
-    """An argument of a storage's class as an attribute: assigning it changes the parameter, or is refused.
-
-    The value is in the storage's ``__dict__``, where its own methods set it. There is no ``__get__``, so Python reads
-    it from there without a call. In a class that does not call ``__init__`` of this library it is an attribute as any.
-    """
-
-    def __init__(self, name: str = "") -> None:
-        self._name = name
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, storage: Any, value: Any) -> None:
-        if "_guard" in storage.__dict__:
-            storage._assign(self._name, value)
-        else:
-            storage.__dict__[self._name] = value
+class Argument(property):
+    """An argument of a storage's class as an attribute: assigning it changes the parameter, or is refused."""
 
 
-class ReadArgument(Argument):
-    """An argument whose value is kept elsewhere.
+def argument(name: str, read: Callable[[Any], Any] | None = None, doc: str | None = None) -> Any:
+    """An attribute that is an :class:`Argument`.
+
+    The storage itself keeps the value under ``_name``, and reads it there. In a class that does not call ``__init__``
+    of this library, the attribute is as any other.
 
     Args:
-        read: Returns it.
+        name: The name of the attribute.
+        read: Returns the value, if it is kept elsewhere.
         doc: What it is.
     """
+    place = f"_{name}"
 
-    def __init__(self, read: Callable[[Any], Any], doc: str | None = None) -> None:
-        super().__init__()
-        self._read, self.__doc__ = read, doc or read.__doc__
+    def assign(storage: Any, value: Any) -> None:
+        if getattr(storage, "_guard", None) is None:
+            setattr(storage, place, value)
+        else:
+            storage._assign(name, value)
 
-    def __get__(self, storage: Any, owner: type) -> Any:
-        return self if storage is None else self._read(storage)
+    return Argument(read or attrgetter(place), assign, doc=doc)
 
 
 class Yielding(Generic[_Value]):
@@ -99,13 +90,11 @@ def with_arguments(*names: str) -> Callable[[_Class], _Class]:
 
     def decorated(cls: _Class) -> _Class:
         for name in names:
-            setattr(cls, name, Argument(name))
+            setattr(cls, name, argument(name))
         for base in cls.__mro__:
             for name, found in vars(base).items():
                 if isinstance(found, Yielding) and isinstance(inspect.getattr_static(cls, name), Yielding):
-                    argument = ReadArgument(found.read)
-                    argument.__set_name__(cls, name)
-                    setattr(cls, name, argument)
+                    setattr(cls, name, argument(name, found.read, found.__doc__))
         return cls
 
     return decorated

@@ -113,7 +113,6 @@ class Storage(ABC):
     _ring: Ring | None = None
     _journal: RunningJournal | None = None
     _samples = 0  # entries of all batches that were served
-    _seen_algorithm: Shared  # by before_gradients
 
     def __init__(
         self,
@@ -140,15 +139,15 @@ class Storage(ABC):
     def _give(self, actor: Any, algorithm: Any) -> None:
         """Set the actor and the algorithm for ``before_gradients()`` without arguments."""
         self._given_actor, self._given_algorithm = Shared(actor), Shared(algorithm)
-        self._seen_algorithm = Shared()
 
     def _see(self, algorithm: Any) -> None:
         """Remember an algorithm for ``update_storage_parameter``; weakly, because it may hold the storage."""
         if algorithm is not None:
             try:
-                self._seen_algorithm = Shared(weakref.ref(algorithm))
+                seen: Callable[[], Any] = weakref.ref(algorithm)
             except TypeError:  # of a class without weak references
-                self._seen_algorithm = Shared(lambda: algorithm)
+                seen = lambda: algorithm  # noqa: E731
+            self._given_algorithm = Shared(self._given_algorithm.value, seen)
 
     def seed(self, seed: int | None = None) -> None:
         """Seed the storage's generator, from which all its random numbers come; None draws a seed from torch's."""
@@ -299,9 +298,8 @@ class Storage(ABC):
 
     def _change(self, name: str, value: Any) -> None:
         """:meth:`update_storage_parameter`, of storages that have :meth:`_checks` and :meth:`_apply`."""
-        checks, names, seen = self._checks(), self._same_as(name), self._seen_algorithm.value
-        known = [self._given_algorithm.value, seen() if seen is not None else None]
-        algorithms = [algorithm for algorithm in known if algorithm is not None]
+        checks, names, given = self._checks(), self._same_as(name), self._given_algorithm
+        algorithms = [algorithm for algorithm in (given.value, given.seen()) if algorithm is not None]
         if name not in checks and not any(hasattr(algorithm, name) for algorithm in algorithms):
             raise no_parameter(self, name, checks, next(iter(algorithms), None))
         own = next((other for other in names if other in checks), None)
@@ -765,10 +763,15 @@ def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:
 
 
 class Shared:
-    """An object that the storage does not own: copies of the storage share it, and a pickle leaves it out."""
+    """An object that the storage does not own: copies of the storage share it, and a pickle leaves it out.
 
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
+    Attributes:
+        value: The object.
+        seen: Returns another one, which the storage was only called with; or None, as when that is gone.
+    """
+
+    def __init__(self, value: Any = None, seen: Callable[[], Any] = lambda: None) -> None:
+        self.value, self.seen = value, seen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self

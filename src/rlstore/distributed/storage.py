@@ -34,7 +34,7 @@ from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, describe_extra_fi
 from rlstore.engine.rows.spaces import extra_fields as parse_extra_fields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import InvalidCallError, InvalidInputError, NotReadyError
-from rlstore.parameters import Check, ReadArgument, require_empty, seconds, whole_number, with_arguments
+from rlstore.parameters import Check, argument, require_empty, seconds, whole_number, with_arguments
 from rlstore.storage import BatchDict, Sample, Storage, saved_arguments
 from rlstore.trainer import learning_info
 
@@ -141,7 +141,7 @@ class DistributedStorage(Storage):
     batch_size: int
     timeout: float
     state_shapes: tuple[tuple[int, int], ...]
-    num_steps: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+    num_steps: int = argument("num_steps", attrgetter("_max_size"), "Steps of a rollout.")
 
     @explained
     def __init__(
@@ -164,9 +164,9 @@ class DistributedStorage(Storage):
         check_positive(owner, num_steps=num_steps, num_storages=num_storages, batch_size=batch_size)
         check_seconds(owner, timeout=timeout)
         super().__init__(num_steps, device, seed=seed)
-        self.__dict__.update(num_storages=int(num_storages), batch_size=int(batch_size), timeout=float(timeout))
-        self.__dict__["state_shapes"] = check_state_shapes(owner, state_shapes)
-        self.__dict__.update(observation_space=observation_space, action_space=action_space)
+        self._num_storages, self._batch_size, self._timeout = int(num_storages), int(batch_size), float(timeout)
+        self._state_shapes = check_state_shapes(owner, state_shapes)
+        self._observation_space, self._action_space = observation_space, action_space
         self._extra: tuple[Field, ...] = parse_extra_fields(extra_fields, owner, TAKEN_NAMES)
         self._allows_nonfinite = bool(allow_nonfinite_rewards)
         self._detach()
@@ -615,7 +615,7 @@ class DistributedStorage(Storage):
         if name in ("num_steps", "num_storages"):
             self._resize(name, value)
             return
-        self.__dict__[name] = value
+        setattr(self, f"_{name}", value)
         if name == "timeout" and self._slots is not None:
             self._slots.set_timeout(value)
 
@@ -630,13 +630,13 @@ class DistributedStorage(Storage):
                     f"{name} can change only while no actor or learner takes part; there are {', '.join(others)}. "
                     "Nothing was changed."
                 )
-        self.__dict__["max_size" if name == "num_steps" else name] = value
+        setattr(self, "_max_size" if name == "num_steps" else f"_{name}", value)
         if old is None:
             return
         try:
             self._allocate(old.memory.fields)
         except Exception:
-            self.__dict__["max_size"], self.__dict__["num_storages"] = before
+            self._max_size, self._num_storages = before
             raise
         old.memory.handoff.close()  # handles of the old memory raise
 

@@ -35,7 +35,7 @@ from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_f
 from rlstore.engine.rows.step_fields import TAKEN, StepFields
 from rlstore.episodes import HeldSteps, NoSteps
 from rlstore.errors import DoesNotFitError, InvalidInputError, NotReadyError, StorageClosedError
-from rlstore.parameters import Check, ReadArgument, require_empty, whole_number, with_arguments
+from rlstore.parameters import Check, argument, require_empty, whole_number, with_arguments
 from rlstore.replay.held_steps import RingSteps
 from rlstore.replay.inherited import Inherited
 from rlstore.replay.kept_episodes import KeptEpisodes
@@ -84,6 +84,10 @@ class ReplayCore(Storage):
     num_workers: int
     pin_memory: bool
     fetch_every: int
+    # Where they are kept.
+    _storage_size: int | None
+    _num_envs: int | None
+    _batch_size: int
     # Arguments of a public class that are attributes of the same name, for snapshots.
     _own_settings: ClassVar[tuple[str, ...]] = ()
     # Other arguments that it has to be given, and what a storage that was loaded has instead.
@@ -112,8 +116,8 @@ class ReplayCore(Storage):
             raise InvalidInputError(f"{error}. {hint}") from None
         shown = ("observation_space", "action_space", "storage_size", "num_envs", "batch_size", "dtype", "timeout")
         for name in (*shown, "num_workers", "pin_memory", "fetch_every"):
-            self.__dict__[name] = getattr(options, name)
-        self.__dict__["device"] = self._torch_device
+            setattr(self, f"_{name}", getattr(options, name))
+        self._device = self._torch_device
         if options.num_envs is not None:
             check_positive(owner, num_envs=options.num_envs)
             self._set_size(options.storage_size)
@@ -191,7 +195,7 @@ class ReplayCore(Storage):
         self._appender = appender
         self._rows, self._view, self._sampler, self._sharing = ring, view, sampler, None
         size = steps * num_envs if self.storage_size is None else self.storage_size
-        self.__dict__.update(num_envs=num_envs, storage_size=size, max_size=steps)
+        self._num_envs, self._storage_size, self._max_size = num_envs, size, steps
         self._random = moved_random(self._random, ring.device)
         self._opened(ring, appender)
         self._connect()
@@ -509,7 +513,7 @@ class ReplayCore(Storage):
         """The current limit on samples per insert."""
         return None if self._sharing is None else self._sharing.control.limiter.limit
 
-    rate_limit: RateLimit | None = ReadArgument(_limit)  # type: ignore[assignment]
+    rate_limit: RateLimit | None = argument("rate_limit", _limit, "The current limit on samples per insert.")
 
     # ---------------------------------------------------------------------------------------------- data from elsewhere
 
@@ -703,7 +707,7 @@ class ReplayCore(Storage):
 
     def _sample(self, batch_size: int | None) -> Any:
         """Draw a random batch of ``batch_size``, or (None) of the storage's ``batch_size``."""
-        size = self.batch_size
+        size = self._batch_size
         if batch_size is not None:
             check_positive("sample()", batch_size=batch_size)
             size = int(batch_size)
@@ -807,7 +811,7 @@ class ReplayCore(Storage):
             make: Any = cls
             storage: _AnyReplay = make(observation_space, action_space, **given)
             if num_envs is None:
-                storage.__dict__["storage_size"] = None  # the size is that of each of them
+                storage._storage_size = None  # the size is that of each of them
             storage._give(actor, algorithm)
             return storage
 
@@ -909,7 +913,7 @@ class ReplayCore(Storage):
         check_positive("generate_batches()", num_mini_batch=num_mini_batch, num_epochs=num_epochs)
         if mini_batch_size is not None:
             check_positive("generate_batches()", mini_batch_size=mini_batch_size)
-        size = self.batch_size if mini_batch_size is None else int(mini_batch_size)
+        size = self._batch_size if mini_batch_size is None else int(mini_batch_size)
         if not shuffle:
             for _ in range(num_epochs):
                 yield from self._in_order(num_mini_batch, size)
@@ -1043,14 +1047,15 @@ class ReplayCore(Storage):
             self._resize(value)
         else:
             parts: tuple[Any, ...] = (self._view, self._sampler)
-            place = next((vars(part) for part in parts if name in part.parameters), self.__dict__)
-            before, place[name] = place[name], value
+            part, place = next(((part, name) for part in parts if name in part.parameters), (self, f"_{name}"))
+            before = getattr(part, place)
+            setattr(part, place, value)
             if self._rows is not None:
                 try:
                     self._check_longest(self._rows.steps, self._rows.lanes)
                     self._require_batches(self._view, self.batch_size, self.num_workers)
                 except (InvalidInputError, DoesNotFitError):
-                    place[name] = before
+                    setattr(part, place, before)
                     raise
                 self._connect()
 
@@ -1071,7 +1076,7 @@ class ReplayCore(Storage):
 
     def _set_size(self, storage_size: int) -> None:
         steps = storage_size if self.num_envs is None else _steps_of_each(storage_size, self.num_envs)
-        self.__dict__.update(storage_size=storage_size, max_size=steps)
+        self._storage_size, self._max_size = storage_size, steps
 
     # ---------------------------------------------------------------------------------------------- saving
 
@@ -1123,7 +1128,7 @@ class ReplayCore(Storage):
         make: Any = cls
         storage: _AnyReplay = make(**arguments, device=device, seed=0)
         if waits:
-            storage.__dict__["storage_size"] = None
+            storage._storage_size = None
         if settings["learnt"] is not None:
             storage._fields.read_described(settings["learnt"])
             storage._allocate(settings["num_envs"])
@@ -1233,4 +1238,4 @@ if hasattr(os, "register_at_fork"):
 
 def of_part(part: str, name: str, doc: str) -> Any:
     """An argument that one of a storage's parts keeps, as an attribute."""
-    return ReadArgument(attrgetter(f"{part}.{name}"), doc)
+    return argument(name, attrgetter(f"{part}.{name}"), doc)

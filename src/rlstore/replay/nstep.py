@@ -141,8 +141,8 @@ class NStepReplayStorage(ReplayCore):
         sample_info: bool = False,
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
-        self.save_snapshot = bool(save_snapshot)
-        self.snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
+        self._save_snapshot = bool(save_snapshot)
+        self._snapshot_dir = check_path(type(self).__name__, "snapshot_dir", snapshot_dir)
         options = Options(
             observation_space,
             action_space,

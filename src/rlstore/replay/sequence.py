@@ -130,8 +130,8 @@ class SequenceReplayStorage(ReplayCore):
         check_positive(owner, sequence_length=sequence_length)
         _check_steps(owner, "burn_in", burn_in, None)
         _check_steps(owner, "overlap", overlap, sequence_length - 1)
-        self.sequence_length, self.burn_in, self.overlap = sequence_length, burn_in, overlap
-        self.across_episodes, self.hidden_shape = bool(across_episodes), hidden_shape
+        self._sequence_length, self._burn_in, self._overlap = sequence_length, burn_in, overlap
+        self._across_episodes, self._hidden_shape = bool(across_episodes), hidden_shape
         options = Options(
             observation_space,
             action_space,
@@ -190,7 +190,7 @@ class SequenceReplayStorage(ReplayCore):
                 them.
             **extra: All extra fields of the storage, by name, ``[envs, ...]``.
         """
-        if self.hidden_shape is not None or hidden_states is not None:
+        if self._hidden_shape is not None or hidden_states is not None:
             extra["hidden_states"] = hidden_states
         step = (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
         super().add(*step, mask=mask, **extra)

@@ -169,6 +169,8 @@ class RolloutCore(Storage):
     _flag_dtype: ClassVar[torch.dtype] = torch.uint8
 
     num_envs: int | None
+    _num_envs: int | None
+    _max_size: int
     _allows_nonfinite: bool
     _columns: dict[str, RolloutColumn]
     _observations: Structure
@@ -243,7 +245,7 @@ class RolloutCore(Storage):
             if column.late or column.form == "extra":
                 continue
             if column.form == "observations":
-                nest = Structure(structure.paths, name, shows_device=True)
+                nest = Structure(structure.paths, name, self._torch_device)
                 fields = [replace(field, name=leaf) for field, leaf in zip(observations, nest.names, strict=True)]
                 self._columns[name] = column.holding(fields, nest)
             elif column.form == "actions":
@@ -259,9 +261,9 @@ class RolloutCore(Storage):
         computed = [field for column in held if column.computed for field in column.fields]
         self._ring = Ring(rows, self.max_size, lanes, self._torch_device, computed)
         self._targets = Targets([field.name for field in computed])
-        structure.shows_device = True
+        structure.device = self._torch_device
         self._observations = structure
-        self.__dict__["num_envs"] = lanes
+        self._num_envs = lanes
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
@@ -795,12 +797,12 @@ class RolloutCore(Storage):
 
     def _apply(self, name: str, value: Any) -> None:
         if self._parameters[name] is fraction:
-            self.__dict__[name] = value
+            setattr(self, f"_{name}", value)
             return
         require_empty(len(self), name)
         if self._ring is not None:
             self._ring = self._ring.resized(value)
-        self._observation_view, self._handed_lists, self.__dict__["max_size"] = None, {}, value
+        self._observation_view, self._handed_lists, self._max_size = None, {}, value
 
     # ---------------------------------------------------------------------------------------------- save and load
 

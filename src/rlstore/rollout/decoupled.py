@@ -27,7 +27,7 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError
-from rlstore.parameters import Check, ReadArgument, fraction, whole_number, with_arguments
+from rlstore.parameters import Check, argument, fraction, whole_number, with_arguments
 from rlstore.rollout.core import SAVED_OPTIONS, BlockAttribute, ObservationAttribute, RolloutColumn, RolloutCore
 from rlstore.storage import Sample, saved_arguments
 from rlstore.trainer import check_names
@@ -114,7 +114,7 @@ class DecoupledRolloutStorage(RolloutCore):
     action_space: SpaceLike | None
     discount: float
     gae_lambda: float
-    num_steps: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+    num_steps: int = argument("num_steps", attrgetter("_max_size"), "Steps of a rollout.")
 
     _parameters: ClassVar[Mapping[str, Check]] = {
         "discount": fraction,
@@ -149,8 +149,8 @@ class DecoupledRolloutStorage(RolloutCore):
         check_positive(owner, num_steps=num_steps)
         check_fraction(owner, discount=discount, gae_lambda=gae_lambda)
         super().__init__(num_steps, device, seed=seed)
-        self.__dict__.update(observation_space=observation_space, action_space=action_space, num_envs=num_envs)
-        self.__dict__.update(discount=discount, gae_lambda=gae_lambda)
+        self._observation_space, self._action_space = observation_space, action_space
+        self._num_envs, self._discount, self._gae_lambda = num_envs, discount, gae_lambda
         self._describe(_COLUMNS, extra_fields)
         # Both None: a storage from create_factory(), which learns them from its first sample.
         if observation_space is not None or action_space is not None:
@@ -305,7 +305,7 @@ class DecoupledRolloutStorage(RolloutCore):
     @guarded
     def update(self) -> None:
         """Copy the flags of the last step of a complete rollout to row 0, for the next one."""
-        if self._ready_ring().size == self.max_size:
+        if self._ready_ring().size == self._max_size:
             self._carry_flags()
 
     def _first_begins(self) -> Tensor:
@@ -369,7 +369,7 @@ class DecoupledRolloutStorage(RolloutCore):
 
     def _require_rows(self) -> int:
         rows = super()._require_rows()
-        if rows < self.max_size:
+        if rows < self._max_size:
             raise NotReadyError(f"the rollout is not complete: {rows} of {self.max_size} steps are added")
         return rows
 

@@ -35,7 +35,7 @@ from rlstore.engine.rows.schema import (
 )
 from rlstore.engine.rows.spaces import ExtraFields, SpaceLike, action_spec, observation_fields
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
-from rlstore.parameters import Check, ReadArgument, fraction, whole_number, with_arguments
+from rlstore.parameters import Check, argument, fraction, whole_number, with_arguments
 from rlstore.rollout.core import (
     SAVED_OPTIONS,
     BlockAttribute,
@@ -284,7 +284,8 @@ class RolloutStorage(RolloutCore):
     gamma: float
     lam: float
     actions_shape: Sequence[int] | None
-    num_transitions_per_env: int = ReadArgument(attrgetter("max_size"), "Steps of a rollout.")  # type: ignore[assignment]
+    _actions_shape: Sequence[int] | None
+    num_transitions_per_env: int = argument("num_transitions_per_env", attrgetter("_max_size"), "Steps of a rollout.")
 
     _parameters: ClassVar[Mapping[str, Check]] = {
         "gamma": fraction,
@@ -320,9 +321,8 @@ class RolloutStorage(RolloutCore):
         check_positive(owner, num_transitions_per_env=num_transitions_per_env)
         check_fraction(owner, gamma=gamma, lam=lam)
         super().__init__(num_transitions_per_env, device, seed=seed)
-        self.__dict__.update(
-            training_type=training_type, gamma=gamma, lam=lam, num_envs=num_envs, actions_shape=actions_shape
-        )
+        self._training_type, self._gamma, self._lam = training_type, gamma, lam
+        self._num_envs, self._actions_shape = num_envs, actions_shape
         self._last_observations: list[Tensor] | None = None
         self._spaces: tuple[SpaceLike, SpaceLike] | None = None  # of a storage made from spaces
         self._autoreset: str | None = None  # likewise
@@ -428,7 +428,7 @@ class RolloutStorage(RolloutCore):
         self._scalar_shape, self._spaces = (), (observation_space, action_space)
         self._describe(columns, given, reserved={*_RESERVED, "step_masks", "final_observations", "infos"})
         self._allocate(structure, fields, actions, lanes)
-        self.__dict__["actions_shape"] = spec.shape
+        self._actions_shape = spec.shape
 
     @classmethod
     @explained
@@ -521,7 +521,7 @@ class RolloutStorage(RolloutCore):
         origin = f"actions_shape={list(actions_shape)} and num_envs={num_envs}"
         actions = Field("actions", actions_shape, torch.float32, origin)
         self._allocate(structure, fields, actions, num_envs)
-        self.__dict__["actions_shape"] = actions_shape
+        self._actions_shape = actions_shape
 
     def _allocate(
         self,
@@ -624,7 +624,7 @@ class RolloutStorage(RolloutCore):
             ring = self._ring
             if ring is None or ring.size >= ring.steps or self._observation_view is not None or self._handed_lists:
                 ring = self._open_step()
-            if self.training_type != "rl":
+            if self._training_type != "rl":
                 self._require_mode("rl")
             ended, cut_off, count = self._flags.join(terminated, truncated)
             row = [*self._observations.leaves(observations), actions, rewards, ended, values, log_probs]
@@ -1066,7 +1066,7 @@ class RolloutStorage(RolloutCore):
             )
 
     def _require_mode(self, mode: str) -> None:
-        if self.training_type != mode:
+        if self._training_type != mode:
             raise InvalidInputError(
                 f"this is only for training_type {mode!r}; this storage was built for {self.training_type!r}"
             )

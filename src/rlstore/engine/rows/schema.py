@@ -386,12 +386,11 @@ class Structure:
         paths: The path to each leaf.
         names: The name of each leaf.
         is_leaf: True for a single tensor.
-        shows_device: Whether TensorDicts have the device of their first leaf as theirs.
+        device: The device that TensorDicts show, which has to be that of their leaves; None for none.
     """
 
-    def __init__(self, paths: Sequence[Path], name: str, *, shows_device: bool = False) -> None:
-        self.paths = tuple(paths)
-        self.shows_device = shows_device
+    def __init__(self, paths: Sequence[Path], name: str, device: torch.device | None = None) -> None:
+        self.paths, self.device = tuple(paths), device
         self.names = tuple(
             name + "".join(f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path) for path in paths
         )
@@ -470,23 +469,21 @@ class Structure:
         """The observations with these leaves; dicts become TensorDicts of ``batch_size``."""
         if self._keys:
             size = batch_size if type(batch_size) is torch.Size else torch.Size(batch_size)
-            parts = dict(zip(self._keys, leaves, strict=True))
-            device = next(iter(parts.values())).device if self.shows_device else None
-            return _tensordict_maker()(parts, batch_size=size, device=device)
+            made = _tensordict_maker()(dict(zip(self._keys, leaves, strict=True)), size)
+            if self.device is not None:
+                made._device = self.device  # as an argument it takes longer than all the rest
+            return made
         if self._is_tuple:
             return tuple(leaves)
         if self.is_leaf:
             return next(iter(leaves))
         nest: dict[str | int, Any] = {}
-        device = None
         for path, leaf in zip(self.paths, leaves, strict=True):
-            if self.shows_device and device is None:
-                device = leaf.device
             inner = nest
             for step in path[:-1]:
                 inner = inner.setdefault(step, {})
             inner[path[-1]] = leaf
-        return _assemble(nest, torch.Size(batch_size), device)
+        return _assemble(nest, torch.Size(batch_size), self.device)
 
 
 def fields_of_example(example: Any, name: str, lead: int, origin: str) -> tuple[Structure, list[Field]]:
@@ -548,7 +545,10 @@ def _assemble(nest: dict[str | int, Any], batch_size: torch.Size, device: torch.
     parts = {key: _assemble(part, batch_size, device) if isinstance(part, dict) else part for key, part in nest.items()}
     if all(isinstance(key, int) for key in parts):
         return tuple(parts[index] for index in range(len(parts)))
-    return _tensordict_maker()(parts, batch_size=batch_size, device=device)
+    made = _tensordict_maker()(parts, batch_size)
+    if device is not None:
+        made._device = device
+    return made
 
 
 def walk(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
