@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 import struct
 import sys
@@ -14,12 +15,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from judged_folders import judged
+from saved_folders import saved_folders
 from tensordict import TensorDict
 
 from rlstore import (
     DecoupledRolloutStorage,
     DistributedStorage,
     PrioritizedReplayStorage,
+    RateLimit,
     ReplayStorage,
     RolloutStorage,
     SequenceReplayStorage,
@@ -359,3 +362,177 @@ def test_a_prepared_batch_of_another_form_was_served(part, change, tmp_path):
     verdicts = judged(saved_as(tmp_path / "forged", storage, forge))
     assert verdicts.are_refusals
     assert f"prepared 0 {part}" in verdicts.load
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+MANY = 30_000_000
+FIELDS = {"observations": [[3], "torch.float32", 1, 0], "rewards": [[], "torch.float32", 1, 0]}
+
+
+def folder_of(path, **content):
+    """A folder with a manifest alone."""
+    path.mkdir()
+    (path / "manifest.json").write_text(json.dumps({"version": 1, **content}))
+    return path
+
+
+@pytest.mark.parametrize("sizes", [(MANY, 1), (1, MANY), (5000, 5000), (2**40, 1), (1, 2**40), (2**47, 2**47)])
+@pytest.mark.parametrize("priorities", [None, "rows", ["windows", 1, 1, False]])
+@pytest.mark.parametrize("counters", [False, True])
+def test_a_mapped_folder_without_rows_took_memory_for_all_that_it_said(sizes, priorities, counters, tmp_path):
+    schema = {"steps": sizes[0], "lanes": sizes[1], "fields": FIELDS, "priorities": priorities}
+    folder = folder_of(tmp_path / "mapped", format="rlstore mapped storage", schema=schema)
+    if counters and sizes[1] < 10_000:
+        (folder / "counters.bin").write_bytes(bytes(5 * 8 * sizes[1]))
+    verdicts = judged(folder)
+    assert verdicts.load.startswith("SnapshotError")  # it is no snapshot
+    assert verdicts.verify.startswith("damaged") or ": 0 transitions" in verdicts.verify
+
+
+def test_the_steps_of_an_episode_without_bytes_took_memory(tmp_path):
+    """They were believed where no tensor had any."""
+    schema = {"rewards": [[0], "torch.float32"], "observations": [[0], "torch.float32"]}
+    folder = folder_of(tmp_path / "episodes", format="rlstore episodes", schema=schema)
+
+    def write(steps, lane, flags):
+        header = {
+            "__metadata__": {"steps": str(steps), "lane": str(lane)},
+            "observations": {"dtype": "F32", "shape": [steps + 1, 0], "data_offsets": [0, 0]},
+            "rewards": {"dtype": "F32", "shape": [steps, 0], "data_offsets": [0, 0]},
+        }
+        end = 0
+        for name in ("terminated", "truncated") if flags else ():
+            header[name] = {"dtype": "BOOL", "shape": [steps], "data_offsets": [end, end + steps]}
+            end += steps
+        text = json.dumps(header).encode()
+        content = len(text).to_bytes(8, "little") + text + bytes(end)
+        (folder / "episode-000000000001.safetensors").write_bytes(content)
+        return judged(folder)
+
+    for steps in (MANY // 2, 2**62):
+        verdicts = write(steps, 0, False)
+        assert verdicts.verify.startswith("damaged")
+        assert verdicts.inspect.startswith("SnapshotError")
+    assert write(3, 2**70, True).inspect.startswith("SnapshotError")
+    assert write(3, 1, True).verify.startswith("whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("replay", {"num_envs": MANY, "storage_size": MANY}),
+        ("replay", {"num_envs": MANY, "storage_size": 2**40}),
+        ("prioritized", {"storage_size": 2**31}),
+        ("sequences", {"storage_size": 2**31, "num_envs": 2**20}),
+        ("rollout", {"num_envs": MANY}),
+        ("rollout", {"num_transitions_per_env": MANY}),
+        ("rollout of spaces", {"num_envs": MANY}),
+        ("decoupled", {"num_envs": MANY}),
+        ("decoupled", {"num_steps": 2**40}),
+        ("distributed", {"num_storages": MANY}),
+    ],
+)
+def test_sizes_that_no_byte_stands_behind_took_memory(name, changes, saved, tmp_path):
+    verdicts = judged(forged(tmp_path / "forged", saved[name], lambda told: told["settings"].update(changes)))
+    assert not verdicts.load.startswith("loaded")
+
+
+def test_a_shared_storage_of_a_size_that_was_made_up_is_not_allocated(saved, tmp_path):
+    def change(told):
+        told["settings"]["options"]["memory"] = "shared"
+        told["settings"]["storage_size"] = 2**31
+
+    assert judged(forged(tmp_path / "forged", saved["replay"], change)).are_refusals
+
+
+def test_the_bounds_of_a_space_took_gigabytes(saved, tmp_path):
+    box = {"$space": "Box", "shape": [MANY], "dtype": "float64", "low": 0, "high": 1}
+    for name in ("replay", "decoupled", "distributed", "rollout of spaces"):
+        change = setting("settings", "observation_space", box)
+        assert judged(forged(tmp_path / name, saved[name], change)).are_refusals
+
+
+def test_honest_storages_that_are_much_larger_than_what_they_hold_are_loaded(tmp_path):
+    storages = [
+        ReplayStorage(BOX, MOVES, storage_size=10_000_000),
+        ReplayStorage(BOX, MOVES, storage_size=1_000_000, num_envs=256, memory="shared"),
+        PrioritizedReplayStorage(BOX, MOVES, storage_size=1_000_000, num_envs=4),
+        SequenceReplayStorage(BOX, MOVES, storage_size=1_000_000, num_envs=64, sequence_length=4, alpha=0.5),
+        RolloutStorage.from_spaces(BOX, MOVES, 4096, 24, autoreset="SameStep"),
+        DistributedStorage(BOX, MOVES, num_storages=10_000),
+    ]
+    for number, storage in enumerate(storages):
+        storage.save(tmp_path / f"{number}")
+        verdicts = judged(tmp_path / f"{number}")
+        assert (verdicts.load, verdicts.inspect) == ("loaded", "shown")
+
+
+# ---------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("depth", [150, 1000, 500_000])
+@pytest.mark.parametrize("pair", ["[]", '{"a":}'])
+def test_json_that_is_nested_deeply_is_refused(depth, pair, saved, tmp_path):
+    opening, closing = pair[:-1], pair[-1]
+    nest = opening * depth + "1" + closing * depth
+    for field in ("settings", "numbers", "note"):
+        shutil.copytree(saved["replay"], tmp_path / field)
+        path = tmp_path / field / "manifest.json"
+        told = json.loads(path.read_text())
+        told.pop("crc32")
+        told[field] = {"nest": "HERE"}
+        path.write_text(json.dumps(told).replace('"HERE"', nest))
+        verdicts = judged(tmp_path / field)
+        assert verdicts.are_refusals or (field == "note" and depth == 150)
+
+
+@pytest.mark.parametrize("piece", ["[],", "{},", '"ab",', "0.5,"])
+def test_json_that_takes_far_more_memory_than_its_bytes_is_refused(piece, saved, tmp_path):
+    shutil.copytree(saved["replay"], tmp_path / "forged")
+    path = tmp_path / "forged" / "manifest.json"
+    told = json.loads(path.read_text())
+    told.pop("crc32")
+    told["note"] = {"list": ["HERE"]}
+    path.write_text(json.dumps(told).replace('"HERE"', piece * (6_000_000 // len(piece)) + "1"))
+    judged(tmp_path / "forged")
+
+
+def test_brackets_in_names_are_no_nesting(tmp_path):
+    name = "[" * 500 + '\\"{'
+    space = spaces.Dict({name: BOX, "plain": BOX})
+    storage = RolloutStorage.from_spaces(space, MOVES, 1, 2, autoreset="SameStep")
+    storage.save(tmp_path / "snapshot")
+    assert judged(tmp_path / "snapshot").load == "loaded"
+
+
+# ---------------------------------------------------------------------------------------------------- waits
+
+
+def test_a_file_cannot_make_a_call_wait_without_an_end_or_prefetch_without_one(tmp_path):
+    replay = ReplayStorage(BOX, MOVES, storage_size=10, timeout=math.inf, num_workers=2, rate_limit=RateLimit(1e-9, 2))
+    replay.save(tmp_path / "replay")
+    distributed = DistributedStorage(BOX, MOVES, num_storages=2, timeout=math.inf)
+    distributed.save(tmp_path / "distributed")
+    assert Storage.load(tmp_path / "distributed").timeout == 3600
+    loaded = Storage.load(tmp_path / "replay")
+    assert (loaded.timeout, loaded.num_workers) == (3600, 2)
+    many = setting("options", "num_workers", 10**9)
+    loaded = Storage.load(forged(tmp_path / "many", tmp_path / "replay", many))
+    assert loaded.num_workers == 1024
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def test_verify_and_inspect_open_nothing_for_writing(tmp_path):
+    """Of every kind of folder, whole; `judged` asserts that nothing was opened, made, renamed or removed."""
+    for one in saved_folders(tmp_path / "saved"):
+        verdicts = judged(one.path, load=lambda path: True)
+        assert verdicts.verify.startswith("whole"), one.name
+        assert verdicts.inspect == "shown", one.name
+    storage = ReplayStorage(BOX, MOVES, journal=tmp_path / "journal")
+    play(storage, 0, 4)
+    storage.close()
+    assert judged(tmp_path / "journal").verify.startswith("whole")

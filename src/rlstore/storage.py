@@ -724,6 +724,8 @@ class Storage(ABC):
         )
 
 
+# What a file may say at most. Somebody who loads it has not asked to wait for longer, or for more batches at once.
+_MOST = {"timeout": 3600.0, "num_workers": 1024}
 _KINDS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -754,7 +756,7 @@ def saved_arguments(
         may_be_none = annotation.endswith(" | None") and value is None
         if kinds is not None and type(value) not in kinds and not may_be_none:
             raise InvalidInputError(f"{name} is {str(value)[:80]!r}, and {annotation} is saved")
-    return dict(settings)
+    return {name: min(value, _MOST[name]) if name in _MOST else value for name, value in settings.items()}
 
 
 def saved_samples(owner: str, numbers: Mapping[str, Any]) -> int:

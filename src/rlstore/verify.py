@@ -25,7 +25,7 @@ from rlstore.engine.disk.json_text import parse_json
 from rlstore.engine.disk.mapped import PrivateFiles
 from rlstore.engine.disk.snapshot import SnapshotReader
 from rlstore.engine.memory.backing import Backing
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import LANE_BYTES, EpisodeRing
 from rlstore.engine.rows.layout import Leaf
 from rlstore.engine.rows.saved_rows import RowIndex
 from rlstore.engine.rows.schema import Field
@@ -292,6 +292,7 @@ def _loadable(reader: SnapshotReader) -> str:
 def _check_rows(reader: SnapshotReader) -> None:
     """Refuse tables of rows that no replay storage of this size could have, whatever its rows hold."""
     lanes, stack = reader.shape("counters")[1], reader.settings["options"]["frame_stack"]
+    reader.room.charge(lanes * LANE_BYTES, f"tables of {lanes:,} environments")
     steps = reader.settings["storage_size"] // lanes
     check_positive("a snapshot", steps=steps, frame_stack=stack)
     leaf, rewards = (

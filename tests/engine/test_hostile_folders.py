@@ -216,7 +216,7 @@ def box(shape):
 def test_a_space_larger_than_the_data_is_not_allocated(shape, tmp_path):
     write(tmp_path / "saved")
     rewrite(tmp_path / "saved", lambda told: told["settings"].update(space=box(shape)))
-    with pytest.raises(SnapshotError, match=r'"settings" cannot be read .*larger than the data'):
+    with pytest.raises(SnapshotError, match="bytes of a space of shape"):
         read(tmp_path / "saved")
 
 
@@ -224,7 +224,7 @@ def test_many_spaces_are_counted_together(tmp_path):
     write(tmp_path / "saved")
     many = [box([4096, 4096 * 8]) for _ in range(2)]
     rewrite(tmp_path / "saved", lambda told: told["settings"].update(spaces=many))
-    with pytest.raises(SnapshotError, match=r'"settings" cannot be read .*larger than the data'):
+    with pytest.raises(SnapshotError, match="bytes of a space of shape"):
         read(tmp_path / "saved")
 
 

@@ -45,6 +45,7 @@ _PARAMETERS: dict[str, Check] = {
     "num_steps": whole_number,
     "num_storages": whole_number,
 }
+_SLOT_BYTES = 160  # at most, of memory that is written for a slot before it is used
 _SETTINGS = ("observation_space", "action_space", "num_steps", "num_storages", "batch_size", "state_shapes", "timeout")
 
 
@@ -666,6 +667,12 @@ class DistributedStorage(Storage):
         if learnt is not None:
             storage._allocate(RolloutFields.of_settings(learnt, *storage._row_options()))
         return storage
+
+    @classmethod
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        # Rollouts take memory when they are written; the list of slots does so at once.
+        check_positive(cls.__name__, num_storages=settings["num_storages"])
+        reader.room.charge(settings["num_storages"] * _SLOT_BYTES, f"{settings['num_storages']:,} slots")
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return ({}, {}) if self._slots is None else self._slots.state()

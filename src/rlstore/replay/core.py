@@ -28,7 +28,7 @@ from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
-from rlstore.engine.rows.episode_ring import EpisodeRing
+from rlstore.engine.rows.episode_ring import LANE_BYTES, EpisodeRing
 from rlstore.engine.rows.saved_rows import RowCut, restore_rows
 from rlstore.engine.rows.schema import as_tensor
 from rlstore.engine.rows.spaces import SpaceLike, describe_extra_fields, extra_fields
@@ -1135,6 +1135,18 @@ class ReplayCore(Storage):
         return storage
 
     @classmethod
+    def _check_sizes(cls, settings: Mapping[str, Any], reader: SnapshotReader) -> None:
+        # Rows take memory as they come, but not what is kept of each environment and, if there is any, of all places.
+        lanes, size = settings.get("num_envs"), settings.get("storage_size")
+        if lanes is None or size is None:
+            return  # it waits for its first sample, or is refused
+        check_positive(cls.__name__, num_envs=lanes, storage_size=size)
+        reader.room.charge(lanes * LANE_BYTES, f"tables of {lanes:,} environments")
+        shared = settings["options"].get("memory") == "shared"
+        nbytes = 4 * shared + 2 * bool(settings.get("alpha", "alpha" in cls._own_settings))
+        reader.room.charge(size * nbytes, f"tables of {size:,} transitions")
+
+    @classmethod
     def _used_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         options = settings["options"]
         return {"path": options.get("path")} if options.get("memory") == "mapped" else {}
@@ -1142,7 +1154,8 @@ class ReplayCore(Storage):
     @classmethod
     def _without_folders(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         options = settings["options"]
-        in_ram = {"memory": "ram"} if options.get("memory") == "mapped" else {}
+        # Nobody else is to write, either: and shared memory is taken where it is read.
+        in_ram = {"memory": "ram"} if options.get("memory") in ("mapped", "shared") else {}
         return {**settings, "options": {**options, **in_ram}}
 
     @guarded

@@ -27,7 +27,7 @@ from rlstore.engine.rows.ring import Column, Ring
 from rlstore.engine.rows.schema import Field, Structure, as_tensor, count_readable, reward_field, walk
 from rlstore.engine.rows.spaces import ExtraFields, describe_extra_fields, extra_fields
 from rlstore.episodes import HeldSteps, NoSteps
-from rlstore.errors import InvalidInputError, NotReadyError, SnapshotError
+from rlstore.errors import InvalidInputError, NotReadyError
 from rlstore.parameters import Check, fraction, require_empty, with_arguments
 from rlstore.rollout.held_steps import RolloutSteps, StepField
 from rlstore.rollout.targets import Targets
@@ -38,6 +38,7 @@ _Batch = TypeVar("_Batch")
 # Blocks to serve, by the name that they are served under: how their leaves are nested (None: one tensor), the leaves.
 Sources = dict[str, tuple[Structure | None, list[Tensor]]]
 SAVED_OPTIONS = ("extra_fields", "allow_nonfinite_rewards")  # arguments that are saved where they are given
+_SCALAR_BYTES = 64  # at most, of all columns of a step but the observations and the actions
 _PLAIN = Structure([()], "")  # of what is one tensor
 # The names of a discount and a lambda, here and in algorithms; of two that an algorithm has, the second counts.
 _GAMMAS, _LAMBDAS = ("gamma", "discount"), ("lam", "gae_lambda")
@@ -822,11 +823,8 @@ class RolloutCore(Storage):
         steps, lanes, fields = cls._saved_fields(settings)
         for field in fields:
             nbytes = steps * lanes * math.prod(field.shape) * field.dtype.itemsize
-            if nbytes > reader.nbytes:
-                raise SnapshotError(
-                    f"{reader.manifest} is damaged: {steps} steps of {lanes} environments have {nbytes:,} bytes of "
-                    f"{field.name}, and there are {reader.nbytes:,} bytes of all"
-                )
+            reader.room.charge(nbytes, f"{field.name} in {steps:,} steps of {lanes:,} environments")
+        reader.room.charge(steps * lanes * _SCALAR_BYTES, f"{steps:,} steps of {lanes:,} environments")
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # Blocks are saved in full: what a new rollout has not yet overwritten can still be read.

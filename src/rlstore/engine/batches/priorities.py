@@ -298,7 +298,8 @@ def kept_priorities(ring: EpisodeRing, kept: Any) -> tuple[Priorities | None, Wi
         if length > ring.steps:
             raise ValueError(f"windows of {length} steps, and {ring.steps} are held")
         windows = Windows(ring, length, stride, across=bool(across))
-    return (None if kept is None else Priorities(ring, 1.0, windows)), windows
+    # Without rows there are none, and their files need not be there.
+    return (None if kept is None or not ring.size else Priorities(ring, 1.0, windows)), windows
 
 
 def _as_float32(given: Tensor) -> Tensor:

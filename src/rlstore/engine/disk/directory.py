@@ -17,6 +17,31 @@ from rlstore.errors import SnapshotError
 _BARE_NAME = re.compile(r"[\w%.~ -]{1,255}", re.ASCII)
 
 
+class Room:
+    """The memory that may be written because a folder says so: 64 MiB, and 16 bytes for each that the folder has.
+
+    Args:
+        path: What says so, for errors.
+        nbytes: The bytes that the folder has.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path, self._nbytes, self._left = path, nbytes, (64 << 20) + 16 * nbytes
+
+    def charge(self, nbytes: int, what: str) -> None:
+        """Count memory that is about to be written.
+
+        Raises:
+            SnapshotError: If all that was counted is more than there may be.
+        """
+        self._left -= nbytes
+        if self._left < 0:
+            raise SnapshotError(
+                f"{self._path} is damaged: it tells of {nbytes:,} bytes of {what}, and there are {self._nbytes:,} "
+                "bytes of all files"
+            )
+
+
 class Directory:
     """An open folder; use it in a ``with`` statement, or close it.
 
@@ -114,6 +139,11 @@ class Directory:
     def names(self) -> list[str]:
         """The names of all that it holds, sorted."""
         return sorted(os.listdir(self.descriptor))
+
+    def room(self, name: str) -> Room:
+        """The memory that may be written because the file of this name says so."""
+        sizes = [os.stat(name, dir_fd=self.descriptor, follow_symlinks=False) for name in self.names()]
+        return Room(self.path / name, sum(size.st_size for size in sizes if stat.S_ISREG(size.st_mode)))
 
     def sync(self) -> None:
         """Write the names to the disk, so that they survive a power failure."""

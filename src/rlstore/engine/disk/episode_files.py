@@ -84,7 +84,9 @@ class EpisodeReader:
             SnapshotError: If it is damaged.
         """
         with self._open(number) as file:
-            return _entry(number, file)
+            entry = _entry(number, file)
+            self._check_forms(file, entry)  # before anybody counts on so many steps
+            return entry
 
     def _open(self, number: int) -> TensorFile:
         path = self._directory.path / episode_name(number)
@@ -116,13 +118,18 @@ class EpisodeReader:
         with self._open(entry.number) as file:
             return self._read(file, entry, names)
 
-    def _read(self, file: TensorFile, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
+    def _check_forms(self, file: TensorFile, entry: Entry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The form of each tensor of an episode; refuses a file with others."""
         forms = {
             name: ((entry.steps + is_observation(name), *shape), dtype) for name, (shape, dtype) in self.forms.items()
         }
         found = {name: (shape, file.dtypes[name]) for name, shape in file.shapes.items()}
         if found != forms:
-            raise _damaged(file.path, f"it holds {found}, and {forms} is needed")
+            raise _damaged(file.path, f"it holds {str(found)[:400]}, and {str(forms)[:400]} is needed")
+        return forms
+
+    def _read(self, file: TensorFile, entry: Entry, names: Sequence[str]) -> dict[str, Tensor]:
+        forms = self._check_forms(file, entry)
         tensors = {name: torch.empty(forms[name][0], dtype=forms[name][1]) for name in names}
         for name, tensor in tensors.items():
             file.read_into(name, tensor, None)
@@ -201,7 +208,7 @@ def _entry(number: int, file: TensorFile) -> Entry:
     except ValueError as error:
         raise _damaged(file.path, repr(error)) from error
     lengths = {shape[0] if shape else 0 for shape in file.shapes.values()}
-    if steps < 1 or lane < 0 or not lengths <= {steps, steps + 1}:
+    if steps < 1 or not 0 <= lane < 1 << 48 or not lengths <= {steps, steps + 1}:
         raise _damaged(file.path, f"it tells of {steps} steps of lane {lane}, and its tensors have {sorted(lengths)}")
     if file.metadata.get("number", str(number)) != str(number):
         raise _damaged(file.path, f"it is episode {file.metadata['number']}")

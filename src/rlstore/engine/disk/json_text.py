@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from typing import Any, NoReturn
 
 from rlstore.errors import SnapshotError
 
-# Objects, lists and names: an empty list has two bytes in a file and 56 in memory. Ours have some thousand.
-_MOST_PARTS = 1 << 19
+_PIECE_BYTES = 1 << 18
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_MOST_DEEP = 200
 
 
 def dump_json(value: Any) -> bytes:
@@ -27,15 +29,34 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     Raises:
         SnapshotError: If it is not an object in JSON, is nested too deeply, has too many parts, or has a name twice.
     """
-    if (parts := sum(map(text.count, b"[{:"))) > _MOST_PARTS:
-        raise SnapshotError(f"{where} is damaged: it has {parts:,} parts, and no more than {_MOST_PARTS:,} are read")
+    _check_nesting(text, where)
     try:
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+        found = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{where} is damaged: it is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise SnapshotError(f"{where} is damaged: it is {reprlib.repr(found)}, not an object")
     return found
+
+
+def _check_nesting(text: bytes, where: str) -> None:
+    """Refuse what is nested too deeply for those who read it, or takes far more memory than its bytes."""
+    # Objects, lists and names: an empty list has two bytes in a file and 56 in memory.
+    parts, most = sum(map(text.count, b"[{:")), ((24 << 20) + 7 * len(text)) // 100
+    if parts > most:
+        raise SnapshotError(
+            f"{where} is damaged: it has {parts:,} parts, and no more than {most:,} are read in {len(text):,} bytes"
+        )
+    plain = re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text
+    depth = is_inside = 0  # whether a string is open
+    for begin in range(0, len(plain), _PIECE_BYTES):
+        pieces = plain[begin : begin + _PIECE_BYTES].split(b'"')
+        brackets = b"".join(pieces[is_inside::2]).translate(None, _NO_BRACKETS)
+        is_inside ^= (len(pieces) - 1) & 1
+        for bracket in brackets:
+            depth += 1 if bracket in b"[{" else -1
+            if depth > _MOST_DEEP:
+                raise SnapshotError(f"{where} is damaged: it is nested too deeply")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import atexit
 import math
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from rlstore.engine.disk.directory import Directory
+from rlstore.engine.disk import manifest
+from rlstore.engine.disk.directory import Directory, Room
 from rlstore.engine.disk.files import raising_disk_full, reserve
 from rlstore.engine.disk.folder import Folder
 from rlstore.engine.disk.seal import RowFiles, Seal
@@ -105,6 +105,10 @@ class MappedFiles:
             raise RuntimeError(f"{self._owner} must open the folder {self.path} before it maps {name}")
         file, row = file_name(name), math.prod(shape[1:]) * dtype.itemsize
         descriptor = self._opened(file, shape[0] * row, most * row, is_late=is_late)
+        if descriptor is None:
+            anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # taken when it is written
+            empty = mmap.mmap(-1, shape[0] * row, flags=anonymous) if shape[0] * row else None
+            return tensor_over(empty, shape, dtype)
         try:
             held = os.fstat(descriptor).st_size
             if held < shape[0] * row:
@@ -116,7 +120,7 @@ class MappedFiles:
         self._mapped.add(file)
         return tensor_over(memory, (rows, *shape[1:]), dtype)
 
-    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int:
+    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int | None:
         """The descriptor of a file of ``nbytes``, or of up to ``most``; it is created if it may be missing."""
         assert self._directory is not None
         assert self._seal is not None
@@ -135,7 +139,7 @@ class MappedFiles:
             raise self._damaged(file, held, nbytes)
         return descriptor
 
-    def _created(self, file: str, nbytes: int) -> int:
+    def _created(self, file: str, nbytes: int) -> int | None:
         """A file of zeros. It has its name only once it is complete: one that is shorter was cut."""
         assert self._directory is not None
         directory = self._directory
@@ -208,33 +212,34 @@ class PrivateFiles(MappedFiles):
 
     Attributes:
         seal: Its seal, once it is open; what that says of the files is not verified then.
+        room: The memory that may be written because the folder says so, likewise.
     """
 
     seal: Seal | None = None
+    room: Room
 
     _flags, _access = os.O_RDONLY, mmap.ACCESS_COPY
 
     def open(self, schema: Mapping[str, Any], rows: RowFiles | None = None) -> bool:
         """Open the folder, whose schema it must be."""
         self._directory = Directory(self.path)
+        self.room = self._directory.room(manifest.NAME)
         seal = _seal_of(self._directory, rows)
         seal.read()
         self._has_rows = any(seal.written())
         self.seal = self._seal = seal
         return True
 
-    def _created(self, file: str, nbytes: int) -> int:
-        """Zeros, in a file that is nowhere."""
-        with tempfile.TemporaryFile() as zeros:
-            os.ftruncate(zeros.fileno(), nbytes)
-            return os.dup(zeros.fileno())
+    def _created(self, file: str, nbytes: int) -> None:
+        """There is no file: what nobody has written is zero."""
+        return
 
-    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int:
+    def _opened(self, file: str, nbytes: int, most: int, *, is_late: bool) -> int | None:
         descriptor = super()._opened(file, nbytes, most, is_late=is_late)
-        if os.fstat(descriptor).st_size >= nbytes:
+        if descriptor is None or os.fstat(descriptor).st_size >= nbytes:
             return descriptor
         os.close(descriptor)  # what was never used is as good as what is not there
-        return self._created(file, nbytes)
+        return None
 
     def close(self, *, still: bool = True) -> None:
         """Close the folder."""

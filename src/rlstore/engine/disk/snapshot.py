@@ -386,6 +386,7 @@ class SnapshotReader:
         has_rows: Whether rows are apart, in :meth:`records`.
         segments: The name of each file of rows, and the bytes of it that count.
         unread: The names of tensors that nobody has read.
+        room: The memory that may be written because the snapshot says so.
 
     Raises:
         SnapshotError: If there is none, or it is of a newer version, or a file is missing, truncated or damaged.
@@ -396,6 +397,7 @@ class SnapshotReader:
         if not self.folder.is_dir():
             raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
         with Directory(self.folder) as directory:
+            self.room = directory.room(manifest.NAME)
             found, (descriptor, *self._descriptors) = _open_newest(directory)
         self.manifest, file = self.folder / manifest.NAME, found["file"]
         self.has_rows: bool = found["contents"] == "segments"
@@ -449,7 +451,9 @@ class SnapshotReader:
 
     def _decoded(self, field: str, form: Any) -> dict[str, Any]:
         try:
-            decoded: dict[str, Any] = from_json(form, self.nbytes)
+            decoded: dict[str, Any] = from_json(form, self.room)
+        except SnapshotError:
+            raise
         except (
             LookupError,
             TypeError,

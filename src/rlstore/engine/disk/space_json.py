@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
+from rlstore.engine.disk.directory import Room
 from rlstore.engine.rows.schema import DTYPES, dtype_name
 from rlstore.errors import InvalidInputError
-
-_LEAST_ROOM = 64 << 20
 
 
 def to_json(value: Any, name: str = "settings") -> Any:
@@ -55,22 +55,23 @@ def to_json(value: Any, name: str = "settings") -> Any:
     raise InvalidInputError(f"{name} is a {type(value).__name__}, which cannot be saved")
 
 
-def from_json(value: Any, nbytes: int = _LEAST_ROOM) -> Any:
+def from_json(value: Any, room: Room | None = None) -> Any:
     """The value that :func:`to_json` was given. A numpy dtype becomes torch's, a mapping a dict.
 
     Args:
         value: The form.
-        nbytes: The bytes of the data that the settings are of. The bounds of a space may be one number in the form and
-            an array in memory; all arrays together may have so many entries, or 64 million if that is more.
+        room: That of the folder that it comes from: the bounds of a space may be one number in the form and an array in
+            memory. None for that of a folder without files.
 
     Raises:
         ValueError: If it is no form of a value; or a LookupError, TypeError, AttributeError or AssertionError.
+        SnapshotError: If arrays would take more memory than there is room for.
     """
-    return _Decoder(max(nbytes, _LEAST_ROOM)).decode(value)
+    return _Decoder(room or Room(Path(), 0)).decode(value)
 
 
 class _Decoder:
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: Room) -> None:
         self._room = room
 
     def decode(self, value: Any) -> Any:
@@ -118,10 +119,10 @@ class _Decoder:
         shape = space["shape"]
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"a space of shape {str(shape)[:40]}")
-        self._room -= math.prod(shape)
-        if self._room < 0:
-            raise ValueError(f"a space of shape {shape}, which is larger than the data")
-        value = np.array(self.decode(entries), dtype=_numpy_dtype(space["dtype"]))
+        dtype = _numpy_dtype(space["dtype"])
+        # What gymnasium makes of it is a copy, and of a Box a table of what is bounded.
+        self._room.charge(math.prod(shape) * (2 * dtype.itemsize + 1), f"a space of shape {str(shape)[:40]}")
+        value = np.array(self.decode(entries), dtype=dtype)
         return value.reshape(shape) if value.ndim else np.full(shape, value)
 
 

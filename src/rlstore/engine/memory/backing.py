@@ -78,6 +78,11 @@ class Backing:
         """True if the blocks are those of a mapped folder that somebody else may write to."""
         return isinstance(self._files, PrivateFiles)
 
+    def charge(self, nbytes: int, what: str) -> None:
+        """Count memory that is written because a folder says so, where somebody only looks at it; see :class:`Room`."""
+        if isinstance(self._files, PrivateFiles):
+            self._files.room.charge(nbytes, what)
+
     @property
     def grows(self) -> bool:
         """True if memory is taken when it is written to, and not when it is allocated."""

@@ -34,6 +34,8 @@ _FIRST_SLOTS = 16  # episodes a lane that there is room for at first
 _FIRST_SLOTS_ON_DEVICE = 64  # more, because there they are made before it is known that they are needed
 _COMPARED = 1 << 16  # entries of the table of free indices, at a time: they stay in the cache
 _RESETS = {None: 0, "NextStep": 1, "Disabled": 2, "SameStep": 3}
+# At most, of memory that is written for each lane before there are rows: counters, a table of few episodes, lists.
+LANE_BYTES = 1200
 # Where other processes write: rows more than are held, which a writer leaves alone while a reader reads them.
 _LEAST_GUARD, _MOST_GUARD = 64, 4096
 # What restore_tables() finds: the table, and what is wrong with it.
@@ -117,6 +119,7 @@ class EpisodeRing:
         if shared:
             backing.reserve(self._layout.nbytes(lanes, self.rows, (self.kept + 1) * lanes))
         self.reopened = backing.open({**self._schema(), **(beside or {})}, self._row_files())
+        backing.charge(self.lanes * LANE_BYTES, f"tables of {lanes:,} environments")
         self._allocate()
         if backing.grows and not backing.is_attached:
             backing.warn_if_larger(self._expected_bytes(), what)
@@ -210,9 +213,11 @@ class EpisodeRing:
 
     def _copy_tables(self) -> None:
         """Copy what tells of the rows: another process may go on writing, and what it overwrites is not held here."""
-        tables = (self.counters, self.episodes, self.free_slots, self.blocks["episode"])
-        self.counters, self.episodes, self.free_slots, self.blocks["episode"] = (table.clone() for table in tables)
+        self.counters = self.counters.clone()
         self._view_counters()
+        if bool(self.written.any()):  # else nothing in them is looked at, and their files need not be there
+            tables = (self.episodes, self.free_slots, self.blocks["episode"])
+            self.episodes, self.free_slots, self.blocks["episode"] = (table.clone() for table in tables)
         written, _, current, *_ = self.backing.zeros("counters", (5, self.lanes), torch.int64)  # as they are by now
         oldest = torch.maximum(self.begun, written - self.steps + (current == WRITING))
         self.begun.copy_(torch.where(self.begun < 0, self.begun, oldest))  # one that cannot be is found by restore()
@@ -389,19 +394,20 @@ class EpisodeRing:
         self.current.fill_(-1)
         self.after_end.fill_(-1)
         self.free_count.fill_(self.slots // self.lanes)
-        self.free_slots.copy_(self._free_at_first())
+        self._free_all(self.free_slots)
         self._known = 0
         self._bind_tables()
 
-    def _free_at_first(self, count: int | None = None) -> Tensor:
-        """The stacks of free episode indices when all are free: the lowest is on top, and the first to be taken.
+    def _free_all(self, free_slots: Tensor) -> None:
+        """Fill the bottom of the stacks of free episode indices as when all are free, without a copy of them."""
+        deep, lanes, device = len(self.free_slots), self.whole.lanes, self.device
+        highest = torch.arange(deep - 1, deep - 1 - len(free_slots), -1, dtype=torch.int32, device=device) * lanes
+        torch.add(highest.unsqueeze(1), torch.arange(lanes, dtype=torch.int32, device=device), out=free_slots)
 
-        Args:
-            count: Only so many of each stack, from the bottom; None for all.
-        """
+    def _free_at_first(self, count: int) -> Tensor:
+        """``count`` of each stack of free episode indices, from the bottom, when all are free: the lowest is on top."""
         deep, lanes = len(self.free_slots), self.whole.lanes
-        first = 0 if count is None else (deep - count) * lanes
-        return torch.arange(first, deep * lanes, dtype=torch.int32).view(-1, lanes).flip(0)
+        return torch.arange((deep - count) * lanes, deep * lanes, dtype=torch.int32).view(-1, lanes).flip(0)
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -644,7 +650,7 @@ class EpisodeRing:
         self.episodes[:slots].copy_(episodes)
         # A folder that was reopened, or shared memory, may have more: they are below the others, as they are at first.
         more = (self.slots - slots) // self.lanes
-        self.free_slots[:more].copy_(self._free_at_first()[:more])
+        self._free_all(self.free_slots[:more])
         self.free_slots[more:].copy_(free_slots)
         self.counters.copy_(counters)
         self.free_count += more
@@ -656,8 +662,12 @@ class EpisodeRing:
 
     def disown_margin(self, written: Tensor) -> None:
         """Rows before those that are held, which a writer leaves alone, belong to no episode: they were not saved."""
-        times = written.to(self.device).unsqueeze(1) - torch.arange(self.steps + 1, self.kept + 1, device=self.device)
-        lanes = torch.arange(self.lanes, device=self.device).unsqueeze(1).expand_as(times)
+        (wrapped,) = (written > self.steps).nonzero(as_tuple=True)  # else there are none
+        if self.kept == self.steps or not len(wrapped):
+            return
+        behind = torch.arange(self.steps + 1, self.kept + 1, device=self.device)
+        times = written[wrapped].to(self.device).unsqueeze(1) - behind
+        lanes = wrapped.to(self.device).unsqueeze(1).expand_as(times)
         self.blocks["episode"][lanes, times % self.rows] = -1
 
     def set_state(self, reader: SnapshotReader) -> None:
