@@ -56,7 +56,7 @@ def _check_nesting(text: bytes, where: str) -> None:
         for bracket in brackets:
             depth += 1 if bracket in b"[{" else -1
             if depth > _MOST_DEEP:
-                raise SnapshotError(f"{where} is damaged: it is nested too deeply")
+                raise SnapshotError(f"{where} is damaged: it is not JSON of ours, but nested too deeply")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
