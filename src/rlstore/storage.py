@@ -528,9 +528,8 @@ class Storage(ABC):
                 with self._still():
                     content = self._content(copy=background, note=note)
                     writer = stack.enter_context(SnapshotWriter("save()", path))
-                    stays_still = not background and self._changes_unasked()
-                    content.rows = rows = self._rows_for(writer, stays_still=stays_still)
-                    if stays_still:
+                    content.rows = rows = self._rows_for(writer)
+                    if not background and self._changes_unasked():
                         writer.write(content)
                         return None
                 if not background:
@@ -569,13 +568,8 @@ class Storage(ABC):
         device = self.__dict__.get("_given_device", getattr(self, "device", "cpu"))
         return Content(_saved_name(type(self)), str(device), settings, numbers, tensors, note or {})
 
-    def _rows_for(self, writer: SnapshotWriter, *, stays_still: bool = False) -> Rows | None:
-        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`.
-
-        Args:
-            writer: The folder.
-            stays_still: Whether :meth:`_still` lasts until they are written.
-        """
+    def _rows_for(self, writer: SnapshotWriter) -> Rows | None:
+        """The rows that a folder does not hold yet; None if they are among the tensors of :meth:`_content`."""
         return None
 
     @classmethod

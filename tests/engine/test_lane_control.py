@@ -6,7 +6,9 @@ import multiprocessing
 import pickle
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 from rlstore.engine.guard import new_guard
 from rlstore.engine.processes.lanes import LaneControl
@@ -158,6 +160,34 @@ def test_who_writes_waits_for_the_end_of_a_pause():
         assert not entered.is_set()
     assert entered.wait(DEADLINE)
     thread.join(DEADLINE)
+
+
+def test_lanes_are_written_up_to_their_limits():
+    control, entered = LaneControl(3), threading.Event()
+    written = torch.tensor([4, 7])  # of lanes 1 and 2
+
+    def write():
+        control.enter(1, 0, DEADLINE, written, 2)
+        entered.set()
+        control.leave(1)
+
+    with control.pause(DEADLINE, nothing):
+        control.limit(np.array([0, 5, 9]))
+    control.enter(1, 0, DEADLINE, written, 1)
+    control.leave(1)
+    enter(control, 0, DEADLINE)  # has no rows that could be beyond a limit
+    control.leave(0)
+    with pytest.raises(WaitTimeoutError):
+        control.enter(1, 0, 0.1, written, 2)
+    thread = threading.Thread(target=write)
+    thread.start()
+    with control.pause(DEADLINE, nothing):
+        assert not entered.is_set()
+    control.limit(np.array([0, 6, 9]))
+    assert entered.wait(DEADLINE)
+    thread.join(DEADLINE)
+    control.limit(None)
+    control.enter(1, 0, DEADLINE, written, 100)
 
 
 def test_a_pause_that_does_not_end_is_told():

@@ -20,7 +20,7 @@ from programs import ARGUMENTS, BOX, DISCRETE, fill
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the observations of an environment"),
     pytest.mark.filterwarnings(
-        "ignore:a step of environment 0 begins with the observation in which its episode had ended"
+        r"ignore:a step of environment \d begins with the observation in which its episode had ended"
     ),
 ]
 MEMORIES = ["ram", "shared", "mapped"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import multiprocessing
 import os
 import threading
 import warnings
@@ -15,11 +16,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlstore import DiskFullError, DoesNotFitError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
+from rlstore import DiskFullError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
 from rlstore.engine.disk import segments, snapshot
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader
-from rlstore.engine.memory import capacity
 from rlstore.engine.rows import saved_rows
 
 ENVS, STEPS = 3, 20
@@ -483,19 +483,74 @@ def test_writers_go_on_while_a_save_is_written(tmp_path, small_chunks, gate):
         assert held(storage) == expect(range(90))
 
 
-def test_without_memory_for_a_copy_rows_of_writers_are_saved_while_they_wait(tmp_path, monkeypatch):
+def add_from_a_process(writer, storage_is_saved):
+    """Add 33 steps, and after the event others that overwrite them; returns the process, and an event of the first."""
+    context = multiprocessing.get_context("fork")
+    added = context.Event()
+
+    def work():
+        with writer:
+            add(writer, range(33))
+            added.set()
+            assert storage_is_saved.wait(30)
+            add(writer, range(33, 250))
+
+    process = context.Process(target=work)
+    process.start()
+    assert added.wait(30)
+    return process
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_adds_of_another_process_do_not_wait_for_the_disk(background, tmp_path, small_chunks, gate):
+    storage, go = make(memory="shared"), multiprocessing.get_context("fork").Event()
+    process = add_from_a_process(storage.writer(), go)
+    saves = [lambda: storage.save(tmp_path, background=True).wait(), lambda: storage.save(tmp_path)]
+    saving = threading.Thread(target=saves[not background])
+    saving.start()
+    while not storage._rows.holds:
+        assert saving.is_alive()
+    go.set()
+    process.join(30)
+    assert process.exitcode == 0  # every row was overwritten, and its spare, too
+    assert saving.is_alive()
+    gate.set()
+    saving.join(30)
+    assert held(Storage.load(tmp_path)) == expect(range(33))
+    assert held(storage) == expect(range(250))
+    storage.close()
+
+
+def test_adds_of_another_process_wait_for_the_disk_when_memory_ends(tmp_path, small_chunks, gate, monkeypatch):
+    monkeypatch.setattr(saved_rows, "_MOST_BYTES_AHEAD", 1)
+    storage, go = make(memory="shared"), multiprocessing.get_context("fork").Event()
+    process = add_from_a_process(storage.writer(), go)
+    saving = storage.save(tmp_path, background=True)
+    go.set()
+    process.join(0.2)
+    assert process.is_alive()
+    gate.set()
+    saving.wait()
+    process.join(30)
+    assert process.exitcode == 0
+    assert held(Storage.load(tmp_path)) == expect(range(33))
+    assert held(storage) == expect(range(250))
+    storage.close()
+
+
+def test_a_writer_that_begins_during_a_save_does_not_change_what_is_saved(tmp_path, small_chunks, gate):
     storage = make(memory="shared")
+    add(storage, range(33))
+    saving = storage.save(tmp_path, background=True)
     with storage.writer() as writer:
-        add(writer, range(33))
-        monkeypatch.setattr(capacity, "MUCH", 1)
-        monkeypatch.setattr(capacity, "free_ram", lambda: (100, "a test"))
-        with pytest.raises(DoesNotFitError, match=r"a copy of the rows.*without background=True"):
-            storage.save(tmp_path / "copied", background=True)
-        assert storage._rows.holds == []
-        storage.save(tmp_path / "saved")
-        assert not (tmp_path / "copied" / "manifest.json").exists()
-    monkeypatch.undo()
-    assert held(Storage.load(tmp_path / "saved")) == expect(range(33))
+        adding = threading.Thread(target=add, args=(writer, range(33, 250)))
+        adding.start()
+        adding.join(0.3)
+        gate.set()
+        saving.wait()
+        adding.join(30)
+    assert held(Storage.load(tmp_path)) == expect(range(33))
+    assert held(storage) == expect(range(250))
     storage.close()
 
 

@@ -1088,15 +1088,14 @@ class ReplayCore(Storage):
     def _content(self, *, copy: bool, note: Mapping[str, Any] | None = None) -> Content:
         return super()._content(copy=copy or self._rows is not None, note=note)  # rows are written after the guard
 
-    def _rows_for(self, writer: SnapshotWriter, *, stays_still: bool = False) -> RowCut | None:
-        if self._rows is None:
-            return None
-        at_once = not stays_still and self._changes_unasked()
-        return RowCut(self._rows, self._guard, writer, at_once=at_once, stays_still=stays_still)
+    def _rows_for(self, writer: SnapshotWriter) -> RowCut | None:
+        return None if self._rows is None else RowCut(self._rows, self._guard, writer, self._limit_writers)
+
+    def _limit_writers(self) -> bool:
+        return self._sharing is not None and self._sharing.limit()
 
     def _changes_unasked(self) -> bool:
-        ring, sharing = self._rows, self._sharing
-        return ring is None or (ring.is_shared and sharing is not None and sharing.control.has_writers)
+        return self._rows is None
 
     def _settings(self) -> dict[str, Any]:
         names = (*_SETTINGS, *self._own_settings)

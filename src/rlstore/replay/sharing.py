@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from rlstore.engine.calls import warn_caller
 from rlstore.engine.checks import check_count, check_name
 from rlstore.engine.guard import Guard, released
@@ -57,6 +59,7 @@ class Sharing:
         control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
         free = control.free_lanes(lanes)
         self._had_writers = True
+        self.limit()
         part = Appender(ring.part(free), fields, control.turn, whole=None if ring.is_shared else self._sampler)
         return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
@@ -92,6 +95,16 @@ class Sharing:
             self._sampler.forget(lanes)
             ring.catch_up()
             self._sampler.follow()
+
+    def limit(self) -> bool:
+        """Keep writers of other processes from rows that are still to be saved; True if there may be such writers.
+
+        They cannot copy such a row before they overwrite it, as the storage itself does.
+        """
+        holds, ring = self._ring.holds, self._ring
+        if ring.is_shared:
+            self.control.limit(np.minimum.reduce([hold.reach() for hold in holds]) if holds else None)
+        return ring.is_shared and self.control.has_writers
 
     def require_own(self) -> None:
         """Refuse what only the process can do that the memory belongs to."""

@@ -140,7 +140,7 @@ class ReplayWriter:
                 )
         if priorities is None and not self._control.limiter.is_on:
             count = count_of(samples.get("masks"), steps * lanes)
-            return self._append(count, partial(part.append_steps, given, steps, fit))
+            return self._append(count, partial(part.append_steps, given, steps, fit), steps)
         # Each waits for the limit, and has its own priorities.
         stored, values = 0, fit()
         rows = [tuple(None if value is None else value[i : i + 1] for value in values) for i in range(steps)]
@@ -154,13 +154,13 @@ class ReplayWriter:
             stored += self._append(count_of(mask, lanes), step)
         return stored
 
-    def _append(self, count: int, append: Callable[[], None]) -> int:
-        """Append ``count`` transitions as soon as they may be; returns how many became rows."""
+    def _append(self, count: int, append: Callable[[], None], steps: int = 1) -> int:
+        """Append ``count`` transitions of so many steps as soon as they may be; returns how many became rows."""
         self._begin_step(count)
         control, first, ring, stored = self._control, self.lanes.start, self._part.ring, 0
         try:
             with control.turn:
-                control.enter(first, self._given_by, self._timeout)
+                control.enter(first, self._given_by, self._timeout, ring.written, steps)
                 before = ring.total_written
                 try:
                     append()

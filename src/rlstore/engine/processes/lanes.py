@@ -9,6 +9,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlstore.engine.guard import new_guard
@@ -19,8 +20,9 @@ from rlstore.engine.processes.slots import SLICE_SECONDS
 from rlstore.errors import InvalidInputError, PeerLostError, StorageClosedError, WaitTimeoutError
 from rlstore.kernels import Guard, await_event, event_count, exchange_word, make_event
 
-_PAUSED, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
+_HELD, _CLOSED, _MAKER, _CHANGED = range(4)  # words of the board; the last is an event: any of this has changed
 _BOARD = 8
+_PAUSED, _LIMITED = 1, 2  # bits of the first: nobody may write; nobody may write beyond the limits of its lanes
 _NOBODY = 0
 # The word of a lane: its writer, that this one is freeing it, and that it is reserved for a copy of this one's handle.
 _PEER, _FINISHING, _OFFERED = 0xFFFF, 1 << 16, 1 << 17
@@ -30,7 +32,8 @@ class LaneControl:
     """A word for each lane with its writer, and one that says that it writes just now; in shared memory if asked.
 
     A writer sets its busy word, checks for a pause, and writes; a pause is set first, and then waits until no word is
-    busy. Both are exchanges of one word, so one of the two always sees the other.
+    busy. Both are exchanges of one word, so one of the two always sees the other. Limits, up to which lanes may be
+    written, are set in a pause, and raised afterwards.
 
     Args:
         lanes: Lanes of the ring.
@@ -43,7 +46,7 @@ class LaneControl:
     """
 
     def __init__(self, lanes: int, segment: SharedMemory | None = None, guard: Guard | None = None) -> None:
-        pieces = [Peers.shape(), Limiter.shape(), ((2 * lanes + _BOARD,), torch.int64)]
+        pieces = [Peers.shape(), Limiter.shape(), ((3 * lanes + _BOARD,), torch.int64)]
         self.lanes, self.segment = lanes, segment
         self.reported: set[int] = set()  # the dead writers that this process has warned of
         self.turn = new_guard() if guard is None else guard
@@ -51,10 +54,11 @@ class LaneControl:
             self.segment = SharedMemory.create(SharedMemory.bytes_of(pieces))
         carve = self.segment.carve if self.segment is not None else _zeros
         self.peers, self.limiter = Peers(carve(*pieces[0])), Limiter(carve(*pieces[1]))
-        self._words = carve(*pieces[2])  # the board, writers [lanes], busy [lanes]
+        self._words = carve(*pieces[2])  # the board, writers [lanes], busy [lanes], limits [lanes]
         self._board: Any = self._words[:_BOARD].numpy()
         self._writers: Any = self._words[_BOARD : _BOARD + lanes].numpy()
-        self._busy: Any = self._words[_BOARD + lanes :].numpy()
+        self._busy: Any = self._words[_BOARD + lanes : _BOARD + 2 * lanes].numpy()
+        self._limits: Any = self._words[_BOARD + 2 * lanes :].numpy()
         if segment is None:
             self._board[_MAKER] = self.peers.join("maker")
             # Before multiprocessing waits for its children at the end: they would go on writing, with no reader.
@@ -170,20 +174,29 @@ class LaneControl:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def enter(self, lane: int, peer: int, seconds: float) -> None:
-        """Begin a peer's write into its lanes, from ``lane`` on; it waits while there is a pause.
+    def enter(self, lane: int, peer: int, seconds: float, written: torch.Tensor | None = None, steps: int = 1) -> None:
+        """Begin a peer's write into its lanes, from ``lane`` on; it waits while it is held back.
+
+        Args:
+            lane: The first of its lanes.
+            peer: The peer.
+            seconds: How long it may wait.
+            written: The rows of each of its lanes so far, int64 ``[lanes]``; None for a write that has no limit.
+            steps: How many it is going to write to each.
 
         Raises:
             InvalidInputError: If the lanes were handed to another process.
             StorageClosedError: If the storage was closed.
             PeerLostError: If the process that made it died.
-            WaitTimeoutError: If the pause lasted longer than ``seconds``.
+            WaitTimeoutError: If it was held back longer than ``seconds``.
         """
         place, end = _BOARD + self.lanes + lane, None
         while True:
             seen = event_count(self._words, _CHANGED)
             is_busy = exchange_word(self._words, place, 0, 1)  # else it is another's word, and left alone
-            if is_busy and not self._board[_PAUSED] and not self._board[_CLOSED] and self._writers[lane] == peer:
+            held = self._board[_HELD]
+            may_write = not held or (held == _LIMITED and self._is_within(lane, written, steps))
+            if is_busy and may_write and not self._board[_CLOSED] and self._writers[lane] == peer:
                 return
             if is_busy:
                 self.leave(lane)
@@ -200,10 +213,16 @@ class LaneControl:
                 )
             await_event(self._words, _CHANGED, seen, SLICE_SECONDS)
 
+    def _is_within(self, lane: int, written: torch.Tensor | None, steps: int) -> bool:
+        """Whether the limits let so many steps more be written to the lanes from ``lane`` on."""
+        if written is None:
+            return True
+        return bool((written.numpy() + steps <= self._limits[lane : lane + len(written)]).all())
+
     def leave(self, lane: int) -> None:
         """End a write."""
         exchange_word(self._words, _BOARD + self.lanes + lane, 1, 0)
-        if self._board[_PAUSED]:
+        if self._board[_HELD] & _PAUSED:
             make_event(self._words, _CHANGED)
 
     def check_maker(self) -> None:
@@ -220,8 +239,7 @@ class LaneControl:
     @contextmanager
     def pause(self, seconds: float, sweep: Callable[[], object]) -> Iterator[None]:
         """Hold all writers back while the block runs; ``sweep`` finds those that died in the middle of a write."""
-        exchange_word(self._words, _PAUSED, 0, 1)
-        make_event(self._words, _CHANGED)
+        self._hold(_PAUSED, True)
         end = time.monotonic() + seconds
         try:
             while True:
@@ -234,8 +252,23 @@ class LaneControl:
                 await_event(self._words, _CHANGED, seen, SLICE_SECONDS)
             yield
         finally:
-            self._board[_PAUSED] = 0
-            make_event(self._words, _CHANGED)
+            self._hold(_PAUSED, False)
+
+    def limit(self, stops: npt.NDArray[np.int64] | None) -> None:
+        """Let each lane be written up to these rows from now on; None for no limit. The first are set in a pause."""
+        if stops is None:
+            self._hold(_LIMITED, False)
+            return
+        make_event(self._words, _CHANGED)  # what was read before is read before the limits are raised
+        self._limits[:] = stops
+        self._hold(_LIMITED, True)
+
+    def _hold(self, bit: int, is_set: bool) -> None:
+        while True:
+            held = int(self._board[_HELD])
+            if exchange_word(self._words, _HELD, held, held | bit if is_set else held & ~bit):
+                break
+        make_event(self._words, _CHANGED)
 
     def _taken_busy(self) -> str:
         lanes = np.flatnonzero(self._busy).tolist()

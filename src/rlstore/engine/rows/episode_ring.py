@@ -58,6 +58,10 @@ class Hold(Protocol):
         """
         ...
 
+    def reach(self) -> Counts:
+        """The row of each lane before which it needs nothing that is overwritten, int64 ``[lanes]``."""
+        ...
+
     def copy_all(self) -> None:
         """Copy all rows that it needs; it is called with the guard of the storage, and may wait for the disk."""
         ...

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,8 +69,8 @@ class RowCut:
         ring: The ring. The caller has the guard, and no writers of other lanes are at work.
         guard: The guard.
         writer: Where they are to be saved.
-        at_once: Copy all of them now: there are writers who do not ask whether a row may be overwritten.
-        stays_still: The caller has the guard until all of them are written.
+        limit: Tells writers of other processes how far the holds let them write, and returns whether there are any.
+            They cannot copy what they overwrite: rows are copied ahead of them.
 
     Attributes:
         saved: See :class:`rlstore.engine.disk.snapshot.Rows`.
@@ -77,15 +78,10 @@ class RowCut:
         oldest: The oldest row of each lane that is needed: also the older frames of the first stack.
         nbytes: The bytes of all rows that are needed.
         tensors: What is saved beside the records, as it is now.
-
-    Raises:
-        DoesNotFitError: (a MemoryError) if there is no memory for a copy ``at_once``.
     """
 
-    def __init__(
-        self, ring: EpisodeRing, guard: Guard, writer: SnapshotWriter, *, at_once: bool, stays_still: bool
-    ) -> None:
-        self._ring, self._guard, self._path = ring, guard, writer.path
+    def __init__(self, ring: EpisodeRing, guard: Guard, writer: SnapshotWriter, limit: Callable[[], bool]) -> None:
+        self._ring, self._guard, self._path, self._limit = ring, guard, writer.path, limit
         counters = ring.counters.cpu().clone()
         self._stop = counters[0].clone()
         deepest = max(leaf.stack for leaf in ring.leaves)
@@ -104,15 +100,14 @@ class RowCut:
         counters[3].clamp_(min=-1)  # whoever loads it resumes it
         self._copied = deque(self._broken_off())
         self._taken_one, self._closed = Event(), False
-        self._has_guard, self._awaits_guard = stays_still, False
+        self._awaits_guard = False
         left = int((self._stop - self.first).sum()) * row_bytes
         ram = capacity.free_ram() if left >= capacity.MUCH else None
         ahead = _MOST_BYTES_AHEAD if ram is None else min(_MOST_BYTES_AHEAD, ram[0] // 4)
         self._most_ahead = max(ahead // max(_CHUNK_BYTES, self._row_bytes), 2)
-        if at_once:
-            self._copy_at_once(left)
         ring.holds.append(self)
         ring.ask_again()
+        self._has_others = limit()
 
     def _is_better_anew(self, saved: SavedRows, path: Path) -> bool:
         """Whether to write all rows anew, beside those that are there: where the disk has no room, they are kept."""
@@ -138,14 +133,18 @@ class RowCut:
     def room(self) -> int:
         """Steps that may be written before a row is overwritten that is not copied yet; at least one."""
         while True:
-            left = self._next < self._stop
-            if self._closed or not bool(left.any()):
+            if self._closed or not bool((self._next < self._stop).any()):
                 return ENDLESS
-            # A step overwrites a row, and frees the table entries of its episode, ``kept`` rows after it was written.
-            room = int((self._next + self._ring.kept - self._ring.counters[0].cpu())[left].min())
+            room = int((self.reach() - self._ring.counters[0].cpu().numpy()).min())
             if room > 0:
                 return room
             self._copy_ahead()
+
+    def reach(self) -> npt.NDArray[np.int64]:
+        """The row of each lane before which nothing is overwritten that is not copied yet, int64 ``[lanes]``."""
+        left = (self._next < self._stop) & (not self._closed)
+        # A step overwrites a row, and frees the table entries of its episode, ``kept`` rows after it was written.
+        return torch.where(left, self._next + self._ring.kept, ENDLESS).numpy()
 
     def copy_all(self) -> None:
         """Copy everything that is left, while it is written."""
@@ -159,18 +158,19 @@ class RowCut:
             self._taken_one.wait(0.1)
         self._copy(_CHUNK_BYTES)
 
-    def _copy_at_once(self, nbytes: int) -> None:
-        if nbytes >= capacity.MUCH:
-            advice = "Save while there are no writers, without background=True, or more often to the same folder."
-            what = "a copy of the rows to be saved, which writers may overwrite"
-            capacity.require_memory(self._ring.backing.owner, nbytes, what, torch.device("cpu"), advice)
-        while bool((self._next < self._stop).any()):
-            self._copy(_CHUNK_BYTES)
+    def _copy_for_others(self) -> None:
+        """Copy rows that writers of other processes may come to, ahead of the disk."""
+        while self._has_others and len(self._copied) < self._most_ahead:
+            with self._guard:
+                if self._closed or not bool((self._next < self._stop).any()):
+                    return
+                self._copy(_CHUNK_BYTES)
 
     def _copy(self, nbytes: int) -> None:
         stop = torch.minimum(self._next + max(nbytes // self._row_bytes, 1), self._stop)
         self._copied.append(self._record(self._next, stop, None))
         self._next = stop
+        self._has_others = self._limit()
 
     def _record(self, first: Tensor, stop: Tensor, slots: Tensor | None) -> dict[str, Tensor]:
         """A record of rows, and of the episodes with these indices or (None) those that begin or end in it."""
@@ -211,6 +211,7 @@ class RowCut:
         written, unchanged = -1, 0
         while True:
             self._await_turn()
+            self._copy_for_others()
             if not self._copied:
                 self._awaits_guard = True
                 with taken(self._guard):  # the storage may be closed meanwhile
@@ -228,7 +229,7 @@ class RowCut:
 
     def _await_turn(self) -> None:
         """Wait, but not forever, until the guard is free, or who has it has copied rows and may wait for this."""
-        for _ in range(0 if self._has_guard else _PATIENCE):
+        for _ in range(_PATIENCE):
             if self._copied or not self._guard.is_taken:
                 return
             time.sleep(0.001)
@@ -252,6 +253,7 @@ class RowCut:
             if self in ring.holds:
                 ring.holds.remove(self)
                 ring.ask_again()
+                self._limit()
 
 
 _MOST_FOLDERS = 8  # whose rows are remembered
