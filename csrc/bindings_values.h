@@ -98,6 +98,8 @@ inline bool read_array(PyObject* value, Given* given) {
   given->ndim = view.ndim;
   given->shape = reinterpret_cast<const int64_t*>(view.shape), given->strides = nullptr;
   if (!PyBuffer_IsContiguous(&view, 'C')) {
+    constexpr Py_ssize_t kMost = 1 << 30;  // of a value; an array may have any size on a few bytes of memory
+    if (view.len < 0 || view.len > kMost) return false;
     given->copy.resize(std::max(given->copy.size(), static_cast<size_t>(view.len)));
     copy_strides(given->copy.data(), given->memory, view, 0);
     given->memory = given->copy.data();

@@ -486,8 +486,6 @@ class ReplayCore(Storage):
         if self._pipeline is not None and not ring.is_shared:
             self._pipeline.clear()
         with self._guard:
-            if ring.is_shared:
-                ring.settle_holds()  # writers of other processes do not ask before they overwrite a row
             return self._shared().writer(self._fields, lanes, name)
 
     @property

@@ -225,12 +225,31 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or storage.nbytes() >= (last + 1) * tensor.itemsize
 
 
+_LARGE_BYTES = 1 << 30
+
+
+def _check_copy(value: Tensor | np.ndarray[Any, Any], name: str) -> None:
+    """Refuse a large value whose entries lie in the same few bytes: a copy would take more than it has."""
+    nbytes = math.prod(value.shape) * value.itemsize
+    if nbytes <= _LARGE_BYTES or (isinstance(value, Tensor) and value.layout != torch.strided):
+        return
+    steps = value.stride() if isinstance(value, Tensor) else value.strides
+    if any(step == 0 and size > 1 for size, step in zip(value.shape, steps, strict=True)):
+        raise InvalidInputError(
+            f"{name} is {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} over memory that is repeated "
+            f"along an axis, as by expand() or broadcast_to(); a copy of it would take {nbytes:,} bytes. Give as many "
+            "entries as there are environments. Nothing was written."
+        )
+
+
 def as_tensor(value: Any, name: str) -> Tensor:
     """The value as a strided, detached tensor.
 
     Raises:
         InvalidInputError: If it is missing or cannot be a tensor; the message names the field.
     """
+    if isinstance(value, (Tensor, np.ndarray)):
+        _check_copy(value, name)
     if isinstance(value, Tensor):
         check_memory(value, name)
         if value.dtype == torch.bool and value.is_neg():  # torch has no values for it
