@@ -231,7 +231,7 @@ _LARGE_BYTES = 1 << 30
 def _check_copy(value: Tensor | np.ndarray[Any, Any], name: str) -> None:
     """Refuse a large value whose entries lie in the same few bytes: a copy would take more than it has."""
     nbytes = math.prod(value.shape) * value.itemsize
-    if nbytes <= _LARGE_BYTES or (isinstance(value, Tensor) and value.layout != torch.strided):
+    if nbytes <= _LARGE_BYTES:
         return
     steps = value.stride() if isinstance(value, Tensor) else value.strides
     if any(step == 0 and size > 1 for size, step in zip(value.shape, steps, strict=True)):
@@ -248,10 +248,9 @@ def as_tensor(value: Any, name: str) -> Tensor:
     Raises:
         InvalidInputError: If it is missing or cannot be a tensor; the message names the field.
     """
-    if isinstance(value, (Tensor, np.ndarray)):
-        _check_copy(value, name)
     if isinstance(value, Tensor):
         check_memory(value, name)
+        _check_copy(value, name)
         if value.dtype == torch.bool and value.is_neg():  # torch has no values for it
             raise InvalidInputError(
                 f"{name} are truth values with the negative bit, which have none. Nothing was written."
@@ -259,6 +258,8 @@ def as_tensor(value: Any, name: str) -> Tensor:
         return value.detach().resolve_conj().resolve_neg()
     if value is None:
         raise InvalidInputError(f"{name} is missing (None). Nothing was written.")
+    if isinstance(value, np.ndarray):
+        _check_copy(value, name)
     try:
         if isinstance(value, np.ndarray):
             array = np.ascontiguousarray(value)
