@@ -475,3 +475,31 @@ def test_both_algorithms_are_changed_and_neither_is_kept_alive():
     del seen
     storage.update_storage_parameter("lr", 0.75)
     assert given.lr == 0.75
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_what_is_documented_to_return_none_does(kind):
+    storage = STORAGES[kind]()
+    first = storage._checks().keys() - NEED_EMPTY - {"rate_limit"}
+    name = sorted(first)[0]
+    assert storage.update_storage_parameter(name, OTHERS[name]) is None
+    data = storage.get_all_buffer_data()
+    assert storage.insert_data_slice(data) is None
+    assert storage.before_gradients(critic(), None) is None
+    assert storage.reset() is None
+    assert len(storage) == 0
+
+
+def test_the_documented_methods_of_rollouts_return_none():
+    zeros = torch.zeros(ENVS)
+    storage = daac(3)
+    assert storage.add(zeros[:, None], *[zeros] * 4, zeros[:, None], *[zeros] * 3) is None
+    assert storage.compute_returns_and_advantages(zeros) is None
+    assert storage.update() is None
+    rollout, step = ppo(0), RolloutStorage.Transition()
+    step.observations = TensorDict({"policy": torch.zeros(ENVS, 1)}, batch_size=[ENVS])
+    step.actions, step.rewards, step.dones = torch.zeros(ENVS, 1), zeros, zeros
+    step.values, step.actions_log_prob = torch.zeros(ENVS, 1), zeros
+    assert rollout.add_transition(step) is None
+    assert rollout.clear() is None
+    assert step.clear() is None

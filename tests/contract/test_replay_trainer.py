@@ -283,6 +283,8 @@ def test_batches_in_order_are_the_rows_of_all_data_in_each_epoch_from_the_first(
     if replay.cls is SequenceReplayStorage:
         batches = [{"observations": batch["observations"][:, 0]} for batch in batches]
     assert torch.cat([ids_in(batch["observations"]) for batch in batches[:3]]).tolist() == seen[:6].tolist()
+    by_place = [batch["rows"].tolist() for batch in storage.generate_batches(3, 2, 1, False)]
+    assert by_place == rows[:3]
     random = list(storage.generate_batches(1, 4))  # the documented default
     assert [batch.keys() for batch in random] == [batches[0].keys()] or replay.cls is SequenceReplayStorage
 

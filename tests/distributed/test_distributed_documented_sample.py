@@ -423,3 +423,13 @@ def test_a_list_of_storages_that_do_not_fit_is_refused_and_the_slots_are_given_b
             DistributedStorage.sample(CPU, 2, free, full, wrong, [])
         assert (free.items, sorted(full.items)) == ([], [0, 1])
         full.items.sort()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_initial_states_may_be_a_list_of_tensors_as_documented(layers):
+    storage = filled(DISCRETE)
+    states = [torch.full((layers, 1, 3), float(index)) for index in range(5)]
+    _, joined = DistributedStorage.sample(CPU, 3, ListQueue(), ListQueue([4, 0, 2]), storage.storages, states)
+    (state,) = joined
+    assert state.shape == (layers, 3, 3)
+    assert state[:, :, 0].tolist() == [[4, 0, 2]] * layers

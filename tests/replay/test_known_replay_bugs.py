@@ -11,12 +11,12 @@ from combinations import each
 from counting_env import drive, make_vector
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from nstep_steps import BOX, MANY, Lane, assert_tables, fill, ids_of, make_step, make_storage, served
+from nstep_steps import BOX, MANY, Lane, assert_tables, fill, ids_of, make_step, make_storage, obs_of, served
 from replay_kinds import GOALS, KINDS, assert_same, leaves, state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlstore import ReplayStorage, SequenceReplayStorage
+from rlstore import PrioritizedReplayStorage, ReplayStorage, SequenceReplayStorage, UnknownParameterError
 
 # ------------------------------------------------------------------------------------- 1: n-step windows
 
@@ -49,6 +49,34 @@ def test_unfilled_storage_is_not_read_beyond_what_was_written():
             for number in range(1, 7)
         },
     )
+
+
+# ------------------------------------------------------------------------------------- 26: attributes that lie
+
+
+def test_an_assigned_parameter_is_not_ignored_by_draws(tmp_path):
+    """Rewards of 1: with three steps and a discount of 0.99 the largest target is 1 + 0.99 + 0.9801."""
+    storage = ReplayStorage(BOX, spaces.Discrete(2), storage_size=8, batch_size=64, seed=0)
+    for step in range(8):
+        storage.add(obs_of(torch.tensor([float(step)])), [0], [1.0], [0], [0], {}, obs_of(torch.tensor([step + 1.0])))
+    assert storage.sample().rewards.amax().item() == 1.0
+    storage.n_step = 3
+    assert storage.sample().rewards.amax().item() == pytest.approx(2.9701)
+    storage.save(tmp_path)
+    assert ReplayStorage.load(tmp_path).sample().rewards.amax().item() == pytest.approx(2.9701)
+
+
+def test_no_second_exponent_gets_into_a_priority_tree(tmp_path):
+    storage = PrioritizedReplayStorage(BOX, spaces.Discrete(2), storage_size=4, alpha=0.5)
+    for step in range(4):
+        storage.add(obs_of(torch.tensor([float(step)])), [0], [1.0], [0], [0], {}, obs_of(torch.tensor([step + 1.0])))
+    storage.update([0, 1], [4.0, 4.0])
+    with pytest.raises(UnknownParameterError, match=r"'alpha' .* is fixed"):
+        storage.alpha = 1.0
+    storage.save(tmp_path)
+    loaded = PrioritizedReplayStorage.load(tmp_path)
+    loaded.update([2, 3], [4.0, 4.0])
+    assert loaded.priorities([0, 1, 2, 3]).tolist() == [2.0] * 4
 
 
 # ------------------------------------------------------------------------------------- 3, 4, 5: the ends of episodes

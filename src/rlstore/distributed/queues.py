@@ -84,7 +84,10 @@ def _copy(
         batch = {key: torch.stack([by_key[key][index] for index in taken], dim=1) for key in by_key}
     if not states:
         return batch, ()
-    return batch, tuple(torch.cat(parts, dim=1) for parts in zip(*(states[index] for index in taken), strict=True))
+    held = [states[index] for index in taken]
+    # A state of its own, as of a GRU, has layers and not states first.
+    slots = [(state,) if isinstance(state, Tensor) and state.dim() == 3 else state for state in held]
+    return batch, tuple(torch.cat(parts, dim=1) for parts in zip(*slots, strict=True))
 
 
 def _check_keys(slots: Sequence[Any], taken: Sequence[Any]) -> None:

@@ -282,7 +282,8 @@ class DistributedStorage(Storage):
             full_queue: Any object with ``get`` and ``put``; its ``get`` may block without a limit.
             storages: By key a sequence of tensors ``[T + 1, ...]``, one for each slot: those of a storage, or others.
                 Or a list of shared storages, one for each slot: mappings of keys to tensors ``[T + 1, ...]``.
-            init_actor_state_storages: For each slot its recurrent states, ``(layers, 1, hidden)`` each.
+            init_actor_state_storages: For each slot its recurrent states, ``(layers, 1, hidden)`` each; or a list of
+                tensors, the state of each slot.
             lock: Shared by all learners that use the queues; None takes one for each ``storages`` object.
 
         Returns:
