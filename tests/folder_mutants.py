@@ -294,6 +294,12 @@ class Mutant:
         if len(content) < wide:
             content[0] ^= 0xFF
             return "the first byte"
+        if self._random.randrange(8) == 0:
+            number = self._random.choice(NUMBERS)
+            content[:] = (number % (1 << 8 * wide)).to_bytes(wide, "little") * (len(content) // wide) + bytes(
+                len(content) % wide
+            )
+            return f"all {number}"
         done = []
         for _ in range(self._random.choice((1, 1, 2, 5))):
             place, number = wide * self._random.randrange(len(content) // wide), self._random.choice(NUMBERS)
@@ -419,6 +425,11 @@ _WEIGHTS: dict[Callable[[Mutant], str], int] = {
     Mutant.link: 7,
     Mutant.plant: 3,
 }
+
+
+def mutants(saved: list[Saved]) -> Callable[[int, Path, Path], Mutant]:
+    """Makes the mutant of a number: in which folder, beside which witness."""
+    return lambda number, scratch, witness: Mutant(saved, number, scratch, witness)
 
 
 def write_json(file: Path, tree: Any, fit: str = "fit") -> None:

@@ -1,104 +1,117 @@
-"""Snapshots with forged tables and numbers under right checksums, loaded and used in forked processes."""
+"""Snapshots whose tables and numbers were forged, one at a time, under right checksums."""
 
 from __future__ import annotations
 
-import os
 import random
-import resource
-import shutil
-import signal
-import sys
+import re
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from gymnasium import spaces
+from saved_folders import Saved
 from torch import Tensor
-
-from rlstore import ReplayStorage, Storage
-from rlstore.engine.disk.snapshot import SnapshotWriter
-from rlstore.engine.disk.space_json import from_json
-from rlstore.errors import StorageError
-
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
-
-from programs import PROGRAMS, fill, ids, next_draws
 from written_snapshots import GivenRows, write_snapshot
 
-State = tuple[dict[str, Any], dict[str, Tensor]]
-Forgery = tuple[str, dict[str, Any], dict[str, Tensor]]
+from rlstore import Storage
+from rlstore.engine.disk.snapshot import SnapshotWriter
+from rlstore.engine.disk.space_json import from_json
+
+Tensors = dict[str, Tensor]
+Forgery = tuple[str, dict[str, Any], Tensors]  # what was forged, and the numbers and the tensors
 _WHOLE = (-1, -2, 0, 1, 2**31 - 1, 2**40, 2**62, 2**63 - 1, -(2**63))
 _REAL = (float("nan"), float("inf"), -float("inf"), -1.0, 3e38, 0.0)
 _PLAIN = (-1, 0, 2**31, 2**62, 2**63, 2**70, 1.5, float("nan"), float("inf"), None, True, "x", [], {}, [1, 2, 3])
-SECONDS = 20.0  # for one forgery, which takes some hundredths
 
 
-# ---------------------------------------------------------------------------------------------------- storages
+class SavedState:
+    """What a storage saves.
+
+    Args:
+        storage: The storage.
+
+    Attributes:
+        numbers: What is no tensor.
+        tensors: By name; those of records by names that say which record.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._class_name, self._settings = f"rlstore.{type(storage).__name__}", storage._settings()
+        with tempfile.TemporaryDirectory() as folder, SnapshotWriter("save()", folder) as writer:
+            content, rows = storage._content(copy=True), storage._rows_for(writer)
+            self.numbers, self.tensors = from_json(content.numbers), dict(content.tensors)
+            if rows is None:
+                return
+            self.tensors.update(rows.tensors)
+            for index, record in enumerate(rows.records()):
+                self.tensors.update({f"record {index} {name}": tensor.clone() for name, tensor in record.items()})
+            rows.close(None)
+
+    def write(self, path: Path, numbers: Mapping[str, Any], tensors: Tensors) -> None:
+        """Write a snapshot with other numbers and tensors."""
+        records: dict[int, Tensors] = {}
+        for name in [name for name in tensors if name.startswith("record ")]:
+            _, index, part = name.split(" ", 2)
+            records.setdefault(int(index), {})[part] = tensors[name]
+        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("record ")}
+        rows = GivenRows([records[i] for i in sorted(records)], 3) if "episodes" in rest or records else None
+        write_snapshot(path, self._class_name, "cpu", self._settings, numbers, rest, rows)
 
 
-def _add_stacks(storage: Any, first: int, last: int) -> None:
-    """Frame stacks of which the older frames of each first one are others; episodes of four steps."""
-    for step in range(first, last):
-        stack = torch.stack([ids(step + back) % 251 for back in (-2, -1, 0)], 1)
-        if step % 4 == 0:
-            stack[:, :2] = 252
-        if step % 4 == 1:
-            stack[:, 0] = 252
-        follows = torch.cat([stack[:, 1:], ids(step + 1).unsqueeze(1) % 251], 1)
-        ended = torch.full((3,), step % 4 == 3)
-        stacks = stack.to(torch.uint8), follows.to(torch.uint8)
-        storage.add(stacks[0], torch.arange(3) % 2, ids(step)[:, 0], ended, ~ended & ended, {}, stacks[1])
+class ForgedState:
+    """A snapshot with a forged state.
+
+    Attributes:
+        how: What was forged.
+        saved: What it was made from.
+        path: The folder.
+        may_differ: True.
+    """
+
+    may_differ = True
+
+    def __init__(self, saved: Saved, state: SavedState, forgery: Forgery, path: Path) -> None:
+        self.how, self.saved, self.path = forgery[0], saved, path
+        state.write(path, *forgery[1:])
 
 
-def _starts_program(storage: Any) -> Iterator[Any]:
-    """Such frame stacks, the last episode of which has only begun."""
-    _add_stacks(storage, 0, 29)
-    for _ in range(2):
-        yield storage.sample()
+class StateForger:
+    """All forgeries of all snapshots.
+
+    Args:
+        saved: The folders; those that are no snapshots are left out.
+    """
+
+    def __init__(self, saved: list[Saved]) -> None:
+        states = [(one, SavedState(Storage.load(one.path))) for one in saved if one.kind == "snapshot"]
+        self._cases = [(one, state, forged) for one, state in states for forged in forgeries(state, random.Random(1))]
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __call__(self, number: int, scratch: Path, witness: Path) -> ForgedState:
+        """The folder of a number."""
+        return ForgedState(*self._cases[number], scratch / f"forged-{number}")
+
+    def one_of_each(self, random_: random.Random) -> list[int]:
+        """The number of one forgery of each kind: the same is done to the same, whatever the values and the storage."""
+        kinds: dict[str, list[int]] = {}
+        for number, (_, _, (how, _, _)) in enumerate(self._cases):
+            kinds.setdefault(re.sub(r" = .*|\[.*?\]|all .*|[0-9]+", "", how), []).append(number)
+        return [random_.choice(numbers) for numbers in kinds.values()]
 
 
-def _make_starts(device: str) -> Any:
-    space = spaces.Box(0, 255, (3, 1), "uint8")
-    return ReplayStorage(space, spaces.Discrete(2), device, storage_size=60, num_envs=3, batch_size=8, frame_stack=3)
-
-
-FORGED = {**PROGRAMS, "frames, starts": (_make_starts, _starts_program)}
-
-
-def use(name: str, storage: Any) -> None:
-    """Count, draw, change priorities, write on until every row is overwritten, and draw again."""
-    len(storage)
-    if name == "frames, starts":
-        _add_stacks(storage, 29, 31)  # they go on with the episode that is open
-    next_draws(storage)
-    if not hasattr(storage, "storage_size"):
-        storage.reset()  # a rollout takes no more than fit into it
-    if getattr(storage, "alpha", 0):
-        batch = storage.sample()
-        storage.update(batch.rows, torch.ones(len(batch.rows)))
-    for _ in FORGED[name][1](storage):
-        pass
-    if FORGED[name][1] is FORGED["replay"][1]:
-        fill(storage, 40, 90)
-        storage.sample()
-    storage.reset()
-
-
-# ---------------------------------------------------------------------------------------------------- forgeries
-
-
-def forgeries(state: State, random_: random.Random) -> Iterator[Forgery]:
+def forgeries(state: SavedState, random_: random.Random) -> Iterator[Forgery]:
     """Every table and every number, in turn, as it cannot be."""
-    numbers, tensors = state
+    numbers, tensors = state.numbers, state.tensors
     for path, value in _leaves(numbers):
-        for forged in _PLAIN:
-            if type(forged) is not type(value) or forged != value:
-                yield f"{path} = {forged!r}", _replaced(numbers, path, forged), tensors
+        for plain in _PLAIN:
+            if type(plain) is not type(value) or plain != value:
+                yield f"{'.'.join(map(str, path))} = {plain!r}", _replaced(numbers, path, plain), tensors
     for name, tensor in tensors.items():
+        if re.match("rollout [1-9]", name):  # which is as the first
+            continue
         for how, forged in _forged(tensor, random_):
             yield f"{name}: {how}", numbers, {**tensors, name: forged}
         yield f"{name}: missing", numbers, {n: t for n, t in tensors.items() if n != name}
@@ -141,112 +154,3 @@ def _replaced(nest: Any, path: tuple[Any, ...], value: Any) -> Any:
     copy = dict(nest) if isinstance(nest, Mapping) else list(nest)
     copy[path[0]] = _replaced(nest[path[0]], path[1:], value)
     return copy
-
-
-# ---------------------------------------------------------------------------------------------------- loading
-
-
-def _saved_state(storage: Any) -> State:
-    """What a storage saves; tensors of records by names that say which record."""
-    with tempfile.TemporaryDirectory() as folder, SnapshotWriter("save()", folder) as writer:
-        content, rows = storage._content(copy=True), storage._rows_for(writer)
-        tensors = dict(content.tensors)
-        if rows is not None:
-            tensors.update(rows.tensors)
-            for index, record in enumerate(rows.records()):
-                tensors.update({f"record {index} {name}": tensor for name, tensor in record.items()})
-            rows.close(None)
-    return from_json(content.numbers), tensors
-
-
-def _given_rows(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], GivenRows | None]:
-    """The tensors apart from those of records, and the records."""
-    records: dict[int, dict[str, Tensor]] = {}
-    for name in [name for name in tensors if name.startswith("record ")]:
-        _, index, part = name.split(" ", 2)
-        records.setdefault(int(index), {})[part] = tensors[name]
-    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("record ")}
-    return rest, GivenRows([records[i] for i in sorted(records)], 3) if "episodes" in rest or records else None
-
-
-def judge(name: str, forge: Callable[[State], list[Forgery]]) -> dict[str, int]:
-    """Load forged snapshots of a storage in forked processes, and use what was loaded.
-
-    Args:
-        name: One of FORGED.
-        forge: From what the storage saves to what it is made to be.
-
-    Returns:
-        How many were refused with an error of rlstore, and how many could be used.
-
-    Raises:
-        AssertionError: If one ended in another error, in a crash or not at all.
-    """
-    make, run = FORGED[name]
-    storage = make("cpu")
-    for _ in run(storage):
-        pass
-    cases = forge(_saved_state(storage))
-    saved = f"rlstore.{type(storage).__name__}", storage._settings()
-    folder = Path(tempfile.mkdtemp())
-    counts = {"refused": 0, "used": 0}
-    try:
-        while cases:
-            cases = _judge_in_child(name, saved, cases, folder, counts)
-    finally:
-        shutil.rmtree(folder)
-    return counts
-
-
-def _judge_in_child(
-    name: str, saved: tuple[str, Any], cases: list[Forgery], folder: Path, counts: dict[str, int]
-) -> list[Forgery]:
-    """Try cases in a child until one kills it; returns those that are left."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _try_all(name, saved, cases, folder, writing)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        lines = told.read().splitlines()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for (label, _, _), line in zip(cases, lines, strict=False):
-        assert line in counts, f"{name}, {label}: {line}"
-        counts[line] += 1
-    assert status == 0, f"{name}, {cases[len(lines)][0]}: ended with {status}"
-    return cases[len(lines) :]
-
-
-def _try_all(name: str, saved: tuple[str, Any], cases: list[Forgery], folder: Path, told: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.fsync = lambda descriptor: None  # it makes no difference here but time
-    warnings.simplefilter("ignore")
-    for _, numbers, tensors in cases:
-        signal.alarm(int(SECONDS))
-        path = folder / f"{time.monotonic_ns()}"
-        try:
-            rest, rows = _given_rows(tensors)
-            write_snapshot(path, saved[0], "cpu", saved[1], numbers, rest, rows)
-            result = _try(name, path)
-        except BaseException as error:
-            result = f"cannot be forged: {error!r}"
-        os.write(told, f"{result}\n".encode())
-        shutil.rmtree(path, ignore_errors=True)
-    os._exit(0)
-
-
-def _try(name: str, path: Path) -> str:
-    try:
-        loaded = Storage.load(path)
-    except StorageError:
-        return "refused"
-    except BaseException as error:
-        return " ".join(f"load: {error!r}".split())
-    try:
-        use(name, loaded)
-    except StorageError:
-        return "refused"
-    except BaseException as error:
-        return " ".join(f"use: {error!r}".split())
-    return "used"

@@ -6,13 +6,13 @@ import json
 import os
 import resource
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from watched import room_of, watched
 
 from rlstore import Storage
 from rlstore.errors import StorageError
@@ -22,9 +22,6 @@ from rlstore.look.summary import summarize
 from rlstore.verify import verify
 
 SECONDS = 10
-MEMORY = 64 << 20  # beside 16 times the bytes of the folder
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
 
 
 class Verdicts:
@@ -75,8 +72,7 @@ def judged(folder: Path, load: Callable[[Path], object] = Storage.load) -> Verdi
     assert not verdicts.changes, verdicts.changes
     outcomes = verdicts.load, verdicts.verify, verdicts.inspect
     assert not any(outcome.startswith("raw ") for outcome in outcomes), outcomes
-    room = MEMORY + 16 * sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
-    assert verdicts.nbytes <= room, f"{verdicts.nbytes:,} bytes of {room:,}"
+    assert verdicts.nbytes <= room_of(folder), f"{verdicts.nbytes:,} bytes of {room_of(folder):,}"
     return verdicts
 
 
@@ -86,22 +82,12 @@ def _judge(folder: Path, load: Callable[[Path], object]) -> dict[str, Any]:
     signal.alarm(SECONDS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    changes: list[str] = []
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        # What is open already was opened for writing, or is memory.
-        is_change = event in _CHANGES and not isinstance(arguments[0], int)
-        if is_change or (event == "open" and arguments[2] & _WRITES):
-            changes.append(f"{event} {arguments[0]}")
-
-    sys.addaudithook(watch)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
-    changes.clear()
-    before = _peak()
-    told = {"load": _outcome(lambda: load(folder) and "loaded")}
-    told["verify"] = _outcome(lambda: _verified(folder))
-    told["inspect"] = _outcome(lambda: _inspected(folder))
-    return {**told, "changes": changes, "nbytes": _peak() - before}
+    told: dict[str, Any] = {}
+    with watched() as seen:
+        told["load"] = _outcome(lambda: load(folder) and "loaded")
+        told["verify"] = _outcome(lambda: _verified(folder))
+        told["inspect"] = _outcome(lambda: _inspected(folder))
+    return {**told, "changes": seen.changes, "nbytes": seen.nbytes}
 
 
 def _outcome(action: Callable[[], Any]) -> Any:
@@ -124,8 +110,3 @@ def _inspected(folder: Path) -> str:
     with opened(folder) as subject:
         page(summarize(subject))
     return "shown"
-
-
-def _peak() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) << 10

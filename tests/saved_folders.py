@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium import spaces
 from resumed_training import digest
 
 import rlstore
@@ -21,6 +22,7 @@ from programs import (
     DISCRETE,
     ENVS,
     FRAMES,
+    GOALS,
     PROGRAMS,
     ends,
     fill,
@@ -32,17 +34,46 @@ from programs import (
     step_of,
 )
 
+
+def _add_stacks(storage: Any, first: int, last: int) -> None:
+    """Frame stacks of which the older frames of each first one are others; episodes of four steps."""
+    for step in range(first, last):
+        stack = torch.stack([ids(step + back) % 251 for back in (-2, -1, 0)], 1)
+        if step % 4 == 0:
+            stack[:, :2] = 252
+        if step % 4 == 1:
+            stack[:, 0] = 252
+        follows = torch.cat([stack[:, 1:], ids(step + 1).unsqueeze(1) % 251], 1)
+        ended = torch.full((3,), step % 4 == 3)
+        stacks = stack.to(torch.uint8), follows.to(torch.uint8)
+        storage.add(stacks[0], torch.arange(3) % 2, ids(step)[:, 0], ended, ~ended & ended, {}, stacks[1])
+
+
+def _starts_program(storage: Any) -> Iterator[Any]:
+    """Such frame stacks, the last episode of which has only begun."""
+    _add_stacks(storage, 0, 29)
+    yield storage.sample()
+
+
+def _make_starts(device: str) -> Any:
+    space = spaces.Box(0, 255, (3, 1), "uint8")
+    return rlstore.ReplayStorage(space, spaces.Discrete(2), device, storage_size=60, num_envs=3, frame_stack=3, seed=7)
+
+
+MADE = {**PROGRAMS, "frames, starts": (_make_starts, _starts_program)}
 SNAPSHOTS = (
     "replay",
     "replay, shared",
     "n-step",
     "n-step, ahead",
     "prioritized",
+    "prioritized, ahead",
     "sequences",
     "sequences, by priority",
     "sequences, LSTM",
     "hindsight, future",
     "frames",
+    "frames, starts",
     "rollout",
     "distillation",
     "decoupled",
@@ -53,8 +84,15 @@ MAPPED: dict[str, tuple[type[Any], Any, dict[str, Any]]] = {
     "replay": (rlstore.ReplayStorage, BOX, {}),
     "prioritized": (rlstore.PrioritizedReplayStorage, BOX, {}),
     "sequences": (rlstore.SequenceReplayStorage, BOX, {"sequence_length": 3, "alpha": 0.6}),
+    "sequences, across": (
+        rlstore.SequenceReplayStorage,
+        BOX,
+        {"sequence_length": 4, "overlap": 1, "across_episodes": True, "alpha": 0.6},
+    ),
+    "hindsight": (rlstore.HindsightReplayStorage, GOALS, {"compute_reward": same_goal, "autoreset": "Disabled"}),
     "frames": (rlstore.ReplayStorage, FRAMES, {"frame_stack": 4}),
 }
+WRITTEN_OVER = 21  # steps after which nothing is held that was there
 STATES = ("closed", "left open", "without a seal")  # of a mapped folder
 
 
@@ -64,34 +102,48 @@ class Saved:
     Attributes:
         kind: "snapshot", "mapped" or "episodes".
         name: Of the storage that saved it.
-        state: Of a mapped folder.
+        state: Of a mapped folder; "journal" of a snapshot that a journal has written.
         path: The folder.
+        storage: The class.
         content: A digest of what a storage serves that is loaded from it.
     """
 
     def __init__(self, kind: str, name: str, path: Path, state: str = "") -> None:
         self.kind, self.name, self.path, self.state = kind, name, path, state
         self.content = ""
+        self.storage: type[rlstore.Storage] = rlstore.Storage
+
+    @property
+    def writes(self) -> bool:
+        """Whether a storage that is loaded from it writes to it."""
+        return self.kind != "snapshot" or self.state == "journal"
 
     def load(self, path: Path) -> Any:
         """A storage from a folder that was made of this one."""
         if self.kind == "snapshot":
-            storage = rlstore.Storage.load(path)
+            storage = rlstore.Storage.load(path, journal=path if self.state == "journal" else None)
             if isinstance(storage, rlstore.HindsightReplayStorage):
                 storage.compute_reward = same_goal
             return storage
         if self.kind == "mapped":
             kind, space, more = MAPPED[self.name]
-            return kind(space, DISCRETE, **ARGUMENTS, **more, memory="mapped", path=path)
+            return kind(space, DISCRETE, **{**ARGUMENTS, **more}, memory="mapped", path=path)
         return kept_episodes(path)
 
     def use(self, storage: Any) -> None:
-        """What a program does with it: every row is read, and one more step is added."""
-        advance(self.name, storage)
-        list(storage.generate_batches(2))
-        if self.kind != "snapshot" or hasattr(storage, "storage_size"):
-            storage.sample(64)
-        storage.get_all_buffer_data()
+        """What a program does with it: it draws, reads every row, and adds steps until all that was there is gone."""
+        replay = hasattr(storage, "storage_size")
+        for number in range(WRITTEN_OVER if replay else 1):
+            advance(self.name, storage, number)
+            if number % (WRITTEN_OVER - 1):
+                continue
+            list(storage.generate_batches(2))
+            if replay:
+                storage.sample(64)
+            if getattr(storage, "alpha", 0):
+                rows = storage.sample().rows
+                storage.update(rows, torch.ones(len(rows)))
+            storage.get_all_buffer_data()
 
 
 def content_of(storage: Any) -> str:
@@ -99,28 +151,31 @@ def content_of(storage: Any) -> str:
     return digest(len(storage), *storage.generate_batches(2), storage.get_all_buffer_data())
 
 
-def advance(name: str, storage: Any) -> None:
-    """Add a step, as the program of this name does."""
+def advance(name: str, storage: Any, number: int = 0) -> None:
+    """Add a step, as the program of this name does after 30 of them."""
+    step = 50 + number
     none = torch.zeros(ENVS, dtype=torch.bool)
     if name in ("rollout", "distillation"):
         storage.clear()
         if name == "rollout":
-            fill_rollout(storage, 50)
+            fill_rollout(storage, step)
     elif name == "decoupled":
-        scalar = ids(50)[:, 0]
-        storage.add(ids(50), torch.arange(ENVS) % 2, scalar, none, none, ids(51), scalar, scalar, scalar)
+        scalar = ids(step)[:, 0]
+        storage.add(ids(step), torch.arange(ENVS) % 2, scalar, none, none, ids(step + 1), scalar, scalar, scalar)
     elif name == "distributed":
-        terminated, truncated = ends(50)
-        step = {"observations": ids(50), "actions": torch.arange(ENVS) % 2, "rewards": ids(50)[:, 0]}
-        ended = {"terminated": terminated, "truncated": truncated, "next_observations": ids(51)}
-        storage.insert_transition({**step, **ended, "hidden_states": (ids(50, 2).unsqueeze(0),)})
+        terminated, truncated = ends(step)
+        taken = {"observations": ids(step), "actions": torch.arange(ENVS) % 2, "rewards": ids(step)[:, 0]}
+        ended = {"terminated": terminated, "truncated": truncated, "next_observations": ids(step + 1)}
+        storage.insert_transition({**taken, **ended, "hidden_states": (ids(step, 2).unsqueeze(0),)})
     elif name == "frames":
-        storage.add(frames(50), torch.arange(ENVS) % 2, ids(50)[:, 0], none, none, {}, frames(51))
+        storage.add(frames(step), torch.arange(ENVS) % 2, ids(step)[:, 0], none, none, {}, frames(step + 1))
+    elif name == "frames, starts":
+        _add_stacks(storage, 29 + number, 30 + number)
     elif name == "sequences, LSTM":
-        state = ids(50, 2).unsqueeze(0).contiguous()
-        storage.add(*step_of(50), hidden_states=(state, -state))
+        state = ids(step, 2).unsqueeze(0).contiguous()
+        storage.add(*step_of(step), hidden_states=(state, -state))
     else:
-        fill(storage, 50, 52, goal if name.startswith("hindsight") else ids)
+        fill(storage, step, step + 1, goal if name.startswith("hindsight") else ids)
 
 
 def kept_episodes(path: Path) -> Any:
@@ -131,7 +186,7 @@ def kept_episodes(path: Path) -> Any:
 
 def _fill_mapped(name: str, storage: Any) -> None:
     if name != "frames":
-        fill(storage, 0, 30)
+        fill(storage, 0, 30, goal if name == "hindsight" else ids)
         return
     for step in range(30):
         terminated, truncated = ends(step)
@@ -143,22 +198,26 @@ def saved_folders(root: Path) -> list[Saved]:
     """One folder of each kind."""
     saved = []
     for name in SNAPSHOTS:
-        make, run = PROGRAMS[name]
+        make, run = MADE[name]
         storage = make("cpu")
         for _ in run(storage):
             if name in SAVED_OFTEN:
                 storage.save(root / "snapshot" / name)
         storage.save(root / "snapshot" / name)
         saved.append(Saved("snapshot", name, root / "snapshot" / name))
+    journaled = rlstore.Storage.load(root / "snapshot" / "prioritized", journal=root / "snapshot" / "journal")
+    fill(journaled, 40, 45)
+    _close(journaled)
+    saved.append(Saved("snapshot", "prioritized", root / "snapshot" / "journal", "journal"))
     for name, (kind, space, more) in MAPPED.items():
         for state in STATES:
             folder = root / "mapped" / f"{name}, {state}"
             live = folder if state == "closed" else root / "live" / folder.name
-            storage = kind(space, DISCRETE, **ARGUMENTS, **more, memory="mapped", path=live)
+            storage = kind(space, DISCRETE, **{**ARGUMENTS, **more}, memory="mapped", path=live)
             _fill_mapped(name, storage)
             if state == "left open":  # closed once, and then in use
                 storage.close()
-                storage = kind(space, DISCRETE, **ARGUMENTS, **more, memory="mapped", path=live)
+                storage = kind(space, DISCRETE, **{**ARGUMENTS, **more}, memory="mapped", path=live)
                 advance(name, storage)
             if live != folder:
                 shutil.copytree(live, folder)
@@ -171,7 +230,7 @@ def saved_folders(root: Path) -> list[Saved]:
     for one in saved:
         copy = shutil.copytree(one.path, root / "read")
         storage = one.load(copy)
-        one.content = content_of(storage)
+        one.content, one.storage = content_of(storage), type(storage)
         _close(storage)
         shutil.rmtree(copy)
     return saved

@@ -12,11 +12,23 @@ from torch import Tensor
 from rlstore.engine.disk.snapshot import Content, SavedRows, SnapshotWriter
 
 
+class _GivenRecord(dict[str, Tensor]):
+    """A record that is written as it is given. The writer asks it for where rows end, and a forged record may lie."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], lanes: int) -> None:
+        super().__init__(tensors)
+        self._stop = torch.zeros(lanes, dtype=torch.int64)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stop if name == "stop" else super().__getitem__(name)
+
+
 class GivenRows:
     """Records as they are given."""
 
     def __init__(self, records: Sequence[Mapping[str, Tensor]], lanes: int) -> None:
-        self._records, self.saved, self.nbytes = records, None, 0
+        self._records = [_GivenRecord(record, lanes) for record in records]
+        self.saved, self.nbytes = None, 0
         self.tensors: dict[str, Tensor] = {}
         self.first = self.oldest = torch.zeros(lanes, dtype=torch.int64)
 
