@@ -109,6 +109,32 @@ def test_an_array_whose_numbers_are_in_another_file_is_refused_by_name(where, tm
     assert_same(next(iter(found))["observations"], D4RL["observations"][:4])
 
 
+@pytest.mark.parametrize("where", ["external", "virtual", "a link"])
+def test_a_dataset_of_minari_with_numbers_in_another_file_is_refused(where, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    storage = make("prioritized")
+    fill(storage, "prioritized")
+    write_minari(storage, "mine-v0")
+    (data,) = tmp_path.rglob("main_data.hdf5")
+    (tmp_path / "secret").write_bytes(bytes(range(200)))
+    with h5py.File(tmp_path / "other.hdf5", "w") as other:
+        other["rewards"] = np.arange(9.0)
+    with h5py.File(data, "a") as file:
+        group = file["episode_3"]
+        steps = len(group["rewards"])
+        del group["rewards"]
+        if where == "external":
+            group.create_dataset("rewards", (steps,), "u1", external=[(str(tmp_path / "secret"), 0, steps)])
+        elif where == "virtual":
+            layout = h5py.VirtualLayout((steps,), "f8")
+            layout[:] = h5py.VirtualSource(str(tmp_path / "other.hdf5"), "rewards", (9,))[:steps]
+            group.create_virtual_dataset("rewards", layout)
+        else:
+            group["rewards"] = h5py.ExternalLink(str(tmp_path / "other.hdf5"), "rewards")
+    with pytest.raises(InvalidInputError, match=r"episode_3.* Nothing was read"):
+        list(read_minari("mine-v0"))
+
+
 # ------------------------------------------------------------------------------------------------ names
 
 LONG = "n" * 255

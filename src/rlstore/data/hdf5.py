@@ -44,6 +44,11 @@ def read_hdf5(
     return source_of(table, None, None, columns, ends, rewards)
 
 
+def is_elsewhere(array: Any) -> bool:
+    """Whether the numbers of an array of h5py are in other files."""
+    return bool(array.is_virtual or array.external)
+
+
 class _Hdf5Table:
     """The arrays of an HDF5 file, as :class:`~rlstore.data.table.Table`.
 
@@ -65,7 +70,7 @@ class _Hdf5Table:
     def _note(self, name: str, item: Any) -> None:
         if isinstance(item, self._h5py.Dataset) and item.ndim:
             self._heads[name] = (item.shape, item.dtype)
-            if item.is_virtual or item.external:
+            if is_elsewhere(item):
                 self._elsewhere.add(name)
 
     def require(self, layout: Layout) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from rlstore.data.hdf5 import is_elsewhere
 from rlstore.data.source import EpisodeSource, GivenEpisode, nested, plain_file, required
 from rlstore.data.written import WrittenEpisode, grouped, spaces_of
 from rlstore.engine.calls import did_you_mean
@@ -34,7 +35,8 @@ def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource
         extra_fields: The names of those ``infos`` that are fields of the storage. Others are left out.
 
     Raises:
-        InvalidInputError: (a ValueError) if an info is missing, or when the episodes are iterated and one is damaged.
+        InvalidInputError: (a ValueError) if an info is missing, or when the episodes are iterated and one is damaged,
+            or has parts of it in other files.
         FileNotFoundError: If there is no dataset of this id; ``minari.download_dataset()`` gets one.
         ImportError: If Minari or h5py is not installed.
     """
@@ -64,7 +66,7 @@ def read_minari(dataset: Any, extra_fields: Sequence[str] = ()) -> EpisodeSource
 
 class _MinariSource(EpisodeSource):
     def __init__(self, dataset: Any, extra_fields: tuple[str, ...]) -> None:
-        self._dataset, self._extra = dataset, extra_fields
+        self._dataset, self._extra, self._is_own = dataset, extra_fields, False
         self.origin, self.num_steps = f"the dataset {dataset.id}", int(dataset.total_steps)
 
     @property
@@ -84,6 +86,9 @@ class _MinariSource(EpisodeSource):
 
     def __iter__(self) -> Iterator[GivenEpisode]:
         try:
+            if not self._is_own:
+                self._check_own()
+                self._is_own = True  # it takes a third as long as reading the file
             for episode in self._dataset.iterate_episodes():
                 yield {
                     "observations": episode.observations,
@@ -97,6 +102,24 @@ class _MinariSource(EpisodeSource):
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"{self.origin} is damaged or not complete: {error}. Download it again") from error
+
+    def _check_own(self) -> None:
+        """Refuse a file of HDF5 with links, or with arrays whose numbers are in other files: Minari follows them."""
+        file = Path(self._dataset.storage.data_path) / "main_data.hdf5"
+        if not file.exists():  # Minari has other formats
+            return
+        h5py = required("h5py", "read_minari()")
+
+        def check(name: str, item: Any) -> None:
+            is_group = isinstance(item, h5py.Group)
+            if is_group and any(not isinstance(item.get(part, getlink=True), h5py.HardLink) for part in item):
+                raise InvalidInputError(f"{name} of {self.origin} has links to what is elsewhere. Nothing was read.")
+            if not is_group and is_elsewhere(item):
+                raise InvalidInputError(f"{name} of {self.origin} has its numbers in another file. Nothing was read.")
+
+        with h5py.File(plain_file(file), "r") as opened:
+            check("the file", opened)
+            opened.visititems(check)
 
     def _info(self, episode: Any, name: str) -> Any:
         """An extra field ``[T, ...]``; what Gymnasium collected has the info of the reset before it."""
