@@ -9,8 +9,11 @@ import io
 import math
 import os
 import re
+import shutil
 import socket
 import stat
+import subprocess
+from importlib import resources
 
 import gymnasium as gym
 import numpy as np
@@ -332,6 +335,30 @@ def test_numbers_at_the_ends_of_floats_are_shown(name, dtype, tmp_path):
     console = Console(width=140, file=io.StringIO())
     console.print(rendered(summarize(of_storage(storage)), 140))
     assert "cost" in console.file.getvalue()
+
+
+TICKS = """
+const few = (...given) => {
+  const found = ticks(...given);
+  if (found.length > 60) throw new Error(given);
+  return found;
+};
+if (String(few(0, 10, 5)) !== '0,2,4,6,8,10') throw new Error(few(0, 10, 5));
+if (String(few(-1, 1, 4)) !== '-1,-0.5,0,0.5,1') throw new Error(few(-1, 1, 4));
+if (String(few(0.5, 3.5, 9, true)) !== '1,2,3') throw new Error(few(0.5, 3.5, 9, true));
+few(1e308, 1.0000000000000002e308, 8); few(1e17, 1e17 + 16, 8); few(0, 5e-324, 8); few(-1.7e308, 1.7e308, 8);
+few(3e38 * (1 - 2 ** -20), 3e38 * (1 + 2 ** -20), 8); few(NaN, NaN, 8); few(-(2 ** 63), -(2 ** 63) + 2048, 8, true);
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_an_axis_has_a_few_round_numbers_whatever_it_spans():
+    chart = (resources.files("rlstore.look") / "page" / "chart.js").read_text()
+    begin = chart.index("function ticks")
+    program = chart[begin : chart.index("\n}\n", begin) + 3] + TICKS
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_two_who_write_the_same_page_do_not_meet(tmp_path, monkeypatch):

@@ -47,9 +47,11 @@ function ticks(low, high, most, whole = false) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const steps = [1, 2, 2.5, 5, 10].map((n) => n * power);
   const step = steps.find((n) => n >= rough * 0.8 && !(whole && n % 1)) ?? 1;
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high + span * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
-  return found;
+  const found = new Set();
+  const first = Math.ceil(low / step);
+  // Counted from 0: a whole number above 2^53 does not grow by 1.
+  for (let i = 0; i <= 4 * most + 4 && (first + i) * step <= high + span * 1e-9; i++) found.add(Number(((first + i) * step).toPrecision(12)));
+  return [...found];
 }
 
 /** Lines and numbers at the left, for values from `low` at `bottom` up to `high` at `top`. */
