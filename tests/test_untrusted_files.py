@@ -439,10 +439,11 @@ def test_sizes_that_no_byte_stands_behind_took_memory(name, changes, saved, tmp_
     assert not verdicts.load.startswith("loaded")
 
 
-def test_a_shared_storage_of_a_size_that_was_made_up_is_not_allocated(saved, tmp_path):
+@pytest.mark.parametrize("size", [2**24, 2**31])
+def test_a_shared_storage_of_a_size_that_was_made_up_is_not_allocated(size, saved, tmp_path):
     def change(told):
         told["settings"]["options"]["memory"] = "shared"
-        told["settings"]["storage_size"] = 2**31
+        told["settings"]["storage_size"] = size
 
     assert judged(forged(tmp_path / "forged", saved["replay"], change)).are_refusals
 
