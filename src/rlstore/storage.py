@@ -329,7 +329,7 @@ class Storage(ABC):
 
     def _guarding(self) -> AbstractContextManager[None]:
         """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
-        guard = self.__dict__.get("_guard")
+        guard = getattr(self, "_guard", None)  # not of __dict__: to ask for that makes each later access slower
         return guard if isinstance(guard, Guard) else nullcontext()
 
     def __deepcopy__(self: _AnyStorage, memo: dict[int, Any]) -> _AnyStorage:
