@@ -111,7 +111,8 @@ def test_a_table_of_episodes_that_became_shorter(compared, tmp_path, monkeypatch
             storage.add(values, torch.zeros(3, dtype=torch.int64), torch.zeros(3), ended, none, {}, values + 1)
         added += adds
         ring = storage._rows
-        is_first = (ring.free_slots == ring._free_at_first()).all(1)[: int(ring.free_count.min())].tolist()
+        at_first = ring._free_at_first(len(ring.free_slots))
+        is_first = (ring.free_slots == at_first).all(1)[: int(ring.free_count.min())].tolist()
         unused = is_first.index(False) if False in is_first else len(is_first)
         assert ring.used_slots() == ring.slots - 3 * min(unused, len(ring.free_slots) - 1)
         storage.save(tmp_path / "saved")

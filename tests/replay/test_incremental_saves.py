@@ -16,7 +16,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rlstore import DiskFullError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
+from rlstore import DiskFullError, DoesNotFitError, NotReadyError, PrioritizedReplayStorage, ReplayStorage, Storage
 from rlstore.engine.disk import segments, snapshot
 from rlstore.engine.disk.directory import Directory
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader
@@ -563,7 +563,7 @@ def test_a_save_whose_thread_cannot_start_holds_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="start new thread"):
+        with pytest.raises(DoesNotFitError, match="start new thread"):
             storage.save(tmp_path, background=True)
     assert storage._rows.holds == []
     storage.save(tmp_path)  # nobody has the folder

@@ -486,6 +486,8 @@ class ReplayCore(Storage):
         if self._pipeline is not None and not ring.is_shared:
             self._pipeline.clear()
         with self._guard:
+            if ring.is_shared:
+                ring.settle_holds()  # who adds may have the guard, and then nobody could copy for it
             return self._shared().writer(self._fields, lanes, name)
 
     @property

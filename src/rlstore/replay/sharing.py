@@ -59,7 +59,6 @@ class Sharing:
         control.peers.sweep(lambda dead: control.reclaim(dead, ring.recover))  # their lanes are free
         free = control.free_lanes(lanes)
         self._had_writers = True
-        self.limit()
         part = Appender(ring.part(free), fields, control.turn, whole=None if ring.is_shared else self._sampler)
         return ReplayWriter(self._owner, part, control, free, name, self._timeout)
 
