@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from rlstore.errors import SnapshotError
@@ -142,8 +143,12 @@ class Directory:
 
     def room(self, name: str) -> Room:
         """The memory that may be written because the file of this name says so."""
-        sizes = [os.stat(name, dir_fd=self.descriptor, follow_symlinks=False) for name in self.names()]
-        return Room(self.path / name, sum(size.st_size for size in sizes if stat.S_ISREG(size.st_mode)))
+        nbytes = 0
+        for other in self.names():
+            with suppress(FileNotFoundError):  # another process may replace a snapshot meanwhile
+                found = os.stat(other, dir_fd=self.descriptor, follow_symlinks=False)
+                nbytes += found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return Room(self.path / name, nbytes)
 
     def sync(self) -> None:
         """Write the names to the disk, so that they survive a power failure."""

@@ -397,8 +397,8 @@ class SnapshotReader:
         if not self.folder.is_dir():
             raise SnapshotError(f"there is no snapshot in {self.folder}: it is not a folder")
         with Directory(self.folder) as directory:
-            self.room = directory.room(manifest.NAME)
             found, (descriptor, *self._descriptors) = _open_newest(directory)
+            self.room = directory.room(manifest.NAME)
         self.manifest, file = self.folder / manifest.NAME, found["file"]
         self.has_rows: bool = found["contents"] == "segments"
         self.segments: list[dict[str, Any]] = found["segments"]
