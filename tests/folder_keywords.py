@@ -148,6 +148,14 @@ class KeywordForger:
             changes = [self._drawn(saved, random_) for _ in range(2)]
         return Forged(saved, changes, scratch / f"forged-{number}", witness)
 
+    def some(self, count: int, random_: random.Random) -> list[int]:
+        """The numbers of some singles, half of them of places and types in arguments, and of as many pairs."""
+        apt = [
+            n for n, (_, change) in enumerate(self.singles) if change.keyword in FITTING and _is_argument(change.place)
+        ]
+        singles, half = len(self.singles), count // 2
+        return [*random_.sample(apt, half), *random_.sample(range(singles), half), *range(singles, singles + count)]
+
     def _singles_of(self, saved: Saved) -> Iterator[Change]:
         kinds: dict[tuple[Any, ...], list[Place]] = {}
         for place, found in self._objects[saved.path].items():
@@ -157,7 +165,7 @@ class KeywordForger:
             present = self._objects[saved.path][places[0]]
             for keyword in sorted({*KEYWORDS, *present}):
                 place = places[self._turn % len(places)]
-                is_argument = keyword in own and bool(place[1]) and place[1][-1] in _ARGUMENTS
+                is_argument = keyword in own and _is_argument(place)
                 yield from self._changes(saved, place, keyword, keyword in present, is_argument)
 
     def _changes(
@@ -179,7 +187,7 @@ class KeywordForger:
 
     def _drawn(self, saved: Saved, random_: random.Random) -> Change:
         objects = self._objects[saved.path]
-        arguments = [place for place in objects if place[1] and place[1][-1] in _ARGUMENTS]
+        arguments = [place for place in objects if _is_argument(place)]
         place = random_.choice(arguments if arguments and random_.random() < 0.7 else list(objects))
         way, present = random_.random(), sorted(objects[place])
         if way < 0.15 and present:
@@ -189,6 +197,10 @@ class KeywordForger:
         value = random_.choice(FITTING[keyword] if keyword in FITTING and random_.random() < 0.7 else VALUES)
         sources = [other for other, found in objects.items() if keyword in found and other != place]
         return Change(place, keyword, value, random_.choice(sources) if sources and way < 0.5 else None)
+
+
+def _is_argument(place: Place) -> bool:
+    return bool(place[1]) and place[1][-1] in _ARGUMENTS
 
 
 def _objects_of(folder: Path) -> Iterator[tuple[Place, dict[str, Any]]]:

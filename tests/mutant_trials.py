@@ -28,7 +28,8 @@ from rlstore.look.terminal import rendered
 from rlstore.verify import verify
 
 SPARE_BYTES = 1 << 30  # of address space, beyond what a process has when it begins
-SECONDS = 10.0  # without any news: it hangs
+SECONDS = 10.0  # of work on one folder: it hangs
+SILENCE = 60.0  # seconds without any news: it waits for something, and the machine is not just busy
 GOOD = ("refused", "refused later", "same", "other values")
 
 
@@ -139,13 +140,13 @@ class _Worker:
         for left in (*self._scratch.glob("[fm]*-[0-9]*"), self._scratch / "saved again"):
             shutil.rmtree(left, ignore_errors=True)
         if self._begun:
-            outcome = "hang" if self._is_hung else f"crash {status}"
+            outcome = "hang" if self._is_hung or status == -signal.SIGPROF else f"crash {status}"
             self._trials.append(Trial(self._numbers[len(self._trials)], outcome, self._begun))
         self.start(selector)
 
     def look_at_the_time(self) -> None:
         """Kill a process of which nothing is heard."""
-        if not self._is_hung and time.monotonic() - self._news > SECONDS and len(self._trials) < len(self._numbers):
+        if not self._is_hung and time.monotonic() - self._news > SILENCE and len(self._trials) < len(self._numbers):
             self._is_hung = True
             os.kill(self._child, signal.SIGKILL)
 
@@ -180,6 +181,7 @@ def _try_all(numbers: Sequence[int], make: Maker, scratch: Path, witness: Path, 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = _beside(scratch)
     for number in numbers:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
         hostile = make(number, scratch, witness)
         how = f"{hostile.saved.kind} {hostile.saved.name} {hostile.saved.state}: {hostile.how}"
         os.write(writing, json.dumps(how).encode() + b"\n")
