@@ -520,10 +520,12 @@ def _ends(steps: TensorDictBase) -> dict[str, Tensor]:
     Flags that are missing follow from the others. Those that are there are served as they are: TorchRL's trainer marks
     the last step of each batch as truncated, and not as done.
     """
-    given = {}
+    given, following = {}, steps.get("next")
     for name in _FLAGS:
-        if steps.get(("next", name), None) is not None:
-            flag = entry(steps, ("next", name), "data")
+        flag = following.get(name, None)
+        if flag is not None:
+            if not isinstance(flag, Tensor):
+                flag = entry(steps, ("next", name), "data")  # which refuses it
             if flag.shape[2:] not in ((), (1,)):
                 raise InvalidInputError(
                     f"data has {('next', name)!r} of {tuple(flag.shape[2:])} for each step; give one flag, () or (1,). "
