@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
 from rlstore.engine.calls import did_you_mean
 from rlstore.engine.checks import check_fraction, check_positive, check_seconds
@@ -67,18 +68,14 @@ def argument(name: str, read: Callable[[Any], Any] | None = None, doc: str | Non
     return Argument(read or attrgetter(place), assign, doc=doc)
 
 
-class Yielding(Generic[_Value]):
-    """A property that gives way to an attribute of the same name: subclasses may use the name for their own."""
+class Yielding(cached_property[_Value]):
+    """A property that gives way to an attribute of the same name: subclasses may use the name for their own.
 
-    def __init__(self, read: Callable[[Any], _Value]) -> None:
-        self.read, self.__doc__ = read, read.__doc__
+    ``help()`` shows it as the property that it is like; nothing is cached.
+    """
 
-    @overload
-    def __get__(self, storage: None, owner: type) -> Yielding[_Value]: ...
-    @overload
-    def __get__(self, storage: object, owner: type) -> _Value: ...
-    def __get__(self, storage: Any, owner: type) -> Any:
-        return self if storage is None else self.read(storage)
+    def __get__(self, storage: Any, owner: type | None = None) -> Any:
+        return self if storage is None else self.func(storage)
 
 
 def with_arguments(*names: str) -> Callable[[_Class], _Class]:
@@ -94,7 +91,7 @@ def with_arguments(*names: str) -> Callable[[_Class], _Class]:
         for base in cls.__mro__:
             for name, found in vars(base).items():
                 if isinstance(found, Yielding) and isinstance(inspect.getattr_static(cls, name), Yielding):
-                    setattr(cls, name, argument(name, found.read, found.__doc__))
+                    setattr(cls, name, argument(name, found.func, found.__doc__))
         return cls
 
     return decorated
