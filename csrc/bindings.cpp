@@ -394,13 +394,20 @@ NB_MODULE(_native, m) {
       .def(nb::init<>())
       .def("enter", &Guard::enter)
       .def("leave", &Guard::leave)
-      .def("begin_read", &Guard::begin_read)
-      .def("end_read", &Guard::end_read)
+      .def("begin_read", [](nb::object guard) { return GuardRead(std::move(guard)); })
       .def("forget_waiting", &Guard::forget_waiting)
-      .def("forget_reads", &Guard::forget_reads)
       .def("close", &Guard::close)
       .def_prop_ro("is_closed", &Guard::is_closed)
       .def_prop_ro("is_taken", &Guard::is_taken);
+  nb::class_<GuardRead>(m, "GuardRead");
+  nb::class_<GuardBlock>(m, "GuardBlock")
+      .def(nb::init<nb::object, bool>())
+      .def("__enter__", &GuardBlock::enter)
+      .def("__exit__", &GuardBlock::exit);
+  nb::class_<WithBlock>(m, "Block")
+      .def(nb::init<nb::object>())
+      .def("__enter__", &WithBlock::enter)
+      .def("__exit__", &WithBlock::exit, nb::arg().none(), nb::arg().none(), nb::arg().none());
   nb::class_<EpisodeRing>(m, "EpisodeRing")
       .def(nb::init<int64_t, nb::tuple, nb::object, nb::tuple, nb::tuple, size_t, int, int64_t, nb::dict>(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("rules") = nb::dict())
@@ -408,22 +415,24 @@ NB_MODULE(_native, m) {
       .def("write", &EpisodeRing::write)
       .def("write_steps", &EpisodeRing::write_steps)
       .def("append", &EpisodeRing::append)
+      .def("write_held", &EpisodeRing::write_held)
       .def("allow", &EpisodeRing::allow)
       .def("repeated", &EpisodeRing::repeated)
       .def(
           "guard_with",
-          [](EpisodeRing& ring, nb::object guard, nb::object steps, WindowIndex* windows, Priorities* priorities) {
+          [](EpisodeRing& ring, nb::object guard, nb::object steps, EpisodeRing* whole, WindowIndex* windows, Priorities* priorities) {
             int64_t* count = typed<int64_t>(steps, 1);
             // The caller keeps both as long as it appends: they refer to the ring, and references both ways would leak.
-            ring.guard_with(guard, [steps, count, windows, priorities] {
+            ring.guard_with(guard, [steps, count, whole, windows, priorities] {
               ++*count;
+              if (whole) whole->catch_up();
               if (windows) windows->follow();
               if (priorities && windows) priorities->follow_windows(*windows);
               if (priorities && !windows) priorities->follow();
             });
             return true;
           },
-          nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
+          nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def("watch", &EpisodeRing::watch)
       .def("catch_up", &EpisodeRing::catch_up)
       .def("overrun", &EpisodeRing::overrun)

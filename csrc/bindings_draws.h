@@ -22,14 +22,15 @@ class WindowIndex {
   WindowIndex(nb::object ring, int64_t length, int64_t stride, bool across, nb::tuple memory)
       : owner_(ring), memory_(memory), ring_(nb::cast<EpisodeRing*>(ring)), windows_(bind(length, stride, across)) {}
 
-  // Adds the rows written since the last call. The rows of new and of dropped windows are kept for the priorities.
+  // Adds the rows written since the last call. The rows of new and of dropped windows are kept until the priorities have them.
   void follow() {
     ring_->require_tables();
-    added_.clear(), dropped_.clear();
+    if (!has_priorities_) clear_changes();
     windows_.follow(ring_->lanes(), &added_, &dropped_);
   }
   void rebuild() {
     ring_->require_tables();
+    clear_changes();
     windows_.rebuild(ring_->lanes());
   }
   int64_t count() const { return windows_.count(); }
@@ -42,13 +43,14 @@ class WindowIndex {
     windows_.draw(ring_->lanes(), typed<int64_t>(generator, 2), rows, count);
   }
   bool contains(int64_t row) const { return windows_.contains(ring_->lanes(), row); }
-  void keep_priorities(nb::handle) const {}  // Priorities::follow_windows() sets them here
+  void keep_priorities(nb::handle) { has_priorities_ = true; }  // Priorities::follow_windows() sets them here
   int64_t seen(int64_t lane) const { return windows_.seen(lane); }
   const EpisodeRing* ring() const { return ring_; }
   int64_t length() const { return windows_.length(); }
   bool across() const { return windows_.across(); }
   const std::vector<int64_t>& added() const { return added_; }
   const std::vector<int64_t>& dropped() const { return dropped_; }
+  void clear_changes() { added_.clear(), dropped_.clear(); }
 
  private:
   Windows bind(int64_t length, int64_t stride, bool across) {
@@ -74,6 +76,7 @@ class WindowIndex {
   EpisodeRing* ring_;
   Windows windows_;
   std::vector<int64_t> added_, dropped_;
+  bool has_priorities_ = false;
 };
 
 // Priorities of the rows of a ring: leaf lane * steps + time % steps holds priority^alpha.
@@ -118,11 +121,15 @@ class Priorities {
   }
 
   // Only rows at which a window begins have a priority; see WindowIndex::follow.
-  void follow_windows(const WindowIndex& windows) {
+  void follow_windows(WindowIndex& windows) {
     if (windows.ring() != ring_) throw nb::value_error("follow_windows: the windows of another ring");
     const float largest = tree_.maximum();
     set_rows(windows.dropped(), 0.0f);
-    set_rows(windows.added(), largest > 0 ? largest : 1.0f);
+    std::vector<int64_t> added;  // a call that was interrupted may have left some that were dropped since
+    for (int64_t row : windows.added())
+      if (windows.contains(row)) added.push_back(row);
+    set_rows(added, largest > 0 ? largest : 1.0f);
+    windows.clear_changes();
     for (int64_t lane = 0; lane < ring_->lanes().lanes; lane++) seen_[lane] = windows.seen(lane);
   }
 
@@ -151,9 +158,10 @@ class Priorities {
 
   const EpisodeRing* ring() const { return ring_; }
 
-  // The CUDA version defers this work; here follow() sets initial priorities and update() counts dropped rows immediately.
+  // The CUDA version defers this work; here follow() sets initial priorities immediately.
   void settle() const {}
-  int64_t dropped() const { return 0; }
+  // The rows that update() has dropped: counted with what it sets, so that nothing comes between the two.
+  int64_t dropped() const { return stale_; }
 
   // Sets all priorities, or none if one is refused. Returns (error, its index, number of stale rows dropped). Rows that are not
   // int64 [n], and priorities that are not floats [n] or [n, 1], are not read: they must be converted first.
@@ -208,6 +216,7 @@ class Priorities {
       values_[held++] = raised(priority, alpha);
     }
     tree_.set(indices_.data(), values_.data(), held);
+    stale_ += static_cast<int64_t>(count - held);
     return {kDone, 0, static_cast<int64_t>(count - held)};
   }
 
@@ -261,6 +270,7 @@ class Priorities {
   nb::tuple memory_;
   EpisodeRing* ring_;
   int64_t* seen_ = nullptr;  // bound with the tree
+  int64_t stale_ = 0;
   SumTree tree_;
   std::vector<int64_t> indices_;
   std::vector<float> values_;

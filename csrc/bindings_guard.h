@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -58,7 +59,18 @@ class Guard {
     if (--depth_ == 0) pass_on();
   }
 
-  // Releases the guard however often it was entered, for a wait; enter(depth) takes it back.
+  // enter(), whatever interrupts the wait, as Ctrl-C does, and what did.
+  void take(int64_t depth, std::optional<nb::python_error>* interruption) {
+    while (true) {
+      try {
+        return enter(depth);
+      } catch (nb::python_error& error) {
+        interruption->emplace(std::move(error));
+      }
+    }
+  }
+
+  // Releases the guard however often it was entered, for a wait; take(depth) takes it back.
   int64_t leave() {
     require_owner();
     const int64_t depth = depth_;
@@ -69,7 +81,6 @@ class Guard {
 
   // In a forked child, where there are no other threads. The forking thread holds the guard and releases it afterwards.
   void forget_waiting() { waiting_.clear(); }
-  void forget_reads() { reads_ = 0; }
 
  private:
   struct Waiting {
@@ -119,6 +130,87 @@ class Guard {
   std::deque<Waiting*> waiting_;
   nb::object closed_kind_;  // of the error; none while it is open
   std::string closed_message_;
+};
+
+// Rows are being read without the guard as long as there is this.
+class GuardRead {
+ public:
+  explicit GuardRead(nb::object guard) : owner_(std::move(guard)) { nb::cast<Guard*>(owner_)->begin_read(); }
+  GuardRead(GuardRead&&) = default;
+  ~GuardRead() {
+    if (owner_.is_valid()) nb::cast<Guard*>(owner_)->end_read();
+  }
+
+ private:
+  nb::object owner_;
+};
+
+// What `with` enters and leaves in one native call: Python handles signals between calls of its own, also in a generator that a
+// context manager was made of, where the guard would stay as it is then.
+class GuardBlock {
+ public:
+  // is_released: the guard, which this thread has, is free while the block runs; else it is held, also if it was closed.
+  GuardBlock(nb::object guard, bool is_released) : owner_(guard), guard_(nb::cast<Guard*>(guard)), is_released_(is_released) {}
+
+  void enter() {
+    if (is_released_)
+      depth_ = guard_->leave();
+    else
+      guard_->take(1, &interruption_);
+  }
+  void exit(nb::args) {
+    if (is_released_)
+      guard_->take(depth_, &interruption_);
+    else
+      guard_->exit();
+    if (!interruption_) return;
+    nb::python_error error = std::move(*interruption_);
+    interruption_.reset();
+    throw error;
+  }
+
+ private:
+  nb::object owner_;
+  Guard* guard_;
+  bool is_released_;
+  int64_t depth_ = 0;
+  std::optional<nb::python_error> interruption_;
+};
+
+// A context manager made of a generator with one `yield`, as contextlib makes it, but entered and left in one native call.
+class WithBlock {
+ public:
+  explicit WithBlock(nb::object steps) : steps_(std::move(steps)) {}
+
+  nb::object enter() {
+    PyObject* value = PyIter_Next(steps_.ptr());
+    if (value) return nb::steal(value);
+    if (PyErr_Occurred()) throw nb::python_error();
+    throw std::runtime_error("a block did not begin");
+  }
+  bool exit(nb::handle, nb::handle error, nb::handle trace) {
+    if (error.is_none()) {
+      nb::object more = nb::steal(PyIter_Next(steps_.ptr()));
+      if (PyErr_Occurred()) throw nb::python_error();
+      if (more.is_valid()) throw std::runtime_error("a block did not end");
+      return false;
+    }
+    PyObject* more = PyObject_CallMethod(steps_.ptr(), "throw", "O", error.ptr());
+    if (more) {
+      Py_DECREF(more);
+      throw std::runtime_error("a block did not end");
+    }
+    nb::python_error raised;
+    if (raised.value().is(error)) {
+      PyException_SetTraceback(error.ptr(), trace.ptr());
+      return false;  // Python goes on raising it
+    }
+    if (raised.matches(PyExc_StopIteration)) return true;
+    throw raised;
+  }
+
+ private:
+  nb::object steps_;
 };
 
 // `with guard:` by methods of plain C, in half the time of bound ones.

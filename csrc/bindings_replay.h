@@ -183,6 +183,13 @@ class EpisodeRing {
     return outcome;
   }
 
+  // append() for a caller that has the guard and has made sure that nobody reads; it returns what write() does.
+  int64_t write_held(nb::tuple values) {
+    const int64_t outcome = write(values);
+    if (is_done(outcome)) follow_();
+    return outcome;
+  }
+
   // The largest row of the last kDoneWithRepeat, -1 before any: it repeats the final observation of the episode before, without a flag, and
   // was not taken to be a reset step.
   int64_t repeated() const { return repeated_; }

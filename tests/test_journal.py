@@ -618,6 +618,7 @@ def test_a_save_that_the_parent_is_about_holds_no_child_back(tmp_path):
     play(storage, 64)
     with storage._still():
         cut = storage._rows_for(storage.journal._writer)
+        cut.hold()
     child = os.fork()
     if child == 0:
         play(storage, 100, 64)

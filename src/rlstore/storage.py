@@ -529,6 +529,8 @@ class Storage(ABC):
                     content = self._content(copy=background, note=note)
                     writer = stack.enter_context(SnapshotWriter("save()", path))
                     content.rows = rows = self._rows_for(writer)
+                    if rows is not None:
+                        rows.hold()
                     if not background and self._changes_unasked():
                         writer.write(content)
                         return None

@@ -69,7 +69,18 @@ def test_a_version_has_the_operations_methods_and_parameters_of_the_protocol(ver
 
 def test_the_native_stub_has_the_operations_methods_and_parameters_of_the_protocol():
     # Words of shared memory, tables from a disk, and parts of what operations on CUDA do: no operations on tensors.
-    others = {"Guard", "SlotTable", "Limiter", "is_in_memory", "process_start", "add_to_word", "exchange_word"}
+    others = {
+        "Guard",
+        "GuardBlock",
+        "GuardRead",
+        "Block",
+        "SlotTable",
+        "Limiter",
+        "is_in_memory",
+        "process_start",
+        "add_to_word",
+        "exchange_word",
+    }
     others |= {"event_count", "await_event", "make_event", "BoundKernel", "RowLauncher", "restore_tables", "OutputPool"}
     others |= {"Cutter", "Fixed", "RowReader", "count_readable", "crc32", "crc32_by_tables", "gather_at_once"}
     others |= {"start_writeback", "join_flags", "is_lazy", "asked_is_lazy", "instruction_set", "kind_of"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from rlstore.distributed.memory import RolloutMemory
 from rlstore.engine.checks import check_seconds
+from rlstore.engine.guard import as_block, uninterrupted
 from rlstore.engine.processes.handoff import Member
 from rlstore.errors import InvalidInputError, NotReadyError
 
@@ -24,9 +24,9 @@ class Rollout:
     is row T of the actor's previous rollout.
     """
 
-    def __init__(self, memory: RolloutMemory, member: Member, slot: int) -> None:
+    def __init__(self, memory: RolloutMemory, member: Member) -> None:
         self._memory, self._member = memory, member
-        self._slot: int | None = slot
+        self._slot: int | None = None  # until one is reserved, and when it is not this actor's any more
 
     @property
     def slot(self) -> int:
@@ -72,15 +72,17 @@ class Rollout:
             version: The version of the policy that played it; learners get it with the batch.
         """
         check_version("commit()", version)
-        self._memory.versions[self.slot, 0] = version
-        self._member.commit(self.slot)
-        self._slot = None
+        with uninterrupted():
+            self._memory.versions[self.slot, 0] = version
+            self._member.commit(self.slot)
+            self._slot = None
 
     def abandon(self) -> None:
         """Discard the rollout: no learner gets it, and its slot is free."""
-        if self._slot is not None:
-            self._member.abandon(self._slot)
-            self._slot = None
+        with uninterrupted():
+            if self._slot is not None:
+                self._member.abandon(self._slot)
+                self._slot = None
 
 
 class ActorHandle:
@@ -113,9 +115,16 @@ class ActorHandle:
         """
         if timeout is not None:
             check_seconds("reserve()", timeout=timeout)
-        return Rollout(self._memory, self._member, self._member.reserve(timeout))
+        rollout = Rollout(self._memory, self._member)
+        try:
+            with uninterrupted():
+                rollout._slot = self._member.reserve(timeout)
+        except BaseException:
+            rollout.abandon()  # if it was interrupted when there was one
+            raise
+        return rollout
 
-    @contextmanager
+    @as_block
     def rollout(self, version: int = 0, timeout: float | None = None) -> Iterator[Rollout]:
         """Reserve a slot that is committed at the end of the ``with`` block, and abandoned if the block raises.
 

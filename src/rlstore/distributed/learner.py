@@ -6,6 +6,7 @@ import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.util import Finalize
@@ -18,9 +19,9 @@ from rlstore.distributed.actor import check_version
 from rlstore.distributed.batch import RolloutBatch
 from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.engine.batches.staging import Staging, received
-from rlstore.engine.guard import Guard, close_guard, guarded, new_guard, taken
+from rlstore.engine.guard import Guard, close_guard, guarded, new_guard, raise_interruption, taken, uninterrupted
 from rlstore.engine.processes.handoff import Member
-from rlstore.engine.processes.slots import State
+from rlstore.engine.processes.slots import SLICE_SECONDS, State
 from rlstore.errors import PeerLostError, StorageClosedError, WaitTimeoutError
 
 
@@ -44,8 +45,11 @@ class _Collector:
         self._guard = Guard()  # not one that a fork waits for: it is held during waits, and no child uses this object
         self._gather, self._structure = RolloutGather(memory, pin_memory=device.type == "cuda"), memory.fields.structure
         self._staging = None if device.type == "cpu" else Staging(device)
-        self._ready: queue.Queue[_Collected | BaseException] = queue.Queue()
-        self._room = threading.Semaphore(prefetch)  # batches that may still be prefetched
+        # Queues in C: those in Python could be left locked by an interruption.
+        self._ready: queue.SimpleQueue[_Collected | BaseException] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may still be prefetched
+        for _ in range(prefetch):
+            self._room.put(None)
         self._thread: threading.Thread | None = None
         if prefetch:
             self._thread = threading.Thread(target=self._run, name="rlstore learner", daemon=True)
@@ -66,27 +70,35 @@ class _Collector:
         return self.member.handoff.slots.counts()[State.FULL] >= self._batch_size
 
     def _prefetched(self, seconds: float) -> _Collected:
-        try:
-            found = self._ready.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        except queue.Empty:
-            raise self.member.batch_overdue(self._batch_size, seconds) from None
-        if isinstance(found, BaseException):
-            raise found
-        self._room.release()
+        end = time.monotonic() + seconds
+        with uninterrupted():  # from the batch to the room for the next one
+            while True:
+                left = max(end - time.monotonic(), 0.0)
+                try:
+                    found = self._ready.get(timeout=min(left, SLICE_SECONDS))
+                    break
+                except queue.Empty:
+                    raise_interruption()
+                    if left == 0.0:
+                        raise self.member.batch_overdue(self._batch_size, seconds) from None
+            if isinstance(found, BaseException):
+                raise found
+            self._room.put(None)
         return found
 
     @guarded
     def _collect(self, seconds: float) -> _Collected:
-        slots = self.member.collect(self._batch_size, seconds, self._check)
-        tensors, states, versions = self._gather(slots)
-        self.member.release(slots)
+        with uninterrupted():
+            slots = self.member.collect(self._batch_size, seconds, self._check)
+            tensors, states, versions = self._gather(slots)
+            self.member.release(slots)
         nest = (tensors, states)
         return _Collected(nest if self._staging is None else self._staging.send(nest), versions)
 
     def _run(self) -> None:
         try:
             while True:
-                self._room.acquire()
+                self._room.get()
                 self._check()
                 self._ready.put(self._collect(math.inf))  # next() has a deadline, this thread has none
         except BaseException as error:
@@ -100,7 +112,7 @@ class _Collector:
     def stop(self) -> None:
         """End the thread, and return the slots that it holds."""
         self._stopped = True
-        self._room.release()
+        self._room.put(None)
         if self._thread is None:
             self.member.leave()
         elif self._thread is not threading.current_thread():  # garbage may be collected in it
@@ -159,10 +171,11 @@ class Learner:
     def _started(self) -> _Collector:
         """The collector of this process."""
         if self._collector is None or self._pid != os.getpid():
-            member = Member(self._memory.handoff, "learner", None, self.timeout)
-            self._collector = _Collector(self._memory, member, self.batch_size, self.prefetch, self.device)
-            self._pid = os.getpid()
-            self._end = Finalize(self, self._collector.stop, exitpriority=20)  # before the member's own finalizer
+            with uninterrupted():  # whoever has begun the thread has to end it
+                member = Member(self._memory.handoff, "learner", None, self.timeout)
+                self._collector = _Collector(self._memory, member, self.batch_size, self.prefetch, self.device)
+                self._pid = os.getpid()
+                self._end = Finalize(self, self._collector.stop, exitpriority=20)  # before the member's own finalizer
         return self._collector
 
     def _stop(self) -> None:

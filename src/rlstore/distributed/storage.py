@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from rlstore.engine.calls import explained
 from rlstore.engine.checks import check_count, check_device, check_name, check_positive, check_seconds
 from rlstore.engine.disk.journal import Journal
 from rlstore.engine.disk.snapshot import SnapshotReader
-from rlstore.engine.guard import close_guard, guarded, guarded_steps
+from rlstore.engine.guard import as_block, close_guard, guarded, guarded_steps, uninterrupted
 from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.processes.slots import State
 from rlstore.engine.rows.schema import Field
@@ -591,9 +591,10 @@ class DistributedStorage(Storage):
     def reset(self) -> None:
         """Make the storage empty and its counts zero. What actors are writing at the moment stays theirs."""
         if self._slots is not None:
-            self._slots.clear()
-            self._slots.memory.handoff.set_counts(0, 0, 0)
-            self._slots.set_samples(0)
+            with uninterrupted():
+                self._slots.clear()
+                self._slots.memory.handoff.set_counts(0, 0, 0)
+                self._slots.set_samples(0)
 
     @guarded
     def update_storage_parameter(self, parameter_name: str, new_parameter_value: Any) -> None:
@@ -644,7 +645,7 @@ class DistributedStorage(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving, copying
 
-    @contextmanager
+    @as_block
     def _still(self) -> Iterator[None]:
         # Rollouts that actors are writing at the moment are not saved.
         with self._guard, nullcontext() if self._slots is None else self._slots.reading_all():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from rlstore.distributed.memory import RolloutGather, RolloutMemory
 from rlstore.distributed.rows import Rows, Step, batch_of, carried_rows, slice_of
 from rlstore.engine.batches.select import epoch_rows
 from rlstore.engine.checks import check_count, check_counted
-from rlstore.engine.guard import Guard, released
+from rlstore.engine.guard import Guard, as_block, released, uninterrupted
 from rlstore.engine.processes.handoff import Member
 from rlstore.engine.processes.slots import State
 from rlstore.errors import InvalidInputError, NotReadyError, RolloutFullError
@@ -72,29 +71,30 @@ class TrainerSlots:
 
     def insert(self, step: Step) -> None:
         """Write one transition of each environment; after ``steps`` of them the rollouts are complete."""
-        memory = self.memory
-        if self._spent:
-            self._release()
-        if not self._lanes:
-            lanes = self._reserve(step.lanes)
-            if self._lanes:  # another thread has begun the rollouts meanwhile
-                for slot in lanes:
-                    self._inserter.abandon(slot, 0)
-            else:
-                self._lanes = lanes
-        if step.lanes != len(self._lanes):
-            raise InvalidInputError(
-                f"the sample has {step.lanes} environments, and this rollout was begun with {len(self._lanes)}. "
-                "Nothing was written."
-            )
-        with torch.inference_mode(False):
-            self._carried = step.write(memory, self._lanes, self._step, self._carried)
-        self._step += 1
-        if self._step == memory.steps:
-            for slot in self._lanes:
-                memory.versions[slot] = memory.handoff.published
-                self._inserter.commit(slot)
-            self._lanes, self._step = [], 0
+        with uninterrupted():
+            memory = self.memory
+            if self._spent:
+                self._release()
+            if not self._lanes:
+                lanes = self._reserve(step.lanes)
+                if self._lanes:  # another thread has begun the rollouts meanwhile
+                    for slot in lanes:
+                        self._inserter.abandon(slot, 0)
+                else:
+                    self._lanes = lanes
+            if step.lanes != len(self._lanes):
+                raise InvalidInputError(
+                    f"the sample has {step.lanes} environments, and this rollout was begun with {len(self._lanes)}. "
+                    "Nothing was written."
+                )
+            with torch.inference_mode(False):
+                self._carried = step.write(memory, self._lanes, self._step, self._carried)
+            self._step += 1
+            if self._step == memory.steps:
+                for slot in self._lanes:
+                    memory.versions[slot] = memory.handoff.published
+                    self._inserter.commit(slot)
+                self._lanes, self._step = [], 0
 
     def _reserve(self, count: int) -> list[int]:
         memory = self.memory
@@ -132,24 +132,26 @@ class TrainerSlots:
             raise InvalidInputError(
                 f"new_data holds {len(rows)} rollouts; there is room for {room}. Nothing was changed."
             )
-        self.clear()
-        if not rows:
-            return
-        slots = [self._inserter.reserve() for _ in range(len(rows))]
-        rows.write(self.memory, slots)
-        for slot in slots:
-            self._inserter.commit(slot)
+        with uninterrupted():
+            self.clear()
+            if not rows:
+                return
+            slots = [self._inserter.reserve() for _ in range(len(rows))]
+            rows.write(self.memory, slots)
+            for slot in slots:
+                self._inserter.commit(slot)
 
     def clear(self) -> None:
         """Drop everything that is held; what other actors write is theirs."""
         handoff = self.memory.handoff
         handoff.check_open()
-        for slot in self._lanes:
-            self._inserter.abandon(slot, 0)
-        counts = handoff.counts()
-        self._server.release([*self._held, *self._server.try_collect(handoff.count)])
-        handoff.set_counts(counts["served"], counts["abandoned"], counts["reclaimed"])
-        self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
+        with uninterrupted():
+            for slot in self._lanes:
+                self._inserter.abandon(slot, 0)
+            counts = handoff.counts()
+            self._server.release([*self._held, *self._server.try_collect(handoff.count)])
+            handoff.set_counts(counts["served"], counts["abandoned"], counts["reclaimed"])
+            self._lanes, self._step, self._carried, self._held, self._spent = [], 0, {}, [], False
 
     # ---------------------------------------------------------------------------------------------- serving
 
@@ -199,15 +201,16 @@ class TrainerSlots:
             raise InvalidInputError(
                 f"{count} mini-batches of {size or 1} rollouts were asked for, and there are {found} complete ones"
             )
-        more = self._server.try_collect(wanted - held)
-        if held + len(more) < least:
-            try:
-                with released(self._guard), handoff.learner_waits.counted():
-                    more += self._server.collect(least - held - len(more), None)
-            except BaseException:
-                self._held = []  # all of them were put back
-                raise
-        self._held = [*self._held, *more]
+        with uninterrupted():
+            more = self._server.try_collect(wanted - held)
+            if held + len(more) < least:
+                try:
+                    with released(self._guard), handoff.learner_waits.counted():
+                        more += self._server.collect(least - held - len(more), None)
+                except BaseException:
+                    self._held = []  # all of them were put back
+                    raise
+            self._held = [*self._held, *more]
         return len(self._held) // count if size is None else size
 
     def learned(self) -> None:
@@ -217,9 +220,10 @@ class TrainerSlots:
             self._release()
 
     def _release(self) -> None:
-        self._server.release(self._held)
-        self._freed += len(self._held)
-        self._held, self._spent = [], False
+        with uninterrupted():
+            self._server.release(self._held)
+            self._freed += len(self._held)
+            self._held, self._spent = [], False
 
     @property
     def samples(self) -> int:
@@ -242,14 +246,14 @@ class TrainerSlots:
         with self.reading_all() as slots, torch.inference_mode(False):
             return slice_of(self.memory, self._gather(slots), device) if slots else {}
 
-    @contextmanager
+    @as_block
     def reading_all(self) -> Iterator[list[int]]:
         """The slots with complete rollouts, oldest first; no learner gets them meanwhile."""
         if self._copied is not None:
             yield self._copied
             return
-        self._copied = [*self._held, *self._copier.try_collect(self.memory.count)]
         try:
+            self._copied = [*self._held, *self._copier.try_collect(self.memory.count)]
             yield self._copied
         finally:
             self._copied = None

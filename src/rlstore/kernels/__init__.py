@@ -20,7 +20,9 @@ from typing import Any, Literal, overload
 
 from rlstore.kernels import _native, portable, protocol
 from rlstore.kernels._native import (
+    Block,
     Guard,
+    GuardBlock,
     Limiter,
     OutputPool,
     RowReader,
@@ -43,7 +45,9 @@ from rlstore.kernels._native import (
 )
 
 __all__ = [
+    "Block",
     "Guard",
+    "GuardBlock",
     "Limiter",
     "OutputPool",
     "RowReader",

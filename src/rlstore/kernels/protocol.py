@@ -363,13 +363,21 @@ class EpisodeRing(Protocol):
         """
 
     def guard_with(
-        self, guard: Guard, steps: Tensor, windows: WindowIndex | None, priorities: Priorities | None
+        self,
+        guard: Guard,
+        steps: Tensor,
+        whole: EpisodeRing | None,
+        windows: WindowIndex | None,
+        priorities: Priorities | None,
     ) -> bool:
-        """Let :meth:`append` write while no thread has the guard; False in a version that cannot.
+        """Let :meth:`append` write while no thread has the guard, and :meth:`write_held`.
+
+        False in a version that cannot.
 
         Args:
             guard: That of the storage.
             steps: int64 ``[1]`` on the CPU; each step is counted in it.
+            whole: What observes the rows that are written here and in other processes, if they are others than its own.
             windows: Windows of the rows, which follow each step. The caller keeps them as long as it appends.
             priorities: Priorities of the rows, likewise.
         """
@@ -381,6 +389,9 @@ class EpisodeRing(Protocol):
             What :meth:`write` does; or ``BUSY``, having written nothing, if a thread has the guard or no step may be
             written.
         """
+
+    def write_held(self, values: tuple[object, ...]) -> int:
+        """:meth:`append` for a caller that has the guard; it returns what :meth:`write` does."""
 
     def repeated(self) -> int:
         """The row for which ``WRITTEN_WITH_REPEAT`` was returned last, the largest of several; -1 before any."""
@@ -563,7 +574,7 @@ class Priorities(Protocol):
         """Set the first priorities that :meth:`follow` left to the next draw, so that the leaves can be read."""
 
     def dropped(self) -> int | Tensor:
-        """Priorities that updates dropped and could not return the number of; on CUDA a tensor ``[]``."""
+        """Priorities that updates dropped, as their rows were overwritten; on CUDA a tensor ``[]``."""
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total: ``rows`` int64 and ``weights`` float32, ``[n]``.
@@ -586,8 +597,8 @@ class Priorities(Protocol):
         Returns:
             Why one was refused (0: none was; else ``NOT_A_PRIORITY``, ``NEVER_WRITTEN`` or ``NO_WINDOW``, or
             ``NOT_READ`` if the values are anything else that this version does not read), its index, and the number of
-            rows dropped because they were overwritten. On CUDA else always (0, 0, 0): what others refuse is dropped,
-            and counted in :meth:`dropped`.
+            rows dropped because they were overwritten, which :meth:`dropped` has counted. On CUDA else always
+            (0, 0, 0): what others refuse is dropped, too.
         """
 
 

@@ -131,10 +131,19 @@ class RingMemory:
         self._episodes, self._free_slots = episodes, free_slots[:, self._first : self._first + self.lanes]
 
     def guard_with(
-        self, guard: Guard, steps: Tensor, windows: WindowIndex | None, priorities: Priorities | None
+        self,
+        guard: Guard,
+        steps: Tensor,
+        whole: object,
+        windows: WindowIndex | None,
+        priorities: Priorities | None,
     ) -> bool:
         """False: a step is many calls here, which other threads may interrupt."""
         return False
+
+    def write_held(self, values: tuple[object, ...]) -> int:
+        """Never called: :meth:`guard_with` refuses."""
+        raise NotImplementedError
 
     def repeated(self) -> int:
         """The row for which ``WRITTEN_WITH_REPEAT`` was returned last; -1 before any."""

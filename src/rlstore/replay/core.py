@@ -8,7 +8,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -22,7 +22,7 @@ from rlstore.engine.batches.select import moved_random, new_random
 from rlstore.engine.calls import check_keywords, explained, warn_caller
 from rlstore.engine.checks import check_counted, check_path, check_positive, check_seed
 from rlstore.engine.disk.snapshot import Content, SnapshotReader, SnapshotWriter
-from rlstore.engine.guard import close_guard, guarded, guarded_steps
+from rlstore.engine.guard import as_block, close_guard, guarded, guarded_steps, uninterrupted
 from rlstore.engine.measures import Measures, held, used
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.capacity import MUCH, require_memory
@@ -760,7 +760,7 @@ class ReplayCore(Storage):
             return NoSteps(type(self).__name__)
         return RingSteps(self._ring_of(), self._fields.structure, self._torch_device, self._reading)
 
-    @contextmanager
+    @as_block
     def _reading(self, still: bool) -> Iterator[None]:
         """Hold everybody in this process back who would change rows and, with ``still``, other writers, too."""
         with self._guard:
@@ -842,7 +842,7 @@ class ReplayCore(Storage):
                 )
             fit_steps(sample, self._fields, (), num_envs, torch.device("cpu"))  # before anything is allocated
             self._allocate(num_envs)
-        except Exception:
+        except BaseException:
             self.__dict__ = before  # a sample that is refused leaves no shapes behind
             raise
 
@@ -1003,7 +1003,7 @@ class ReplayCore(Storage):
         """Remove all data."""
         if self._rows is None:
             return
-        with self._paused():
+        with self._paused(), uninterrupted():
             if self._pipeline is not None:
                 self._pipeline.clear()
             self._ring_of().clear()
@@ -1070,7 +1070,7 @@ class ReplayCore(Storage):
             self._set_size(storage_size)
             if self._rows is not None:
                 self._allocate(self._rows.lanes)
-        except Exception:
+        except BaseException:
             self.__dict__ = before
             raise
 
@@ -1080,7 +1080,7 @@ class ReplayCore(Storage):
 
     # ---------------------------------------------------------------------------------------------- saving
 
-    @contextmanager
+    @as_block
     def _still(self) -> Iterator[None]:
         with self._guard, self._paused():
             yield

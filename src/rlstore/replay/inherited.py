@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rlstore.engine.guard import new_guard
+from rlstore.engine.guard import as_block, new_guard
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.episode_ring import EpisodeRing
@@ -52,7 +51,7 @@ class Inherited(Sharing):
         """Refused."""
         self.require_own()
 
-    @contextmanager
+    @as_block
     def paused(self) -> Iterator[None]:
         """Refused: the writers are the other process's."""
         yield self.require_own()

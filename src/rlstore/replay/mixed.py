@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.checks import check_fraction, check_positive
+from rlstore.engine.guard import uninterrupted
 from rlstore.engine.rows.schema import as_tensor, dtype_name
 from rlstore.errors import InvalidCallError, InvalidInputError, UnknownParameterError
 
@@ -176,8 +177,9 @@ class MixedReplay(Generic[_Batch]):
                 storage._require_written(ids)
             except InvalidInputError as error:
                 raise InvalidInputError(f"{name}: {error}") from error
-        for storage, ids, part in parts:
-            storage.update(ids, part)
+        with uninterrupted():
+            for storage, ids, part in parts:
+                storage.update(ids, part)
 
     def stats(self) -> dict[str, int | float]:
         """The numbers of ``stats()`` of both storages, as ``online_fill`` and ``offline_fill``, and the ``share``."""

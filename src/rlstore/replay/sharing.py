@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from rlstore.engine.calls import warn_caller
 from rlstore.engine.checks import check_count, check_name
-from rlstore.engine.guard import Guard, released
+from rlstore.engine.guard import Guard, as_block, released
 from rlstore.engine.processes.lanes import LaneControl
 from rlstore.engine.processes.limiter import RateLimit
 from rlstore.engine.rows.appender import Appender
@@ -206,7 +206,7 @@ class Sharing:
             f"{limiter.sampled} sampled, at {limiter.limit}. More has to be {awaited} first. Writers that live: {here}."
         )
 
-    @contextmanager
+    @as_block
     def paused(self) -> Iterator[None]:
         """Hold the writers of other processes back, and take in what was added."""
         with self.control.pause(self._timeout, self.sweep) if self._ring.is_shared else nullcontext():

@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from rlstore.engine.guard import Guard
+from rlstore.engine.guard import Guard, uninterrupted
 
 Drawn = TypeVar("Drawn")
 
 
-@dataclass
 class _Job(Generic[Drawn]):
-    drawn: Drawn
-    added: int  # steps that had been added when it was drawn
-    prepared: Future[Any]
-    batch: list[Any]  # what was prepared, once it is: a forked process must not ask the future, which may be locked
+    """A batch that is prepared, or will be. What the threads share is made in C: no interruption leaves it locked.
+
+    Args:
+        drawn: What goes into it.
+        added: The steps that had been added when it was drawn.
+        reading: Keeps the rows as they are until it is prepared.
+
+    Attributes:
+        drawn: What goes into it.
+        added: The steps that had been added when it was drawn.
+        batch: What was prepared, once it is, alone in a list.
+    """
+
+    def __init__(self, drawn: Drawn, added: int, reading: object = None) -> None:
+        self.drawn, self.added, self._reading = drawn, added, reading
+        self.batch: list[Any] = []
+        self._error: BaseException | None = None
+        self._is_sent = False
+        self._begun, self._running = threading.Lock(), threading.Lock()
+        self._running.acquire()
+
+    def run(self, prepare: Callable[[Drawn], Any]) -> None:
+        """Prepare it, unless another thread does; an exception reaches whoever asks for the result."""
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self.batch.append(prepare(self.drawn))
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._reading = None
+            self._running.release()
+
+    def send(self, work: SimpleQueue[_Job[Drawn] | None] | None) -> None:
+        """Let the thread prepare it, if that was not done: twice does no harm."""
+        if work is not None and not self._is_sent:
+            work.put(self)
+            self._is_sent = True
+
+    def wait(self, work: SimpleQueue[_Job[Drawn] | None] | None) -> None:
+        """Wait until it is done; an interruption may have kept it from the thread until now."""
+        self.send(work)
+        with self._running:
+            pass
+
+    def forget(self) -> None:
+        """In a forked process: nobody prepares it."""
+        self._reading = None
+
+    def result(self) -> Any:
+        """What was prepared, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return self.batch[0]
 
 
 class Prefetch(Generic[Drawn]):
@@ -54,7 +103,8 @@ class Prefetch(Generic[Drawn]):
         self._count, self._max_age, self._prepare, self._guard = count, max_age, prepare, guard
         self._in_background, self.dropped = in_background, 0
         self._jobs: deque[_Job[Drawn]] = deque()
-        self._executor: ThreadPoolExecutor | None = None
+        self._work: SimpleQueue[_Job[Drawn] | None] | None = None  # what the thread is to prepare; None ends it
+        self._end: weakref.finalize[Any, Any] | None = None
         self._process = 0
         self._taken_at = 0  # steps that had been added when the batch was drawn that was taken last
 
@@ -67,13 +117,15 @@ class Prefetch(Generic[Drawn]):
         """
         self._follow_fork()
         while self._jobs and added - self._jobs[0].added >= self._max_age:
-            _finish(self._jobs.popleft())
+            self._jobs[0].wait(self._work)
+            self._jobs.popleft()
             self.dropped += 1
         while not self._jobs or (len(self._jobs) <= self._count and may_draw()):
             self._submit(draw(), added)
+        self._jobs[0].wait(self._work)  # if that is interrupted, it is still the next one
         job = self._jobs.popleft()
         self._taken_at = job.added
-        return job.drawn, job.prepared.result()
+        return job.drawn, job.result()
 
     def take_back(self, drawn: Drawn, batch: Any) -> None:
         """The batch that was taken last is the next one again."""
@@ -84,8 +136,7 @@ class Prefetch(Generic[Drawn]):
         """Wait until nothing is being gathered, because the rows are about to change."""
         self._follow_fork()
         for job in self._jobs:
-            if not job.prepared.done():
-                _finish(job)
+            job.wait(self._work)
 
     def clear(self) -> None:
         """Throw away what is prepared."""
@@ -95,61 +146,64 @@ class Prefetch(Generic[Drawn]):
     def close(self) -> None:
         """Throw away what is prepared and end the thread; :meth:`take` would begin another."""
         self.clear()
-        if self._executor is not None and self._process == os.getpid():
-            self._executor.shutdown()
-        self._executor = None
+        if self._end is not None and self._process == os.getpid():
+            self._end()
+        self._work = self._end = None
 
     def prepared(self) -> list[tuple[Drawn, int, Any]]:
         """All that is prepared: what was drawn, after how many added steps, and the batch."""
-        self._follow_fork()
-        return [(job.drawn, job.added, job.prepared.result()) for job in self._jobs]
+        self.settle()
+        return [(job.drawn, job.added, job.result()) for job in self._jobs]
 
     def put(self, drawn: Drawn, added: int, batch: Any) -> None:
         """Add a batch that was prepared before."""
-        done: Future[Any] = Future()
-        done.set_result(batch)
-        self._jobs.append(_Job(drawn, added, done, [batch]))
+        job = _Job(drawn, added)
+        job.run(lambda _: batch)
+        self._jobs.append(job)
 
     def _submit(self, drawn: Drawn, added: int) -> None:
         if not self._in_background:
             self.put(drawn, added, self._prepare(drawn))
             return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlstore")
-            self._process = os.getpid()
-            weakref.finalize(self, self._executor.shutdown, wait=False)
-        self._guard.begin_read()
-        batch: list[Any] = []
-        try:
-            prepared = self._executor.submit(_prepare, self._prepare, drawn, batch, self._guard)
-        except BaseException as error:
-            self._guard.end_read()
-            if not isinstance(error, RuntimeError):
-                raise
-            # The system starts no more threads, or the interpreter is ending. What is drawn is served all the same.
-            self._executor = None  # which would gather it once more
-            self.put(drawn, added, self._prepare(drawn))
-            return
-        self._jobs.append(_Job(drawn, added, prepared, batch))
+        if self._work is None:
+            try:
+                with uninterrupted():
+                    self._work = self._begin()
+            except RuntimeError:
+                # The system starts no more threads, or the interpreter is ending. What is drawn is served all the same.
+                self.put(drawn, added, self._prepare(drawn))
+                return
+        job = _Job(drawn, added, self._guard.begin_read())
+        self._jobs.append(job)
+        job.send(self._work)
+
+    def _begin(self) -> SimpleQueue[_Job[Drawn] | None]:
+        """Start the thread, which does not refer to this object: when it is collected, the thread ends."""
+        work: SimpleQueue[_Job[Drawn] | None] = SimpleQueue()
+        thread = threading.Thread(target=_run, args=(work, self._prepare), name="rlstore", daemon=True)
+        thread.start()
+        self._process = os.getpid()
+        self._end = weakref.finalize(self, _finish, work, thread, self._process)
+        return work
 
     def _follow_fork(self) -> None:
         """In a forked process, where the thread is not, do the work that it had left.
 
         What it had done is not done again: the rows may be overwritten since.
         """
-        if self._executor is None or self._process == os.getpid():
+        if self._work is None or self._process == os.getpid():
             return
-        jobs, self._executor = list(self._jobs), None
+        jobs, self._work, self._end = list(self._jobs), None, None
         self._jobs.clear()
-        self._guard.forget_reads()
         for job in jobs:
+            job.forget()
             if job.batch:
                 self.put(job.drawn, job.added, job.batch[0])
             else:
                 self._submit(job.drawn, job.added)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_jobs": self.prepared(), "_executor": None}
+        return {**self.__dict__, "_jobs": self.prepared(), "_work": None, "_end": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         jobs = state.pop("_jobs")
@@ -158,14 +212,14 @@ class Prefetch(Generic[Drawn]):
             self.put(*job)
 
 
-def _prepare(prepare: Callable[[Drawn], Any], drawn: Drawn, batch: list[Any], guard: Guard) -> Any:
-    try:
-        batch.append(prepare(drawn))
-        return batch[0]
-    finally:
-        guard.end_read()
+def _run(work: SimpleQueue[_Job[Any] | None], prepare: Callable[[Any], Any]) -> None:
+    while (job := work.get()) is not None:
+        job.run(prepare)
+        del job
 
 
-def _finish(job: _Job[Any]) -> None:
-    """Wait for a job whose result, or exception, is not needed any more."""
-    job.prepared.exception()
+def _finish(work: SimpleQueue[_Job[Any] | None], thread: threading.Thread, process: int) -> None:
+    """End the thread; at the end of the interpreter, before the modules that it uses are gone."""
+    work.put(None)
+    if thread is not threading.current_thread() and process == os.getpid():
+        thread.join()

@@ -232,14 +232,13 @@ class Priorities:
             priorities: Finite and not negative, ``[n]`` or ``[n, 1]``.
         """
         windows = None if self._windows is None else self._windows.kernel
-        refused, index, stale = self.kernel.update(rows, priorities, self.alpha, windows)
+        refused, index, _ = self.kernel.update(rows, priorities, self.alpha, windows)
         if refused:
             ids, given, values = self._converted(rows, priorities)
             if refused == protocol.NOT_READ:
-                refused, index, stale = self.kernel.update(ids, values, self.alpha, windows)
+                refused, index, _ = self.kernel.update(ids, values, self.alpha, windows)
             if refused:
                 self._refuse(refused, index, ids, given)
-        self._stale += stale
 
     def _converted(self, rows: Any, priorities: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, int64 ``[n]``, and priorities, ``[n]``, as given and as float32."""

@@ -183,6 +183,8 @@ class RunningJournal:
             with storage._still():
                 content = storage._content(copy=True)
                 content.rows = rows = storage._rows_for(self._writer)
+                if rows is not None:
+                    rows.hold()
                 committed = time.monotonic(), storage._count_inserts()
             self._writer.write(content, if_changed=True)
         except BaseException as error:

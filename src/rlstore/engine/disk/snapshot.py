@@ -121,6 +121,10 @@ class Rows(Protocol):
     nbytes: int
     tensors: Mapping[str, Tensor]
 
+    def hold(self) -> None:
+        """Keep the rows as they are until :meth:`close`, which whoever calls this has to call, whatever happens."""
+        ...
+
     def records(self) -> Iterator[Mapping[str, Tensor]]:
         """The rows from ``first`` on, as records; each says in "stop" up to which row of each lane there are all."""
         ...

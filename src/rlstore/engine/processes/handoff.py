@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.calls import warn_caller
-from rlstore.engine.guard import close_guard, new_guard
+from rlstore.engine.guard import close_guard, new_guard, raise_interruption
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.peers import Peers
 from rlstore.engine.processes.slots import Slots, State
@@ -193,7 +193,7 @@ class Member:
     # ---------------------------------------------------------------------------------------------- actors
 
     def reserve(self, seconds: float | None = None) -> int:
-        """Wait for a free slot and take it for writing.
+        """Wait for a free slot and take it for writing; the caller is :class:`uninterrupted`, or would lose it.
 
         Raises:
             PeerLostError: If the process that created the storage is dead, or (at the deadline) learners died.
@@ -316,6 +316,7 @@ class Member:
         number, is_last = self.number, False
         while True:
             self.handoff.check_open()
+            raise_interruption()
             left = max(end - time.monotonic(), 0.0)
             found = slots.take_all(origin, state, number, count - len(taken), left)
             taken += found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlstore.engine.guard import new_guard
+from rlstore.engine.guard import as_block, new_guard
 from rlstore.engine.memory.shared_memory import SharedMemory
 from rlstore.engine.processes.limiter import Limiter
 from rlstore.engine.processes.peers import Peers
@@ -236,12 +235,12 @@ class LaneControl:
 
     # ---------------------------------------------------------------------------------------------- the maker
 
-    @contextmanager
+    @as_block
     def pause(self, seconds: float, sweep: Callable[[], object]) -> Iterator[None]:
         """Hold all writers back while the block runs; ``sweep`` finds those that died in the middle of a write."""
-        self._hold(_PAUSED, True)
         end = time.monotonic() + seconds
         try:
+            self._hold(_PAUSED, True)
             while True:
                 seen = event_count(self._words, _CHANGED)
                 if not self._busy.any():

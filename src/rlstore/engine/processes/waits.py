@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
+from rlstore.engine.guard import as_block
 from rlstore.engine.measures import Measures
 from rlstore.kernels import add_to_word
 
@@ -34,7 +34,7 @@ class Waits:
         count, nanoseconds = self._memory[self._first : self._first + WORDS].tolist()
         return {f"{side}_waits": count, f"{side}_wait_seconds": nanoseconds * 1e-9}
 
-    @contextmanager
+    @as_block
     def counted(self) -> Iterator[None]:
         """Count what the block waits, also if it raises."""
         begin = time.monotonic_ns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlstore.engine.calls import warn_caller
+from rlstore.engine.guard import uninterrupted
 from rlstore.engine.rows.episode_ring import EpisodeRing
 from rlstore.engine.rows.finals import ORDER, final_of_next_step, find_final, fit_final
 from rlstore.engine.rows.schema import Field, as_tensor
@@ -22,6 +24,7 @@ from rlstore.kernels.protocol import WRITTEN_WITH_BREAK as WRITTEN_WITH_BREAK
 
 Kernels = tuple[protocol.WindowIndex | None, protocol.Priorities | None]
 Fit = Callable[[], tuple[Tensor | None, ...]]
+Write = Callable[[tuple[Any, ...]], int]
 
 
 class Follower(Protocol):
@@ -81,7 +84,8 @@ class Appender:
         self._guard, self._sampler, self._whole = guard, sampler, whole or sampler
         self._kernel: protocol.EpisodeRing | None = None
         self._direct: protocol.EpisodeRing | None = None  # the same, once it may append alone
-        self._followers: Kernels = (None, None)  # what it refers to then
+        self._followers: Kernels = (None, None)  # what the kernel refers to that does all that follows from a step
+        self._followed: protocol.EpisodeRing | None = None  # that kernel
         self._is_part, self._closed = ring.is_part, False
         self._watches = ring.is_shared
         self._is_plain = fields.structure.is_leaf and not fields.named  # one tensor each, and nothing by name
@@ -145,10 +149,13 @@ class Appender:
                     self.permit()
                 if outcome == BUSY and not self._is_part:
                     self._find_direct()
-                begin = None if priorities is None else self.begin(priorities, mask)
-                outcome = self.write(values, outcome, infos)
-                if begin is not None:
-                    begin()
+                if priorities is None:
+                    outcome = self.write(values, outcome, infos)
+                else:
+                    begin = self.begin(priorities, mask)
+                    with uninterrupted():
+                        outcome = self.write(values, outcome, infos)
+                        begin()
         self._warn_of(outcome)
 
     def begin(self, priorities: Any, mask: Any) -> Callable[[], None]:
@@ -167,9 +174,10 @@ class Appender:
         with self._guard:
             self.ring.require_room(steps)
             begin = None if priorities is None else self.begin(priorities, mask)
-            outcome = self.write_steps(values, steps, fit, resumed=False)
-            if begin is not None:
-                begin()
+            with uninterrupted():
+                outcome = self.write_steps(values, steps, fit, resumed=False)
+                if begin is not None:
+                    begin()
         self._warn_of(outcome)
 
     def _warn_of(self, outcome: int) -> None:
@@ -201,8 +209,8 @@ class Appender:
         """Let the kernel append the next steps alone, if there is nothing to do that it does not do."""
         if self._sampler is None or self.keep is not None:
             return
-        kernel, self._followers = self._bind(), self._sampler.kernels
-        if kernel.guard_with(self._guard, torch.frombuffer(self._steps, dtype=torch.int64), *self._followers):
+        kernel = self._bind()
+        if self._followed is kernel:
             self._direct = kernel
 
     def _with_final(self, values: tuple[Any, ...], infos: Any) -> tuple[Any, ...]:
@@ -230,8 +238,9 @@ class Appender:
                 self.permit()
             if self.settle is not None:
                 self.settle()
-            self.ring.cut_off()
-            self._follow(0)
+            with uninterrupted():
+                self.ring.cut_off()
+                self._follow(0)
 
     def write(self, values: tuple[Any, ...], outcome: int = BUSY, infos: Any = None) -> int:
         """Write one step of all lanes, for a caller that has the guard; every value fits, or nothing is written.
@@ -253,11 +262,24 @@ class Appender:
         kernel = self._kernel or self._bind()
         if self.settle is not None:
             self.settle()
+        if self._followed is kernel:
+            write: Write = kernel.write_held
+        else:
+            write = partial(self._write_apart, kernel)
         if outcome == BUSY:
-            outcome = kernel.write(values)
+            outcome = write(values)
         if outcome not in DONE:
-            outcome = self._complete(kernel, values, outcome, infos)
-        self._follow(1)
+            outcome = self._complete(write, values, outcome, infos)
+        if self.keep is not None:
+            self.keep()
+        return outcome
+
+    def _write_apart(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...]) -> int:
+        """Write one step, and then do what follows from it."""
+        with uninterrupted():
+            outcome = kernel.write(values)
+            if outcome in DONE:
+                self._follow(1)
         return outcome
 
     def write_steps(self, values: tuple[Any, ...] | None, steps: int, fit: Fit, *, resumed: bool) -> int:
@@ -280,9 +302,12 @@ class Appender:
             # What is kept elsewhere is kept step by step, before anything of it can be overwritten.
             end = steps if self.keep is None else done + 1
             before, kernel = done, self._kernel or self._bind()
-            done, outcome = kernel.write_steps(values, steps, done, end, resumed, checked)
-            if done > before:
-                self._follow(done - before)
+            with uninterrupted():
+                done, outcome = kernel.write_steps(values, steps, done, end, resumed, checked)
+                if done > before:
+                    self._follow(done - before)
+            if self.keep is not None and done > before:
+                self.keep()
             if outcome in DONE:
                 if outcome != WRITTEN and result != WRITTEN_WITH_BREAK:
                     result = outcome
@@ -303,14 +328,16 @@ class Appender:
             self.ring.catch_up()
         if self._sampler is not None:
             self._sampler.follow()
-        if self.keep is not None:
-            self.keep()
 
     def _bind(self) -> protocol.EpisodeRing:
         """The kernel that writes; it is bound once, unless others write too and may make tables grow."""
         self.require_open()
         kernel = self.ring.writing_kernel()
         self._kernel, self._watches = None if self.ring.is_part else kernel, self.ring.is_shared
+        if self._sampler is not None and self._followed is not kernel:
+            self._followers, whole = self._sampler.kernels, self.ring.kernel if self._watches else None
+            steps = torch.frombuffer(self._steps, dtype=torch.int64)
+            self._followed = kernel if kernel.guard_with(self._guard, steps, whole, *self._followers) else None
         return kernel
 
     def require_open(self) -> None:
@@ -320,9 +347,9 @@ class Appender:
 
     def close(self) -> None:
         """Append nothing any more."""
-        self._closed, self._kernel, self._direct = True, None, None
+        self._closed, self._kernel, self._direct, self._followed = True, None, None, None
 
-    def _complete(self, kernel: protocol.EpisodeRing, values: tuple[Any, ...], outcome: int, infos: Any) -> int:
+    def _complete(self, write: Write, values: tuple[Any, ...], outcome: int, infos: Any) -> int:
         """Bring a write to its end that has written nothing yet: convert values, and make room."""
         given, fitted = values, -1
         while outcome not in DONE:
@@ -332,7 +359,7 @@ class Appender:
                 found = find_final(infos) if is_final else None
                 if found is not None:
                     values, infos, fitted = self._with_fitted_final(values, found), None, -1
-                    outcome = kernel.write(values)
+                    outcome = write(values)
                     continue
                 if outcome == fitted:
                     self._fit(outcome, given, check_rule=True)  # the kernel has found that it breaks the rule
@@ -341,7 +368,7 @@ class Appender:
                 values, fitted = (*values[:outcome], fitting, *values[outcome + 1 :]), outcome
             else:
                 self._make_room(outcome)
-            outcome = kernel.write(values)
+            outcome = write(values)
         return outcome
 
     def _make_room(self, outcome: int) -> None:
@@ -392,7 +419,8 @@ class Appender:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_kernel": None, "_direct": None, "_followers": (None, None), "keep": None, "permit": None}
+        unbound = {"_kernel": None, "_direct": None, "_followed": None, "_followers": (None, None)}
+        own = {**unbound, "keep": None, "permit": None}
         return {**self.__dict__, **own}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlstore.engine.checks import check_positive
 from rlstore.engine.disk.seal import RowFiles
 from rlstore.engine.disk.snapshot import SavedRows, SnapshotReader
+from rlstore.engine.guard import uninterrupted
 from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import Backing
 from rlstore.engine.memory.growth import ENDLESS, Counts, Growth, RowBlock
@@ -549,13 +550,14 @@ class EpisodeRing:
 
     def extend(self, *, episodes: bool, wanted: int = 0) -> None:
         """Make room for more episodes, ``wanted`` of each lane or more, or (False) the tables of starts."""
-        if self._inner is not None:
-            self._inner.extend(episodes=episodes, wanted=wanted)
-        elif self._whole is not None:
-            self._whole._extend(episodes, wanted)
-            self._follow_whole(self._whole)
-        else:
-            self._extend(episodes, wanted)
+        with uninterrupted():
+            if self._inner is not None:
+                self._inner.extend(episodes=episodes, wanted=wanted)
+            elif self._whole is not None:
+                self._whole._extend(episodes, wanted)
+                self._follow_whole(self._whole)
+            else:
+                self._extend(episodes, wanted)
 
     def _extend(self, episodes: bool, wanted: int) -> None:
         if episodes:

@@ -30,7 +30,7 @@ from torch import Tensor
 from rlstore.engine.disk.files import free_disk
 from rlstore.engine.disk.segments import Record
 from rlstore.engine.disk.snapshot import SavedRows, SavedSegment, SnapshotReader, SnapshotWriter
-from rlstore.engine.guard import taken
+from rlstore.engine.guard import taken, uninterrupted
 from rlstore.engine.memory import capacity
 from rlstore.engine.memory.backing import lazy_zeros
 from rlstore.engine.memory.growth import ENDLESS
@@ -105,9 +105,14 @@ class RowCut:
         ram = capacity.free_ram() if left >= capacity.MUCH else None
         ahead = _MOST_BYTES_AHEAD if ram is None else min(_MOST_BYTES_AHEAD, ram[0] // 4)
         self._most_ahead = max(ahead // max(_CHUNK_BYTES, self._row_bytes), 2)
-        ring.holds.append(self)
-        ring.ask_again()
-        self._has_others = limit()
+        self._has_others = False
+
+    def hold(self) -> None:
+        """From now on nobody overwrites a row that is not copied; see :class:`rlstore.engine.disk.snapshot.Rows`."""
+        with uninterrupted():
+            self._ring.holds.append(self)
+            self._ring.ask_again()
+            self._has_others = self._limit()
 
     def _is_better_anew(self, saved: SavedRows, path: Path) -> bool:
         """Whether to write all rows anew, beside those that are there: where the disk has no room, they are kept."""
@@ -161,7 +166,7 @@ class RowCut:
     def _copy_for_others(self) -> None:
         """Copy rows that writers of other processes may come to, ahead of the disk."""
         while self._has_others and len(self._copied) < self._most_ahead:
-            with self._guard:
+            with taken(self._guard):
                 if self._closed or not bool((self._next < self._stop).any()):
                     return
                 self._copy(_CHUNK_BYTES)
@@ -239,7 +244,7 @@ class RowCut:
         ring = self._ring
         self._closed = True
         self._taken_one.set()
-        with taken(self._guard):
+        with taken(self._guard), uninterrupted():
             self._next = self._stop
             self._copied.clear()
             self._spares = Recycler()  # an error that is kept keeps this, too

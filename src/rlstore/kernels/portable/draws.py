@@ -157,6 +157,7 @@ class Priorities:
     """Priorities of the rows of a ring in a tree of sums and maxima, 16 children a node."""
 
     def __init__(self, ring: RingMemory, memory: tuple[Tensor, ...]) -> None:
+        self._dropped = 0
         self._ring = ring
         self._leaves, sums, maxima, self._seen = memory
         if len(self._leaves) != -(-ring.lanes * ring.steps // _WIDTH) * _WIDTH:
@@ -232,8 +233,8 @@ class Priorities:
         """Nothing is left undone by :meth:`follow`."""
 
     def dropped(self) -> int:
-        """0: :meth:`update` has returned how many it dropped."""
-        return 0
+        """Priorities that updates dropped, as their rows were overwritten."""
+        return self._dropped
 
     def draw(self, generator: Tensor, beta: float, rows: Tensor, weights: Tensor) -> bool:
         """Draw one row in each of as many equal parts of the total, and its weight over the largest of them."""
@@ -279,7 +280,9 @@ class Priorities:
         leaves, which = torch.unique(leaves, return_inverse=True)
         last = torch.zeros_like(leaves).scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amax")
         self._set(leaves, values[last])
-        return 0, 0, int((~held).sum())
+        dropped = int((~held).sum())
+        self._dropped += dropped
+        return 0, 0, dropped
 
 
 def _sum_groups(groups: Tensor) -> Tensor:
