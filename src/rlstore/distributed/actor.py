@@ -24,9 +24,9 @@ class Rollout:
     is row T of the actor's previous rollout.
     """
 
-    def __init__(self, memory: RolloutMemory, member: Member) -> None:
+    def __init__(self, memory: RolloutMemory, member: Member, slot: int | None) -> None:
         self._memory, self._member = memory, member
-        self._slot: int | None = None  # until one is reserved, and when it is not this actor's any more
+        self._slot = slot  # None until one is reserved, and when it is not this actor's any more
 
     @property
     def slot(self) -> int:
@@ -115,7 +115,7 @@ class ActorHandle:
         """
         if timeout is not None:
             check_seconds("reserve()", timeout=timeout)
-        rollout = Rollout(self._memory, self._member)
+        rollout = Rollout(self._memory, self._member, None)
         try:
             with uninterrupted():
                 rollout._slot = self._member.reserve(timeout)
