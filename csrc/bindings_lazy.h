@@ -1,8 +1,12 @@
 // Whether the memory of a tensor differs from its values: it may be negated or conjugated when it is read.
 #pragma once
 
-#include <malloc.h>
 #include <nanobind/nanobind.h>
+#ifdef __APPLE__
+#include <malloc/malloc.h>
+#else
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <cstddef>
@@ -22,6 +26,14 @@ struct LazyPlace {
   PyObject *is_neg = nullptr, *is_conj = nullptr, *no_overrides = nullptr;  // of torch; they live as long as the process
 };
 inline LazyPlace lazy_place{};
+
+inline size_t allocated_bytes(const void* memory) {
+#ifdef __APPLE__
+  return malloc_size(memory);
+#else
+  return malloc_usable_size(const_cast<void*>(memory));
+#endif
+}
 
 inline uint64_t word_at(const void* memory, size_t index) {
   uint64_t word;
@@ -66,7 +78,7 @@ inline void find_lazy_place(nb::list pairs, size_t pointer) {
     for (nb::handle tensor : nb::cast<nb::tuple>(pair)) {
       const uint64_t target = word_at(tensor.ptr(), pointer);
       if (target < (1 << 16) || target % alignof(std::max_align_t)) return;  // not the address of an object
-      words = std::min(words, malloc_usable_size(reinterpret_cast<void*>(target)) / sizeof(uint64_t));
+      words = std::min(words, allocated_bytes(reinterpret_cast<void*>(target)) / sizeof(uint64_t));
     }
   for (size_t word = 0; word < words; word++) {
     uint64_t negated = ~uint64_t{0}, conjugated = ~uint64_t{0};

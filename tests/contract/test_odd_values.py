@@ -20,6 +20,7 @@ from storages import CASES
 from test_distributed_trainer import ENVS as DISTRIBUTED_ENVS
 from test_distributed_trainer import make as make_distributed
 from test_distributed_trainer import sample_of as distributed_sample
+from where import SEES_VALUES
 
 from rlstore import (
     DecoupledRolloutStorage,
@@ -90,6 +91,8 @@ def test_an_odd_value_is_refused_by_name_or_what_numpy_makes_of_it(kind, odd):
         is_float = name in FLOATS or given[name].dtype.is_floating_point or kind.startswith("decoupled")
         is_discrete = name == "actions" and not is_float
         expected = expectation(name, odd, is_discrete)
+        if expected is REFUSED and isinstance(ODD[odd][0], float) and not SEES_VALUES:
+            continue  # the device counts it
         if is_discrete and odd == "-1":
             expected = -1  # of actors without spaces: any whole number
         values: Any = ODD[odd][0]
