@@ -272,6 +272,16 @@ def test_tables_of_a_mapped_folder_that_cannot_be_are_told(row, tmp_path, capsys
     assert lines[-1] == "damaged: nothing can be loaded"
 
 
+def test_a_folder_in_the_place_of_a_file_that_a_storage_writes_is_told(tmp_path, capsys):
+    folder = mapped(tmp_path / "mapped")
+    (folder / "seal.json.new").mkdir()
+    with pytest.raises(SnapshotError, match=r"seal\.json\.new"):
+        PrioritizedReplayStorage(BOX, DISCRETE, **ARGUMENTS, memory="mapped", path=folder)
+    status, lines = said(folder, capsys)
+    assert status == 1
+    assert any(line.startswith("damaged  ") and "seal.json.new" in line for line in lines)
+
+
 def test_an_episode_that_was_damaged_is_told_and_the_others_counted(tmp_path, capsys):
     folder = shutil.copytree(GOLDEN / "episodes", tmp_path / "episodes")
     os.truncate(folder / "episode-000000000005.safetensors", 400)  # one of five steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from interrupted_calls import PLAYED, interrupt
+from interrupted_calls import PLAYED, TRACES_OPCODES, interrupt
 
 pytestmark = [
     pytest.mark.torture,
@@ -16,4 +16,4 @@ pytestmark = [
 def test_a_call_that_is_interrupted_was_made_whole_or_not_at_all(name, tmp_path):
     played = interrupt(name, tmp_path, 300)
     assert not played.problems
-    assert min(played.hits.values()) >= 150
+    assert not TRACES_OPCODES or min(played.hits.values()) >= 150

@@ -167,9 +167,11 @@ class TrainerSlots:
         """Batches of whole rollouts; see ``DistributedStorage.generate_batches``."""
         if self._spent and not self._serving:
             self._release()
-        size = self._hold(num_mini_batch, mini_batch_size)
-        held, self._serving = self._held, self._serving + 1
+        before, state, has_served = (len(self._held), self._served), generator.get_state(), False
+        self._serving += 1
         try:
+            size = self._hold(num_mini_batch, mini_batch_size)
+            held = self._held
             for _ in range(num_epochs):
                 order = epoch_rows(len(held), num_mini_batch * size, generator, shuffle=shuffle).tolist()
                 for first in range(0, len(order), size):
@@ -179,7 +181,15 @@ class TrainerSlots:
                     with torch.inference_mode(False):
                         batch = batch_of(self.memory, self._gather(slots), slots, device)
                     self._served += len(slots) * self.memory.steps
+                    has_served = True
                     yield batch
+        except KeyboardInterrupt:
+            if not has_served:  # as if it had not been called: the rollouts that it took are full again
+                with uninterrupted():
+                    generator.set_state(state)
+                    self._server.put_back()
+                    self._held, self._served = self._server.try_collect(before[0]), before[1]
+            raise
         finally:
             self._serving -= 1
             if self._spent and not self._serving:

@@ -113,10 +113,15 @@ class Directory:
             os.unlink(name, dir_fd=self.descriptor)
         except FileNotFoundError:
             pass
-        except (IsADirectoryError, PermissionError) as error:
-            if stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode):
-                raise self._not_a_file(name) from error
+        except (IsADirectoryError, PermissionError):
+            self.require_no_folder(name)
             raise
+
+    def require_no_folder(self, name: str) -> None:
+        """Refuse a folder of a name that files are to have."""
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode):
+                raise self._not_a_file(name)
 
     def write_whole(self, name: str, content: bytes) -> None:
         """Write a file atomically: after a crash at any moment the old version or the new one is there, complete."""

@@ -138,6 +138,7 @@ class Seal:
         Raises:
             SnapshotError: If it is damaged.
         """
+        self._directory.require_no_folder(f"{NAME}.new")  # whoever opens the folder to write makes a new seal
         if NAME not in self._directory.names():
             return None
         path = self._directory.path / NAME
