@@ -206,7 +206,7 @@ class Played:
         if by_signal:
             how = BySignal(self.random.random() ** 2 * self.most.get(call + " ns", 500_000) / 1e9)
         else:
-            how = AtMoment(self.random.randrange(max(self.most[call], 20)))
+            how = AtMoment(self.random.randrange((self.most[call] or 18) + 2))  # a later one may come
         begun, raised = time.perf_counter_ns(), False
         try:
             with how:
