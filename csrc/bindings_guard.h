@@ -206,6 +206,9 @@ class WithBlock {
       return false;  // Python goes on raising it
     }
     if (raised.matches(PyExc_StopIteration)) return true;
+    // A generator lets no StopIteration through: it raises another error, because of it.
+    const nb::object cause = nb::steal(PyException_GetCause(raised.value().ptr()));
+    if (cause.is(error) && PyErr_GivenExceptionMatches(error.ptr(), PyExc_StopIteration)) return false;
     throw raised;
   }
 

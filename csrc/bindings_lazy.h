@@ -99,7 +99,7 @@ inline void load_lazy_place(nb::handle torch) {
   nb::list pairs;
   for (const char* dtype : {"complex64", "complex128"})
     for (int size : {1, 2, 3}) {
-      const nb::object numbers = torch.attr("zeros")(nb::make_tuple(size, 2), nb::arg("dtype") = torch.attr(dtype));
+      const nb::object numbers = torch.attr("zeros")(nb::make_tuple(size, 2), nb::arg("dtype") = torch.attr(dtype), nb::arg("device") = "cpu");
       const nb::object conjugate = numbers.attr("conj")();
       pairs.append(nb::make_tuple(numbers.attr("imag"), conjugate.attr("imag"), numbers, conjugate));
     }

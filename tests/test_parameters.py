@@ -226,7 +226,8 @@ def test_an_assigned_attribute_is_its_parameter_or_is_refused_with_what_can_be_c
     """Row 26 of the bugs known elsewhere: assigned, read back and saved, and ignored by draws."""
     empty = {"steps": 0} if name in NEED_EMPTY else {}
     storage, other, untouched = (STORAGES[kind](**empty) for _ in range(3))
-    before, value = getattr(storage, name), OTHERS[name]
+    before = getattr(storage, name)
+    value = not before if isinstance(before, bool) else OTHERS[name]
     try:
         setattr(storage, name, value)
     except UnknownParameterError as error:
@@ -259,6 +260,17 @@ def test_a_wrong_value_that_is_assigned_changes_nothing(kind, name, tmp_path):
     assert getattr(storage, name) == before
     assert settings(storage, tmp_path / "a") == settings(untouched, tmp_path / "b")
     assert same(drawn(storage), drawn(untouched))
+
+
+def test_a_subclass_may_assign_what_it_has_passed_on():
+    class Own(ReplayStorage):
+        def __init__(self, num_envs):
+            super().__init__(BOX, ACTIONS, storage_size=8, num_envs=num_envs)
+            self.num_envs, self.num_workers = num_envs, 0
+
+    assert Own(2).num_envs == 2
+    with pytest.raises(UnknownParameterError, match="num_envs"):
+        Own(2).num_envs = 3
 
 
 def test_assigned_parameters_are_those_of_the_next_batch():

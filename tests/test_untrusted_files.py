@@ -448,6 +448,12 @@ def test_a_shared_storage_of_a_size_that_was_made_up_is_not_allocated(size, save
     assert judged(forged(tmp_path / "forged", saved["replay"], change)).are_refusals
 
 
+def test_a_shared_storage_of_ten_million_that_holds_little_is_loaded(tmp_path):
+    storage = ReplayStorage(BOX, MOVES, storage_size=10_000_000, num_envs=2, memory="shared")
+    storage.save(tmp_path / "saved")
+    assert Storage.load(tmp_path / "saved").storage_size == 10_000_000
+
+
 def test_the_bounds_of_a_space_took_gigabytes(saved, tmp_path):
     box = {"$space": "Box", "shape": [MANY], "dtype": "float64", "low": 0, "high": 1}
     for name in ("replay", "decoupled", "distributed", "rollout of spaces"):

@@ -62,7 +62,7 @@ from rlstore.engine.disk.snapshot import (
     generator_state,
     restore_generator,
 )
-from rlstore.engine.guard import Guard, new_guard
+from rlstore.engine.guard import Guard, new_guard, uninterrupted
 from rlstore.engine.measures import Measures, Number, flat, on_host
 from rlstore.engine.memory.capacity import enough_memory
 from rlstore.engine.memory.tensors import Recycler
@@ -323,9 +323,10 @@ class Storage(ABC):
         """An argument of the storage is assigned as an attribute: see :class:`rlstore.parameters.Argument`."""
         with self._guard:
             checks = self._checks()
-            if name not in checks:
-                raise no_parameter(self, name, checks)
-            self._change(name, value)
+            if name in checks:
+                self._change(name, value)
+            elif not (isinstance(value, (int, float, str)) and value == getattr(self, name)):
+                raise no_parameter(self, name, checks)  # subclasses may assign what they have passed on
 
     def _guarding(self) -> AbstractContextManager[None]:
         """The guard; nothing in a subclass that does not call ``__init__`` of this class."""
@@ -537,12 +538,14 @@ class Storage(ABC):
                 if not background:
                     writer.write(content)
                     return None
-                saving = BackgroundSave(writer, content)
+                with uninterrupted():  # once its thread runs, the folder and the rows are its own
+                    saving = BackgroundSave(writer, content)
+                    rows = None
+                    stack.pop_all()
             except BaseException:
                 if rows is not None:
                     rows.close(None)  # if it was not written: whoever adds would wait for it
                 raise
-            stack.pop_all()
         return saving
 
     def _changes_unasked(self) -> bool:

@@ -136,6 +136,14 @@ def fail_midway(actor):
         raise KeyError("mine")
 
 
+def test_the_end_of_an_iterator_in_a_with_block_is_raised_as_it_is():
+    storage = DISCRETE.make(2)
+    actor, steps = storage.actor(), iter([])
+    with pytest.raises(StopIteration), actor.rollout():
+        next(steps)
+    assert slots(storage) == (2, 0, 0, 0)
+
+
 def test_batches_that_are_kept_are_never_written_over():
     storage = LSTM.make(4)
     actor = storage.actor()

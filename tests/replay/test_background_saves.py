@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -72,6 +73,26 @@ def test_the_state_of_the_call_is_saved(memory, change, steps, tmp_path):
     assert digest(loaded.get_all_buffer_data()) == expected
     loaded.close()
     storage.close()
+
+
+def test_ctrl_c_when_its_thread_has_begun_leaves_the_folder_to_the_save(tmp_path, monkeypatch):
+    storage, start = make("ram", tmp_path), threading.Thread.start
+    fill(storage, 0, 5)
+
+    def start_and_interrupt(thread):
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            storage.save(tmp_path / "saved", background=True)
+    for thread in threading.enumerate():
+        if thread.name == "rlstore save":
+            thread.join(60)
+    assert digest(Storage.load(tmp_path / "saved").get_all_buffer_data()) == digest(storage.get_all_buffer_data())
+    fill(storage, 5, 10)
+    assert len(storage) > 0
 
 
 def test_steps_and_their_count_are_of_one_moment(tmp_path):

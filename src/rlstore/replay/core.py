@@ -1142,7 +1142,7 @@ class ReplayCore(Storage):
         check_positive(cls.__name__, num_envs=lanes, storage_size=size)
         reader.room.charge(lanes * LANE_BYTES, f"tables of {lanes:,} environments")
         shared = settings["options"].get("memory") == "shared"
-        nbytes = 8 * shared + 2 * bool(settings.get("alpha", "alpha" in cls._own_settings))
+        nbytes = 5 * shared + 2 * bool(settings.get("alpha", "alpha" in cls._own_settings))
         reader.room.charge(size * nbytes, f"tables of {size:,} transitions")
 
     @classmethod

@@ -7,7 +7,6 @@ import threading
 import warnings
 
 from rlstore.engine.disk.snapshot import Content, SnapshotWriter
-from rlstore.engine.guard import uninterrupted
 from rlstore.engine.threads import start_thread
 from rlstore.errors import NotReadyError
 
@@ -30,8 +29,7 @@ class BackgroundSave:
         self.path, self._process = writer.path, os.getpid()
         self._error: BaseException | None = None
         self._done = threading.Event()
-        with uninterrupted():  # once it runs, the folder is its own
-            start_thread("save()", threading.Thread(target=self._run, args=(writer, content), name="rlstore save"))
+        start_thread("save()", threading.Thread(target=self._run, args=(writer, content), name="rlstore save"))
 
     def _run(self, writer: SnapshotWriter, content: Content) -> None:
         try:

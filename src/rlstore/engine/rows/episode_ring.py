@@ -406,8 +406,12 @@ class EpisodeRing:
     def _free_all(self, free_slots: Tensor) -> None:
         """Fill the bottom of the stacks of free episode indices as when all are free, without a copy of them."""
         deep, lanes, device = len(self.free_slots), self.whole.lanes, self.device
-        highest = torch.arange(deep - 1, deep - 1 - len(free_slots), -1, dtype=torch.int32, device=device) * lanes
-        torch.add(highest.unsqueeze(1), torch.arange(lanes, dtype=torch.int32, device=device), out=free_slots)
+        chunk = max(_COMPARED // lanes, 1)
+        for begin in range(0, len(free_slots), chunk):
+            part = free_slots[begin : begin + chunk]
+            first = deep - 1 - begin
+            highest = torch.arange(first, first - len(part), -1, dtype=torch.int32, device=device) * lanes
+            torch.add(highest.unsqueeze(1), torch.arange(lanes, dtype=torch.int32, device=device), out=part)
 
     def _free_at_first(self, count: int) -> Tensor:
         """``count`` of each stack of free episode indices, from the bottom, when all are free: the lowest is on top."""
