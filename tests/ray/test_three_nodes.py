@@ -181,7 +181,7 @@ def test_a_node_lost_in_mid_run_stops_nobody_for_longer_than_the_deadline(three_
     assert report.lost_in_flight == lost
     assert report.restarts == 1
     assert report.shards[doomed].restored >= saved
-    assert 0 < report.lost_in_shards == report.shards[doomed].lost
+    assert report.lost_in_shards == report.shards[doomed].lost  # none, if it was saved just before
     # What was sent was stored or lost; a call that died with the shard may have been both.
     assert added <= report.inserted + lost <= added + lost
     assert f"shard {doomed} was restarted 1 times: {report.lost_in_shards} transitions lost" in str(report)

@@ -83,10 +83,14 @@ def test_ctrl_c_when_its_thread_has_begun_leaves_the_folder_to_the_save(tmp_path
         start(thread)
         signal.raise_signal(signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_and_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            storage.save(tmp_path / "saved", background=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have turned off
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                storage.save(tmp_path / "saved", background=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     for thread in threading.enumerate():
         if thread.name == "rlstore save":
             thread.join(60)
